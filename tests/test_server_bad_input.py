@@ -35,7 +35,7 @@ BODIES = {
     "logit_bias": ({"king": 1}, {"1": "x"}, [1], {"-1": 3}),
     "seed": ("x", 1.5, 2**70),
     "stop": ([""], 5, ["a"] * 65),
-    "n": (2, 0),
+    "n": (9, 0),
     "best_of": (2, "x"),
     "suffix": ("end", 5),
     "draft_model": ("another/model",),
@@ -101,7 +101,7 @@ def test_messages_that_are_none_are_refused(client, messages):
     error_of(client.post("/v1/chat/completions", json={"messages": messages}))
 
 
-@pytest.mark.parametrize("prompt", [5, None, [], [[1, 2]], ["a", "b"], [1, "a"], [-1], {}])
+@pytest.mark.parametrize("prompt", [5, None, [], [[]], [["a"]], ["a", 1], [1, "a"], [-1], [[1], -1], {}])
 def test_prompts_that_are_none_are_refused(client, prompt):
     error_of(client.post("/v1/completions", json={"prompt": prompt}))
 

@@ -1,6 +1,6 @@
 """OpenAI's answers: whole completions, chunks of a stream, usage, log-probabilities and calls of tools.
 
-An `Answer` turns the tokens of one text into these objects as they come. Other APIs are dialects of them.
+An `Answer` turns the tokens of its texts into these objects as they come. Other APIs are dialects of them.
 """
 
 import json
@@ -18,8 +18,8 @@ from mlx_lm.server import get_system_fingerprint
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
-from .job import Alternative, Asked, Begun, Emitted, Progress
-from .requests import ChatRequest
+from .job import Alternative, Begun, Emitted, Progress
+from .requests import BaseRequest, ChatRequest
 from .web import Refused
 
 IMPOSSIBLE = -9999.0  # as OpenAI writes minus infinity
@@ -210,45 +210,108 @@ def call_of(call: Any) -> dict[str, Any]:
 # The answer.
 
 
-class Answer:
-    """An answer on its way out: what has come of it so far, as OpenAI has it."""
+class Writing:
+    """One text on its way out, as a choice of OpenAI's.
 
-    def __init__(self, asked: Asked, begun: Begun):
-        self.request, self.begun = asked.request, begun
-        self.chat = isinstance(self.request, ChatRequest)
-        self.tally = Tally.of(begun.prompt.served.gears)
-        served = begun.prompt.served
-        parser = served.tokenizer.tool_parser if self.request.takes_calls else None
-        self.calls = Calls(parser, self.request.shown_tools, bool(self.request.stream))
+    ended: whether all of it has come.
+    """
+
+    def __init__(self, request: BaseRequest, index: int, begun: Begun):
+        self.request, self.index, self.begun = request, index, begun
+        self.chat = isinstance(request, ChatRequest)
+        parser = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
+        self.calls = Calls(parser, request.shown_tools, bool(request.stream))
         self.channels = Channels(begun.machine, begun.prompt.state, self.calls)
         self.finish_reason = "stop"
         self.stop_word: str | None = None
+        self.ended = False
+        self.first, self.offset = True, 0
+        self.written, self.emitted = Written(), list[Emitted]()  # what was not sent yet
+
+    def take(self, emitted: Emitted) -> None:
+        self.emitted.append(emitted)
+        self.stop_word = emitted.stop_word
+        self.ended = emitted.finish_reason is not None
+        self.finish_reason = emitted.finish_reason or self.finish_reason
+        self.written += self.channels.feed(emitted.text, last=self.ended)
+        if self.calls.made and self.finish_reason == "stop":
+            self.finish_reason = "tool_calls"
+
+    def whole(self) -> dict[str, Any]:
+        """The choice, once all of its tokens have come."""
+        written = self.written
+        if not self.chat:
+            return self.choice() | {"text": written.text}
+        message: dict[str, Any] = {"role": "assistant", "content": written.text or (None if written.calls else "")}
+        message |= {"reasoning": written.reasoning} if written.reasoning else {}
+        message |= {"tool_calls": written.calls} if written.calls else {}
+        return self.choice() | {"message": message}
+
+    def piece(self) -> dict[str, Any]:
+        """What is new of the choice; the first one of a chat names the role."""
+        written, said = self.written, self.choice()
+        if not self.chat:
+            said["text"] = written.text
+        else:
+            delta: dict[str, Any] = {"role": "assistant", "content": ""} if self.first else {}
+            added = {"content": written.text, "reasoning": written.reasoning, "tool_calls": written.calls}
+            said["delta"] = delta | {name: value for name, value in added.items() if value}
+        self.offset += sum(len(one.logprob.text) for one in self.emitted if one.logprob is not None)
+        self.written, self.emitted, self.first = Written(), [], False
+        return said
+
+    def choice(self) -> dict[str, Any]:
+        """What whole choices and pieces have in common."""
+        emitted, logprobs = self.emitted, None
+        if self.request.alternatives is not None:
+            logprobs = chat_logprobs(emitted) if self.chat else text_logprobs(emitted, self.offset)
+        stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
+        reason = self.finish_reason if self.ended else None
+        return {"index": self.index, "finish_reason": reason, "logprobs": logprobs, **stopped}
+
+
+class Answer:
+    """An answer on its way out: what has come of its texts so far, as OpenAI has it.
+
+    Args:
+        texts: how many texts it has.
+        index, begun: of the first that has begun.
+    """
+
+    def __init__(self, request: BaseRequest, texts: int, index: int, begun: Begun):
+        self.request, self.texts, self.begun = request, texts, begun
+        self.writings = {index: Writing(request, index, begun)}
+        self.tally = Tally.of(begun.prompt.served.gears)
+        chat = isinstance(request, ChatRequest)
+        self.streams_as = {"object": "chat.completion.chunk"} if chat else {}
         self.head = {
-            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": "chat.completion" if self.chat else "text_completion",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+            "object": "chat.completion" if chat else "text_completion",
             "created": int(time.time()),
-            "model": self.request.model or begun.model,
+            "model": request.model or begun.model,
             "system_fingerprint": get_system_fingerprint(),
         }
 
-    def take(self, emitted: Emitted) -> Written:
-        """Count a token, and return what it adds."""
-        self.tally.add(emitted.seen)
-        self.stop_word = emitted.stop_word
-        self.finish_reason = emitted.finish_reason or self.finish_reason
-        written = self.channels.feed(emitted.text, last=emitted.finish_reason is not None)
-        if self.calls.made and self.finish_reason == "stop":
-            self.finish_reason = "tool_calls"
-        return written
+    def take(self, index: int, found: Any) -> Writing | None:
+        """Count what has come; of a token, the text that it belongs to."""
+        if isinstance(found, Begun):
+            self.writings[index] = Writing(self.request, index, found)
+        if not isinstance(found, Emitted):
+            return None
+        self.tally.add(found.seen)
+        self.writings[index].take(found)
+        return self.writings[index]
 
     @property
     def usage(self) -> Usage:
-        prompt, answer = len(self.begun.prompt.tokens), self.tally.tokens
+        """All tokens; a prompt of several texts counts once."""
+        prompts = [one.begun for one in self.writings.values() if one.index % self.request.choices == 0]
+        prompt, answer = sum(len(begun.prompt.tokens) for begun in prompts), self.tally.tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": self.begun.cached},
+            "prompt_tokens_details": {"cached_tokens": sum(begun.cached for begun in prompts)},
         }
 
     @property
@@ -265,62 +328,30 @@ class Answer:
             **self.begun.mode.summary(tally),
         }
 
-    async def whole(self, answers: AsyncIterator[Any]) -> dict[str, Any]:
+    async def whole(self, answers: AsyncIterator[tuple[int, Any]]) -> dict[str, Any]:
         """The completion, once all of its tokens have come."""
-        written, emitted = Written(), []
-        async for found in answers:
-            if isinstance(found, Emitted):
-                emitted.append(found)
-                written += self.take(found)
-        said: dict[str, Any] = {"text": written.text}
-        if self.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": written.text or (None if written.calls else "")}
-            message |= {"reasoning": written.reasoning} if written.reasoning else {}
-            message |= {"tool_calls": written.calls} if written.calls else {}
-            said = {"message": message}
-        choice = self.choice(self.finish_reason, emitted) | said
-        return {**self.head, "choices": [choice], "usage": self.usage, "gearbx": self.report}
+        async for index, found in answers:
+            self.take(index, found)
+        choices = [self.writings[index].whole() for index in range(self.texts)]
+        return {**self.head, "choices": choices, "usage": self.usage, "gearbx": self.report}
 
-    async def chunks(self, answers: AsyncIterator[Any]) -> AsyncIterator[dict[str, Any] | Progress]:
-        """The chunks of a stream, each as soon as its text is certain; how far the prompt is read before them."""
-        kind = {"object": "chat.completion.chunk"} if self.chat else {}
-        waiting: list[Emitted] = []
-        seen: dict[str, Any] = {
-            "mode": self.begun.mode.name,
-            "thresholds": self.begun.prompt.served.thresholds(self.begun.mode),
-        }
-        first, offset = True, 0
-        async for found in answers:
+    async def chunks(self, answers: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any] | Progress]:
+        """The chunks of a stream, each as soon as its text is certain; how far prompts are read between them."""
+        head, ended = self.head | self.streams_as, 0
+        seen = {"mode": self.begun.mode.name, "thresholds": self.begun.prompt.served.thresholds(self.begun.mode)}
+        async for index, found in answers:
+            writing = self.take(index, found)
             if isinstance(found, Progress):
                 yield found
+            if writing is None or not (writing.written or writing.ended):
                 continue
-            written = self.take(found)
-            waiting.append(found)
-            ended = found.finish_reason is not None
-            if not written and not ended:
-                continue
-            choice = self.choice(self.finish_reason if ended else None, waiting, offset) | self.piece(written, first)
-            reported = {"tokens": token_reports(waiting), **seen, **(self.report if ended else {})}
-            yield {**self.head, **kind, "choices": [choice], "gearbx": reported}
-            offset += sum(len(one.logprob.text) for one in waiting if one.logprob is not None)
-            waiting, seen, first = [], {}, False
+            ended += writing.ended
+            reported = {"tokens": token_reports(writing.emitted), **seen}
+            reported |= self.report if ended == self.texts else {}
+            yield {**head, "choices": [writing.piece()], "gearbx": reported}
+            seen = {}
         if self.request.stream_options is not None and self.request.stream_options.include_usage:
-            yield {**self.head, **kind, "choices": [], "usage": self.usage}
-
-    def choice(self, finish_reason: str | None, emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]:
-        """What whole answers and chunks have in common; `offset` characters of the answer came before."""
-        wanted = self.request.alternatives is not None
-        logprobs = (chat_logprobs(emitted) if self.chat else text_logprobs(emitted, offset)) if wanted else None
-        stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
-        return {"index": 0, "finish_reason": finish_reason, "logprobs": logprobs, **stopped}
-
-    def piece(self, written: Written, first: bool) -> dict[str, Any]:
-        """What a chunk adds; the first one of a chat names the role."""
-        if not self.chat:
-            return {"text": written.text}
-        delta: dict[str, Any] = {"role": "assistant", "content": ""} if first else {}
-        added = {"content": written.text, "reasoning": written.reasoning, "tool_calls": written.calls}
-        return {"delta": delta | {name: value for name, value in added.items() if value}}
+            yield {**head, "choices": [], "usage": self.usage}
 
 
 def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:

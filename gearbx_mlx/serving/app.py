@@ -3,8 +3,9 @@
 A route reads a request, hands it to the scheduler, whose thread computes, and sends what comes back as it comes.
 """
 
+import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -16,7 +17,7 @@ from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
-from .job import Asked, Emitted, Progress
+from .job import Answers, Asked, Begun, Emitted, Progress
 from .messages import (
     CountedTokens,
     CountTokensRequest,
@@ -213,11 +214,10 @@ def about_model(here: Service) -> dict[str, Any]:
 
 async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Response:
     """Answer a completion, in one piece or as a stream."""
-    asked = Asked(request)
-    came = answers(here, asked)
-    begun = await anext(came)
-    here.metrics.prompt(len(begun.prompt.tokens), begun.cached)
-    answer = Answer(asked, begun)
+    texts = request.apart()
+    came = answers(here, texts)
+    index, begun = await anext(came)
+    answer = Answer(request, len(texts), index, begun)
     if request.stream:
         dialect.begin(answer.usage)
         return event_stream(stream(answer, came, dialect))
@@ -225,23 +225,31 @@ async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Res
         return JSONResponse(dialect.whole(await answer.whole(came)))
 
 
-async def answers(here: Service, asked: Asked) -> AsyncGenerator[Any, None]:
-    """What comes of a request, with every token counted; closed, it ends the work on it.
+async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+    """What comes of requests for a text each, with their places and every token counted; closed, it ends the work.
 
     Raises:
         Exception: what the computation failed with.
     """
-    since, first = time.perf_counter(), True
+    came, left, open_texts = Answers(), threading.Event(), len(texts)
+    since, begun = [time.perf_counter()] * len(texts), [False] * len(texts)
     try:
-        await run_in_threadpool(here.scheduler.submit, asked)
-        while (found := await asked.answers.get()) is not None:
+        for place, text in enumerate(texts):
+            await run_in_threadpool(here.scheduler.submit, Asked(text, came, place, left))
+        while open_texts:
+            index, found = await came.get()
+            if found is None:
+                open_texts -= 1
+                continue
+            if isinstance(found, Begun):
+                here.metrics.prompt(len(found.prompt.tokens), found.cached)
             if isinstance(found, Emitted):
                 now = time.perf_counter()
-                here.metrics.token(found.seen, now - since, first)
-                since, first = now, False
-            yield found
+                here.metrics.token(found.seen, now - since[index], not begun[index])
+                since[index], begun[index] = now, True
+            yield index, found
     finally:
-        asked.left.set()
+        left.set()
 
 
 async def stream(answer: Answer, came: AsyncGenerator[Any, None], dialect: Dialect) -> AsyncGenerator[str, None]:

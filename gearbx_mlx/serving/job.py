@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -101,39 +101,45 @@ class Progress:
 
 
 class Answers:
-    """What comes of a request, from the thread that computes to the event loop of the server.
+    """What comes of a request's texts, from the thread that computes to the event loop of the server.
 
-    Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
+    Of each, with its index: Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
 
-    def put(self, found: Any) -> None:
+    def put(self, index: int, found: Any) -> None:
         """Add what was found, in any thread."""
         with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, found)
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, found))
 
-    async def get(self) -> Any:
+    async def get(self) -> tuple[int, Any]:
         """The next of them, in the loop. Raises the error that ends an answer."""
-        found = await self._queue.get()
+        index, found = await self._queue.get()
         if isinstance(found, BaseException):
             raise found
-        return found
+        return index, found
 
 
 @dataclass
 class Asked:
-    """A request on its way to the model, and where its answer comes.
+    """A request for one text on its way to the model, and where its answer comes.
 
-    prompt: once its tokens are known. left: set when nothing waits for the answer any more.
+    index: of the text, among those of a client's request. prompt: once its tokens are known. left: set when nothing
+    waits for the answer any more.
     """
 
     request: BaseRequest
-    answers: Answers = field(default_factory=Answers)
+    answers: Answers
+    index: int
+    left: threading.Event
     prompt: Prompt | None = None
-    left: threading.Event = field(default_factory=threading.Event)
+
+    def put(self, found: Any) -> None:
+        """Send on what was found, in any thread."""
+        self.answers.put(self.index, found)
 
 
 class StopWords:
@@ -219,7 +225,7 @@ class Job:
         elif finish_reason is not None:
             text += self.stops.rest()
         seen = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
-        self.asked.answers.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
+        self.asked.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
         return finish_reason is not None
 
     def logprobs(

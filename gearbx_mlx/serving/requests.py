@@ -10,14 +10,16 @@ from pydantic import (
     StrictBool,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
+from typing_extensions import Self
 
 from .grammar import ResponseFormat
-from .web import misfit
+from .web import Refused, misfit
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
-MOST_LOGPROBS = 20
+MOST_LOGPROBS, MOST_CHOICES = 20, 8
+MOST_TEXTS = 128  # of one request
+ANOTHER = 0x9E3779B97F4A7C15  # between the seeds of two texts of one request
 LONGEST_CONTEXT = 2**31
 
 Whole = Annotated[int, Field(strict=True)]
@@ -40,6 +42,7 @@ def refuse(value: Any, field: ValidationInfo) -> Any:
 
 
 NotServed = Annotated[Any, AfterValidator(refuse)]
+TokenList = Annotated[list[Count], Field(min_length=1)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -78,7 +81,7 @@ class BaseRequest(BaseModel, frozen=True):
     logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Penalty] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: StopWord | Annotated[list[StopWord], Field(max_length=64)] | None = None
-    n: OnlyOne | None = None
+    n: Annotated[Whole, Field(ge=1, le=MOST_CHOICES)] | None = None
     best_of: OnlyOne | None = None
     suffix: NotServed = None
     draft_model: NotServed = None
@@ -86,6 +89,25 @@ class BaseRequest(BaseModel, frozen=True):
     adapters: Annotated[Name, Field(min_length=1)] | None = None
     response_format: ResponseFormat | None = None
     gearbx: Options | None = None
+
+    @property
+    def choices(self) -> int:
+        """How many texts of each prompt are wanted."""
+        return self.n or 1
+
+    def apart(self) -> list[Self]:
+        """A request for each text, in their order: with a seed, each text has one of its own."""
+        prompts = self.prompts()
+        texts = [one for one in prompts for _ in range(self.choices)]
+        if len(texts) > MOST_TEXTS:
+            raise Refused(400, f"{len(texts)} texts are asked for; ask for {MOST_TEXTS} at most", param="prompt")
+        if self.seed is None:
+            return texts
+        return [one.model_copy(update={"seed": self.seed + place * ANOTHER}) for place, one in enumerate(texts)]
+
+    def prompts(self) -> list[Self]:
+        """A request for each prompt."""
+        return [self]
 
     @property
     def stop_words(self) -> list[str]:
@@ -180,25 +202,21 @@ class ChatRequest(BaseRequest, frozen=True):
 
 
 class TextRequest(BaseRequest, frozen=True):
-    """The body of /v1/completions: a prompt as text, or as tokens."""
+    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts."""
 
-    prompt: str | Annotated[list[str | Count], Field(min_length=1)]
+    prompt: str | TokenList | Annotated[list[str | TokenList], Field(min_length=1)]
     logprobs: Logprobs | None = None
     echo: NotServed = None
 
-    @field_validator("prompt")
-    @classmethod
-    def one_prompt(cls, prompt: Any) -> Any:
-        tokens = isinstance(prompt, list) and all(isinstance(part, int) for part in prompt)
-        if isinstance(prompt, list) and len(prompt) > 1 and not tokens:
-            raise ValueError("prompt is a list of several; send one prompt a request")
-        return prompt
+    def prompts(self) -> list[Self]:
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
 
     @property
     def typed(self) -> str:
         """The prompt, where it is text; else nothing."""
-        first = self.prompt if isinstance(self.prompt, str) else self.prompt[0]
-        return first if isinstance(first, str) else ""
+        return self.prompt if isinstance(self.prompt, str) else ""
 
     @property
     def tokens(self) -> list[int]:

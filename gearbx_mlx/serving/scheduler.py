@@ -114,7 +114,7 @@ class Scheduler(ResponseGenerator):
                     self.waiting = asked
                     return
             except Exception as error:
-                asked.answers.put(error)
+                asked.put(error)
 
     @property
     def most_at_once(self) -> int:
@@ -155,7 +155,7 @@ class Scheduler(ResponseGenerator):
         else:
             self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
         machine = text_machine(self, served.tokenizer)
-        asked.answers.put(Begun(job.prompt, mode, cached, machine, self.provider.name))
+        asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name))
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
@@ -213,16 +213,16 @@ class Scheduler(ResponseGenerator):
 
     def step_single(self, single: Single) -> None:
         """One token of an answer."""
-        answers = single.job.asked.answers
+        asked = single.job.asked
         try:
             if single.step():
                 return
             single.end(self.keep)
-            answers.put(single.job.failed)
+            asked.put(single.job.failed)
         except Exception as error:
             single.close()
             traceback.clear_frames(error.__traceback__)  # a stream ends in the thread that began it
-            answers.put(error)
+            asked.put(error)
         self.singles.remove(single)
 
     def cache_key(self, served: Served, mode: Mode) -> Any:
@@ -249,13 +249,13 @@ class Scheduler(ResponseGenerator):
         self.closed = True
         for single in self.singles:
             single.close()
-            single.job.asked.answers.put(STOPPED)
+            single.job.asked.put(STOPPED)
         for batch in self.batches.values():
             batch.fail(STOPPED)
         if self.waiting is not None:
-            self.waiting.answers.put(STOPPED)
+            self.waiting.put(STOPPED)
         while not self.requests.empty():
-            self.requests.get().answers.put(STOPPED)
+            self.requests.get().put(STOPPED)
         self.singles = []
         self.close_batches()
         del self.prompt_cache

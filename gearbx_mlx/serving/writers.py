@@ -52,7 +52,7 @@ class Single:
 
     def progress(self, done: int, total: int) -> None:
         """Pass on how far the prompt is read, and let others go on. Raises Left where nobody waits for it any more."""
-        self.job.asked.answers.put(Progress(done, total))
+        self.job.asked.put(Progress(done, total))
         if (done < total and self.meanwhile(self)) or self.job.asked.left.is_set():
             raise Left
 
@@ -161,7 +161,7 @@ class Batch:
             return
         prompts, tokens = self.generator.next()
         for read in prompts:
-            self.members[read.uid].job.asked.answers.put(Progress(*read.progress))
+            self.members[read.uid].job.asked.put(Progress(*read.progress))
         self.keep_prompts([r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt])
         for token in tokens:
             if token.uid not in self.members:  # a stop word has ended the answer before this one of several tokens
@@ -169,7 +169,7 @@ class Batch:
             try:
                 self.emit(token)
             except Exception as error:  # of one answer; the others go on
-                self.members[token.uid].job.asked.answers.put(error)
+                self.members[token.uid].job.asked.put(error)
                 self.remove([token.uid])
 
     def keep_prompts(self, uids: list[int]) -> None:
@@ -201,7 +201,7 @@ class Batch:
         if token.finish_reason is not None:
             keep_text(job, token.prompt_cache or [], self.store)
         self.remove([token.uid])
-        job.asked.answers.put(job.failed)
+        job.asked.put(job.failed)
 
     def remove(self, uids: list[int]) -> None:
         """Take answers out of the batch."""
@@ -213,7 +213,7 @@ class Batch:
     def fail(self, error: Exception) -> None:
         """End all answers with an error, and the batch with them: what mlx-lm left of it is not known."""
         for member in self.members.values():
-            member.job.asked.answers.put(error)
+            member.job.asked.put(error)
         self.members = {}
         self.close()
 
