@@ -1,40 +1,30 @@
 """The codebook formats: error, KL, points of a budget, speed, and XFP's tables, for docs/codebook.md."""
 
 import json
-import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from decimal import Decimal
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
-from mlx_lm.sample_utils import make_sampler
 from pages import table
 
-from gearbx_mlx import Gearbox, Static, load, stream_generate
+from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
 from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
 from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
-from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.answers import final_number, number_finished, prompt_of
-from gearbx_mlx.evaluation.text import NEXT_PROMPT, read_rows
-from gearbx_mlx.files.writing import replacing, write_text
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import Codebook, nbytes
 from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
-from gearbx_mlx.formats.codebook_quality import EXPERTS_JUDGED, Quality, compare, qualities
+from gearbx_mlx.formats.codebook_quality import Quality, compare, qualities
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.ladder import DENSE
 
 from .studies import HELD_OUT, Found, in_turn, native_kernels, spread, study, table_here
 
@@ -260,133 +250,6 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
     }
 
 
-TEXTS, TOKENS = 16, 160
-GROUPS_HEAD = ["model", "groups of", "along", "bits", "effective bits", "squared error", "KL, nats"]
-
-
-def texts_of(tokenizer: Any, file: Path | None) -> list[list[int]]:
-    """Tokens of texts: parts of a file, or held-out problems."""
-    if file is None:
-        problems = [json.loads(line) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()[:TEXTS]]
-        return [tokenizer.encode(f"Question: {p['question']}\nAnswer: {p['answer']}") for p in problems]
-    tokens = tokenizer.encode(file.read_text(encoding="utf-8")[: 8 * TEXTS * TOKENS])
-    return [tokens[i * TOKENS : (i + 1) * TOKENS] for i in range(TEXTS) if len(tokens) >= (i + 1) * TOKENS]
-
-
-def remade(weight: mx.array, bits: int, options: CodebookOptions, along: str) -> tuple[mx.array, int]:
-    """A matrix (O, I) after a library of codebooks, and the bytes that it takes."""
-    matrix = weight if along == "inputs" else mx.contiguous(weight.T)
-    arrays = codebook_library.encode(matrix, bits, options)
-    made = codebook.decode(arrays, bits, matrix.shape[-1])
-    return made if along == "inputs" else made.T, nbytes(arrays)
-
-
-def measure_groups(name: str | None, shown: str, text: Path | None, group: int) -> list[dict[str, Any]]:
-    model, tokenizer = load(name) if name else load()
-    check = GarbageCheck(model, texts_of(tokenizer, text), written=0)
-    layers = [layer for layer in discover(model)[0] if isinstance(layer.module, nn.Linear)]
-    own = [layer.module.weight for layer in layers]
-    rows = []
-    for bits in codebook_library.BITS:
-        for along in ("inputs", "outputs"):
-            off, square, size = 0.0, 0.0, 0
-            for layer, weight in zip(layers, own):
-                whole = weight.astype(mx.float32)
-                made, stored = remade(whole, bits, CodebookOptions(group=group), along)
-                off, square = off + number(mx.square(made - whole).sum()), square + number(mx.square(whole).sum())
-                size, layer.module.weight = size + stored, made.astype(weight.dtype)
-            effective = 8 * size / sum(weight.size for weight in own)
-            found = {"bits": bits, "effective_bits": effective, "squared_error": off / square}
-            rows.append({"model": shown, "group": group, "along": along} | found | {"kl": check.divergence(model)})
-    return rows
-
-
-def cells(row: dict[str, Any]) -> list[Any]:
-    last = f"{row['effective_bits']:.3f}", f"{row['squared_error']:.5f}", f"{row['kl']:.5f}"
-    return [row["model"], row["group"], row["along"], row["bits"], *last]
-
-
-GEARS = [("original", 16), ("affine", 4), ("affine", 3), ("codebook", 4), ("codebook", 3), ("codebook-library", 4)]
-SEEDS = (1, 2, 3)
-LONGEST = 256  # tokens of an answer
-NUMBER = re.compile(r"-?[\d,]*\.?\d+")
-Rates = dict[str, float]
-
-
-def last_number(text: str) -> Decimal | None:
-    numbers = NUMBER.findall(text.split(NEXT_PROMPT)[0])
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
-
-
-def rates(gearbox: Gearbox, tokenizer: object, rows: Sequence[dict[str, str]], gear: str, temp: float) -> Rates:
-    """The shares of right answers."""
-    strict = flexible = 0
-    for row in rows:
-        text, sampler = "", make_sampler(temp)
-        keywords = {"mode": Static(gear), "gearbox": gearbox, "sampler": sampler}
-        for response in stream_generate(gearbox.model, tokenizer, prompt_of(row, []), LONGEST, **keywords):
-            text += response.text
-            if number_finished(text):
-                break
-        wanted = final_number(row["answer"])
-        strict += final_number(text) == wanted
-        flexible += last_number(text) == wanted
-    return {"strict": strict / len(rows), "flexible": flexible / len(rows)}
-
-
-def measure_seeds(rows: Sequence[dict[str, str]], file: Path, temp: float) -> dict[str, Rates]:
-    """The rates of every run, by its name; those that the file has are taken from it, others written to it."""
-    found: dict[str, Rates] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    with progress_bar() as progress:
-        for format, bits in progress.track(GEARS, description="gears"):
-            model, tokenizer = load()
-            ladder, stored = ("4,16", "planes") if format == "original" else (f"{bits},16", format)
-            gearbox = Gearbox(model, ladder, format=stored, kernels="native")
-            for seed in SEEDS:
-                name = f"{format} {bits}, seed {seed}, temp {temp}, {len(rows)} problems"
-                if name not in found:
-                    mx.random.seed(seed)
-                    found[name] = rates(gearbox, tokenizer, rows, "high" if bits == 16 else "low", temp)
-                    with replacing(file) as beside:
-                        beside.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    return found
-
-
-def seeds_table(found: dict[str, Rates], temp: float, problems: int) -> str:
-    lines = []
-    for format, bits in GEARS:
-        runs = [found[f"{format} {bits}, seed {seed}, temp {temp}, {problems} problems"] for seed in SEEDS]
-        cells = []
-        for how in ("strict", "flexible"):
-            values = [100 * run[how] for run in runs]
-            cells.append(f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}")
-        lines.append([format, bits, *cells])
-    return table(["weights", "bits", "strict, %", "flexible, %"], lines)
-
-
-FLOORS = (0.88, 0.9, 0.93, 0.95, 0.97, 0.98, 0.99, 0.995)
-NAMES = ("codebook", "codebook-library")
-
-
-def bits_for(found: Sequence[Quality], floor: float) -> int:
-    return next((quality.bits for quality in found if quality.cosine >= floor), DENSE)
-
-
-def compared(weights: Sequence[mx.array], name: str) -> list[list[str]]:
-    """A row for each floor: stacks, those that differ, and the largest difference between the two cosines."""
-    format: Any = get_format(name)
-    some = [list(qualities(format, weight)) for weight in weights]
-    every = [list(qualities(format, weight, len(weight))) for weight in weights]
-    off = max(abs(a.cosine - b.cosine) for s, e in zip(some, every) for a, b in zip(s, e))
-    rows = []
-    for floor in FLOORS:
-        pairs = [(bits_for(s, floor), bits_for(e, floor)) for s, e in zip(some, every)]
-        under, over = sum(s < e for s, e in pairs), sum(s > e for s, e in pairs)
-        chosen = ", ".join(str(bits) for bits in sorted({e for _, e in pairs}))
-        rows.append([name, str(floor), chosen, f"{under + over} of {len(pairs)}", str(under), str(over), f"{off:.4f}"])
-    return rows
-
-
 EXPERTS, CHOSEN, OUTPUTS, INPUTS = 64, 4, 1024, 512
 CASES = [("codebook", 2), ("codebook", 4), ("codebook", 6), ("codebook-library", 4)]
 TOKEN_COUNTS = (1, 4, 16)
@@ -483,73 +346,14 @@ def measure_speed(megabytes: int, trials: int) -> str:
 
 
 @study("docs/codebook.md", minutes=5)
-def codebook_tables(model: str | None = None, second: bool = False) -> Found:
-    """XFP's tables of weights on a model: A.1 or A.2, B.1 and the break-even of 7.2.
+def codebook_tables(model: str | None = None) -> Found:
+    """XFP's tables of weights on a model: A.1, B.1 and the break-even of 7.2.
 
     Args:
         model: A directory; the model that ships if not given.
-        second: Write table A.2, of a second model, and no other one.
     """
     found = measure_tables(model)
-    made = tables(found)
-    return Found({"table_a2": made["table_a1"]} if second else made, found)
-
-
-@study("docs/codebook.md", minutes=10)
-def codebook_groups(
-    results: Path, model: str | None = None, text: Path | None = None, group: int = codebook_library.GROUP
-) -> Found:
-    """Groups of a codebook library along inputs, as here, and along outputs, as XFP has them (3.4).
-
-    Every linear layer is replaced by its reconstruction: KL from the original in nats, relative squared error, and bits
-    per weight with everything that is stored. A library of groups along outputs is that of the transposed matrix.
-
-    Args:
-        results: JSON file that gets the rows; a second run adds its model to it.
-        model: A directory; the model that ships if not given.
-        text: Held-out problems if not given.
-        group: Rows of a group.
-    """
-    shown = Path(model).name if model else "demo"
-    before = json.loads(results.read_text(encoding="utf-8"))["rows"] if results.exists() else []
-    kept = [row for row in before if (row["model"], row["group"]) != (shown, group)]
-    rows = kept + measure_groups(model, shown, text, group)
-    write_text(results, json.dumps({"rows": rows}, indent=1) + "\n")
-    return Found({"groups": table(GROUPS_HEAD, [cells(row) for row in rows])})
-
-
-@study("docs/codebook.md", minutes=120)
-def codebook_seeds(results: Path, data: Path = HELD_OUT, temp: float = 0.7, limit: int | None = None) -> Found:
-    """XFP 6.1 and Table 9: right answers in three seeds, strict and flexible, by format.
-
-    The demo model writes an answer to each problem of a file in GSM8K's form, once with each seed. As in lm-eval,
-    *strict* compares the number after ####, *flexible* the last number of the text.
-
-    Args:
-        results: JSON file; runs that it has are not made again.
-        temp: Answers are sampled at this temperature.
-        limit: Problems; all if not given.
-    """
-    rows = read_rows(data, ("question", "answer"))[:limit]
-    return Found({"seeds": seeds_table(measure_seeds(rows, results, temp), temp, len(rows))})
-
-
-@study("docs/codebook.md", minutes=5)
-def expert_sample(model: str) -> Found:
-    """XFP's Appendix C: whether four experts choose the bits that all experts choose.
-
-    For every stack of routed experts of a model and every floor: the fewest bits whose median cosine reaches the floor,
-    judged by four evenly spaced experts and by all.
-
-    Args:
-        model: Directory of a mixture of experts, such as scripts/train_mixture.py writes.
-    """
-    weights = [module.weight for _, module in load(model)[0].named_modules() if isinstance(module, SwitchLinear)]
-    if not weights:
-        raise GearbxError(f"{model} has no routed experts; give a mixture")
-    print(f"{len(weights)} stacks of {len(weights[0])} experts, {EXPERTS_JUDGED} of them judged")
-    head = ["format", "floor", "bits, by all", "other bits", "too few", "too many", "cosines differ by at most"]
-    return Found({"expert_sample": table(head, [row for name in NAMES for row in compared(weights, name)])})
+    return Found(tables(found), found)
 
 
 @study("docs/codebook.md", minutes=1)

@@ -1,4 +1,4 @@
-"""What prompt lookup, costs in time and steps queued ahead save in mode lossless, and what states cost."""
+"""What prompt lookup and costs in time save in mode lossless, and what states cost."""
 
 import importlib
 import itertools
@@ -12,15 +12,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from pages import table
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
-from gearbx_mlx.benchmark.decode import random_llama
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.decoding.draft_trials import round_times
 from gearbx_mlx.decoding.rows import Verifier
 
 from .lossless import encode
@@ -111,46 +108,6 @@ def summed_up(counted, gearbox):
         for name, one in counted.items()
         if name != ALONE
     }
-
-
-DEPTHS = (0, 1, 2, 4)
-
-
-def written(gearbox, tokenizer, prompt, max_tokens, depth):
-    """Tokens, steps thrown away, and seconds after the first token."""
-    mode = Lossless(cost="bytes", lookup_tokens=0, draft_ahead=depth)
-    run = stream_generate(gearbox.model, tokenizer, prompt, max_tokens, gearbox=gearbox, mode=mode)
-    responses, begun = [next(run)], time.perf_counter()
-    responses += run
-    seconds = time.perf_counter() - begun
-    return [r.token for r in responses], sum(r.discarded for r in responses), seconds
-
-
-def time_texts(prompts, max_tokens):
-    """Of the demo model, by depth: steps thrown away per token, and the seconds of each text."""
-    model, tokenizer = load()
-    gearbox = Gearbox(model, "3,16", format="exact", kernels="native")
-    prompts = [list(encode(tokenizer, text)) for text in prompts]
-    for depth in DEPTHS:  # a warm-up
-        written(gearbox, tokenizer, prompts[0], 8, depth)
-    seconds: dict[int, list[float]] = {depth: [] for depth in DEPTHS}
-    discarded, tokens = dict.fromkeys(DEPTHS, 0), 0
-    for prompt in track(prompts, "prompts"):
-        texts = []
-        for depth in DEPTHS:
-            text, thrown, spent = written(gearbox, tokenizer, prompt, max_tokens, depth)
-            texts.append(text)
-            seconds[depth].append(spent)
-            discarded[depth] += thrown
-        assert all(text == texts[0] for text in texts)
-        tokens += len(texts[0])
-    return {depth: discarded[depth] / tokens for depth in DEPTHS}, seconds
-
-
-def speeds(seconds):
-    """By depth, how many times as fast as depth 0: median, and the middle half of the ratios."""
-    found = {depth: np.divide(seconds[0], spent) for depth, spent in seconds.items()}
-    return {depth: np.percentile(ratios, (50, 25, 75)).tolist() for depth, ratios in found.items()}
 
 
 COMMON = {
@@ -287,38 +244,6 @@ def lookup_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         for name, one in modes.items()
     ]
     return table([*head, "looked up (accepted)", "times as fast", "median", "times less CPU"], rows)
-
-
-@study("docs/lossless.md", minutes=10)
-def draft_ahead(
-    prompts: Path = TALES,
-    num_prompts: int | None = None,
-    max_tokens: int = 64,
-    shape: str = "512x8",
-    trials: int = 30,
-) -> Found:
-    """What it costs to queue steps of a draft ahead in mode lossless.
-
-    The demo model writes the text of every prompt at every depth in turn, and each text is compared with that of depth
-    0. A random Llama drafts 8 tokens and verifies them, at every depth in turn: its own entropies would end every draft
-    at once. Ratios are of the same prompt or trial, with the middle half of them.
-
-    Args:
-        prompts: One per line.
-        shape: Of the random Llama: WIDTHxLAYERS.
-        trials: Of the random Llama.
-    """
-    discarded, seconds = time_texts(read_prompts(prompts)[:num_prompts], max_tokens)
-    gearbox = Gearbox(random_llama(shape), "4,16", kernels="native")
-    of_llama = speeds(round_times(gearbox, gearbox.ladder[0], 256, trials, depths=DEPTHS))
-    of_demo = speeds(seconds)
-    rows = []
-    for depth in DEPTHS:
-        cells = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in (of_demo[depth], of_llama[depth])]
-        rows.append([depth, f"{discarded[depth]:.2f}", *cells])
-    data = {"discarded_per_token": discarded, "demo": of_demo, "random_llama": of_llama}
-    made = table(["queued ahead", "thrown away per token", "demo model", "random Llama"], rows)
-    return Found({"draft_ahead": made}, data)
 
 
 @study("docs/performance.md", minutes=2)

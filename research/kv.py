@@ -1,7 +1,4 @@
-"""The gears of the KV cache: what they lose and save, and how groups of their numbers change it,
-
-Its tables stand in docs/kv_gears.md.
-"""
+"""The gears of the KV cache: what they lose and save, for docs/kv_gears.md."""
 
 import statistics
 import tempfile
@@ -10,8 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from pages import table
 from rich.progress import track
 
@@ -22,12 +18,12 @@ from gearbx_mlx.evaluation.policies import PolicyRow
 from gearbx_mlx.evaluation.runs import Runs
 from gearbx_mlx.evaluation.session import EvaluationSession
 from gearbx_mlx.evaluation.text import read_documents, windows_of
-from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache, pack, unpack
+from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
 from .lossless import widened
-from .studies import OTHER_TALES, TALES, Found, spread, study
+from .studies import TALES, Found, spread, study
 
 CONTEXTS = (256, 512, 1024, 4096)  # of `quality`
 LADDERS = ((4, 8), (4, 8, 16))
@@ -173,87 +169,6 @@ def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
     return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread(ratios)]
 
 
-CONTEXT = 256  # tokens of each text: all models know so many
-POSITIONS = 64  # of a group along positions
-WIDTHS = (4, 4)
-SCALE = 16  # bits of a scale, and of an offset
-
-Change = Callable[[mx.array], mx.array]
-
-
-def same(vectors: mx.array) -> mx.array:
-    return vectors
-
-
-def per_token(group: int, bits: int = 4) -> Change:
-    """Quantizes vectors (B, H, S, D) in groups of so many numbers of a position."""
-
-    def change(vectors: mx.array) -> mx.array:
-        packed = pack(vectors, WIDTHS, min(group, vectors.shape[-1]))
-        return unpack(*packed, WIDTHS, bits)
-
-    return change
-
-
-def per_channel(vectors: mx.array) -> mx.array:
-    """Quantizes vectors (B, H, S, D) in groups of positions; the last positions, too few for a group, stay."""
-    whole = vectors.shape[2] // POSITIONS * POSITIONS
-    turned = per_token(POSITIONS)(vectors[:, :, :whole].swapaxes(2, 3)).swapaxes(2, 3)
-    return mx.concatenate([turned, vectors[:, :, whole:]], axis=2)
-
-
-def bits_per_number(keys: int, values: int, bits: int = 4) -> str:
-    """Bits of a number, on average, with groups of so many keys and values that share a scale and an offset."""
-    return f"{bits + (2 * SCALE / keys + 2 * SCALE / values) / 2:g}"
-
-
-WAYS: dict[str, tuple[str, Change, Change]] = {  # bits per number; keys, values
-    "64 of a position": (bits_per_number(64, 64), per_token(64), per_token(64)),
-    "32 of a position": (bits_per_number(32, 32), per_token(32), per_token(32)),
-    "16 of a position": (bits_per_number(16, 16), per_token(16), per_token(16)),
-    "keys: 64 positions; values: 64 of a position": (bits_per_number(POSITIONS, 64), per_channel, per_token(64)),
-    "keys: 64 positions; values: 32 of a position": (bits_per_number(POSITIONS, 32), per_channel, per_token(32)),
-    "32 of a position, both planes": (bits_per_number(32, 32, 8), per_token(32, 8), per_token(32, 8)),
-}
-
-
-class ChangedCache(KVCache):
-    """A cache that keeps changed keys and values."""
-
-    def __init__(self, keys: Change, values: Change):
-        super().__init__()
-        self.changes = keys, values
-
-    def update_and_fetch(self, keys, values):
-        return super().update_and_fetch(*(change(vectors) for change, vectors in zip(self.changes, (keys, values))))
-
-
-def logprobs(model: nn.Module, texts: list[list[int]], keys: Change, values: Change) -> mx.array:
-    """(tokens, V) of all texts."""
-    found = []
-    for text in texts:
-        logits = model(mx.array([text]), cache=[ChangedCache(keys, values) for _ in model.layers])[0]
-        found.append(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        mx.eval(found[-1])
-    return mx.concatenate(found)
-
-
-def loss_by_group(path: str, count: int) -> list[str]:
-    """KL in bits and the share of equal choices, in each way."""
-    model, tokenizer = load(path)
-    model.set_dtype(mx.float32)
-    tokens = tokenizer.encode(OTHER_TALES.read_text(encoding="utf-8"))
-    texts = [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(min(count, len(tokens) // CONTEXT))]
-    exact = logprobs(model, texts, same, same)
-    figures = []
-    for _, keys, values in WAYS.values():
-        changed = logprobs(model, texts, keys, values)
-        kl = (mx.exp(exact) * (exact - changed)).sum(axis=-1).mean() / mx.log(mx.array(2.0))
-        equal = (exact.argmax(axis=-1) == changed.argmax(axis=-1)).astype(mx.float32).mean()
-        figures.append(f"{kl.item():.4f} ({equal.item():.1%})")
-    return figures
-
-
 @study("docs/kv_gears.md", minutes=15)
 def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -> Found:  # noqa: B006
     """What the gears of the KV cache lose: a text read as by `evaluate --kv-gears`, in windows of several contexts.
@@ -274,18 +189,3 @@ def kv_cost(trials: int = 9) -> Found:
     with planes alone (4,8). In each trial every gear takes its turn; a ratio is of processor times within one trial.
     """
     return Found({"kv_cost": cost(trials)})
-
-
-@study("docs/kv_gears.md", minutes=1)
-def kv_groups(models: list[str] = [], texts: int = 4) -> Found:  # noqa: B006
-    """How groups of numbers for 4-bit keys and values change predictions: KL from entries as they are.
-
-    Groups run along a head's numbers, so that each position is quantized by itself, or (keys, as in KIVI and QuantSpec)
-    along 64 positions of each number. Every token sees quantized keys and values, its own included.
-
-    Args:
-        models: Directories, beside the demo model.
-    """
-    figures = {Path(path).name: loss_by_group(path, texts) for path in (str(DEMO_MODEL), *models)}
-    rows = [[way, bits, *each] for (way, (bits, *_)), *each in zip(WAYS.items(), *figures.values())]
-    return Found({"kv_groups": table(["groups", "bits", *figures], rows)})

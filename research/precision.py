@@ -1,21 +1,15 @@
-"""What a manifest's tables gain, and what 8 bits for norms and embeddings cost, for docs/sensitivity.md."""
+"""What a manifest's tables gain, for docs/sensitivity.md."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.quant.dynamic_quant import estimate_threshold
 from pages import table
 
 from gearbx_mlx import load
 from gearbx_mlx.bit_selection.first_order import first_order, read_sensitivities
-from gearbx_mlx.bit_selection.h_process import GarbageCheck
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity
 from gearbx_mlx.cli.flags import CalibrationTextSettings
@@ -23,7 +17,7 @@ from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save
 
-from .studies import HELD_OUT, OTHER_TALES, Found, run_python, study
+from .studies import HELD_OUT, Found, run_python, study
 
 TEXT = CalibrationTextSettings()
 SAMPLES, LENGTH = TEXT.num_samples, TEXT.sequence_length
@@ -201,77 +195,6 @@ def draw(results: Path, path: Path) -> None:
     save(figure, path)
 
 
-CONTEXT, TEXTS = 256, 8
-GROUP = 64
-
-
-def rounded(values: mx.array, bits: int) -> mx.array:
-    """The values as affine codes with a scale and a bias for each group stand for them; a vector may end within one."""
-    rows = values.reshape(-1, values.shape[-1])
-    wide = mx.pad(rows, [(0, 0), (0, -rows.shape[-1] % GROUP)], "edge")
-    made = mx.dequantize(*mx.quantize(wide, GROUP, bits), GROUP, bits)
-    return made[:, : values.shape[-1]].reshape(values.shape)
-
-
-class LookedUp(nn.Embedding):
-    """An embedding whose rows are looked up in another table than the one that is the head."""
-
-    def __init__(self, embedding: nn.Embedding, bits: int):
-        nn.Module.__init__(self)
-        self.weight, self._rows = embedding.weight, rounded(embedding.weight, bits)
-
-    def __call__(self, tokens: mx.array) -> mx.array:
-        return self._rows[tokens]
-
-
-def norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {path: m for path, m in model.named_modules() if isinstance(m, nn.RMSNorm | nn.LayerNorm)}
-
-
-def embeddings(model: nn.Module) -> dict[str, nn.Module]:
-    return {path: m for path, m in model.named_modules() if isinstance(m, nn.Embedding)}
-
-
-def put(model: nn.Module, modules: dict[str, nn.Module]) -> None:
-    model.update_modules(tree_unflatten(list(modules.items())))
-
-
-@contextmanager
-def changed(model: nn.Module, part: str, bits: int) -> Iterator[None]:
-    """The model with norms or embeddings at these bits, as long as the block goes on."""
-    if part == "norms":
-        before = {path: module.weight for path, module in norms(model).items()}
-        for module in norms(model).values():
-            module.weight = rounded(module.weight, bits)
-        yield
-        for path, module in norms(model).items():
-            module.weight = before[path]
-    else:
-        own = embeddings(model)
-        put(model, {path: LookedUp(module, bits) for path, module in own.items()})
-        yield
-        put(model, own)
-
-
-def measured(path: str | None) -> list[list[Any]]:
-    model, tokenizer = load(path)
-    model.set_dtype(mx.float32)
-    tokens = tokenizer.encode(read_documents(OTHER_TALES)[0])
-    check = GarbageCheck(model, [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(TEXTS)], written=0)
-    whole = sum(array.size for _, array in tree_flatten(model.parameters()))
-    rows: list[list[Any]] = []
-    for part, found in (("norms", norms), ("embeddings", embeddings)):
-        share = sum(module.weight.size for module in found(model).values()) / whole
-        for bits in (8, 4):
-            with changed(model, part, bits):
-                rows.append([path_name(path), part, bits, f"{check.divergence(model):.2g}", f"{share:.2%}"])
-    return rows
-
-
-def path_name(path: str | None) -> str:
-    return "demo model" if path is None else Path(path).name
-
-
 @study("docs/sensitivity.md", writes="images/sensitivity.png", minutes=30)
 def sensitivity(results: Path, keep: bool = False) -> Found:
     """What a manifest's tables gain on held-out text, beside uniform gears and mlx-lm's dynamic quantization.
@@ -290,16 +213,3 @@ def sensitivity(results: Path, keep: bool = False) -> Found:
         (results / "least.json").write_text(json.dumps(measure_least(results), indent=1))
         (results / "allocation.json").write_text(json.dumps(measure(results), indent=1))
     return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})
-
-
-@study("docs/sensitivity.md", minutes=1)
-def small_parts(models: list[str] = []) -> Found:  # noqa: B006 - nothing changes it
-    """What 8 bits for norms and embeddings cost and save: the demo model, and those given.
-
-    Embeddings are rounded for looking up alone: a tied table stays as it is as a head.
-
-    Args:
-        models: Directories.
-    """
-    rows = [row for path in (None, *models) for row in measured(path)]
-    return Found({"small_parts": table(["model", "part", "bits", "KL, nats", "share of the weights"], rows)})

@@ -39,7 +39,7 @@ def test_a_study_shows_its_flags(name, capsys):
 
 
 def test_every_module_of_research_is_known():
-    files = {path.stem for path in (ROOT / "research").glob("*.py")} | {"figures"}
+    files = {path.stem for path in (ROOT / "research").glob("*.py")}
     own = {"__init__", "__main__", "studies", "on_rank", "decoding_costs", "products_on_threads"}
     assert files - own == {*MODULES}
     for name in own - {"__main__"}:
