@@ -13,6 +13,7 @@ from rich.text import Text
 
 from gearbx_mlx.telemetry.report import get_pyplot
 
+from . import ROOT
 from .studies import HELD_OUT, IMAGES, Found, run_python, study
 
 WIDTH = 96  # characters
