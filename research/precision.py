@@ -5,15 +5,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from mlx_lm.quant.dynamic_quant import estimate_threshold
 from pages import table
 
 from gearbx_mlx import load
-from gearbx_mlx.bit_selection.first_order import first_order, read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity
+from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity, first_order
 from gearbx_mlx.cli.flags import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save
 
@@ -47,7 +50,7 @@ def dynamic_tables(results, model, calibration):
             file = results / f"sensitivities_{low}_{high}.json"
             if not file.exists():
                 file.write_text(json.dumps(list(first_order(model, calibration, low, high, 64).items())))
-            tables[target, low, high] = dynamic_table(model, read_sensitivities(file), target, low, high)
+            tables[target, low, high] = dynamic_table(model, dict(json.loads(file.read_text())), target, low, high)
     return tables
 
 
@@ -137,13 +140,46 @@ def least_table(results):
     return table(head, [[row["name"], f"{row['bits_per_weight']:.3f}", *kls]])
 
 
-def clamps_table(manifest):
-    tried = [layer for layer in manifest.layers.values() if layer.kl_clamped]
-    lowest = str(manifest.bits[0])
-    better = sum(len(layer.kl_clamped) > 1 for layer in tried)
-    kept = sum(layer.clamp is not None for layer in tried)
-    rows = [[len(manifest.layers), len(tried), better, kept]]
-    return table(["layers", "heavier tails", f"lower KL at {lowest} bits", "at every width, so clamped"], rows)
+GAUSSIAN, CLAMP = 3.2905, 3.0  # sigmas: the 99.9th percentile of |w| of a Gaussian; where weights are cut
+
+
+class Cut(type(get_format("affine"))):
+    """The format of weights that are cut at 3 sigma before they are quantized."""
+
+    def modules(self, dense, *settings):
+        most = CLAMP * mx.sqrt(mx.square(dense.weight.astype(mx.float32)).mean())
+        dense.weight = mx.clip(dense.weight, -most, most)
+        return super().modules(dense, *settings)
+
+
+def has_heavy_tails(weight):
+    """Whether the 99.9th percentile lies further out than a Gaussian's. Every matrix has values beyond its own."""
+    values = np.abs(np.array(weight.astype(mx.float32)))
+    return np.quantile(values, 0.999) > GAUSSIAN * np.sqrt(np.mean(np.square(values, dtype=np.float64)))
+
+
+def measure_clamps(results):
+    """The content of clamps.json: by layer with heavy tails, the KL at each width, as it is and with weights cut."""
+    bits = read_precision(results / "manifest.json").bits
+    model, tokenizer = load()
+    windows = texts_of(tokenizer)["calibration"]
+    ladder = ",".join(map(str, (*bits, 16)))
+    heavy = [layer.path for layer in discover(model)[0] if has_heavy_tails(layer.module.weight)]
+    found = {}
+    for name, format in (("plain", "affine"), ("cut", Cut())):
+        exact = ExactSensitivity(
+            Gearbox(load()[0], ladder, format=format, kernels="auto", activations="float"), windows
+        )
+        layers = [layer for layer in exact.in_order() if layer.path in heavy]
+        found[name] = {layer.path: [exact.measure(layer, width).kl for width in bits] for layer in layers}
+    return found | {"layers": len(exact.layers)}
+
+
+def clamps_table(results):
+    found = json.loads((results / "clamps.json").read_text())
+    lower = [[a < b for a, b in zip(found["cut"][path], kls)] for path, kls in found["plain"].items()]
+    rows = [[found["layers"], len(lower), sum(each[0] for each in lower), sum(map(all, lower))]]
+    return table(["layers", "heavier tails", "lower KL at the fewest bits", "at every width"], rows)
 
 
 def cost_table(manifest):
@@ -152,9 +188,18 @@ def cost_table(manifest):
     return table(rows[0], [[f"{shares[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]])
 
 
-def ranks_table(manifest):
-    known = manifest.cost["spearman"]
-    return table([f"{bits} bits" for bits in known], [[f"{value:.2f}" for value in known.values()]])
+def spearman(a, b):
+    """The correlation of ranks, of values without ties."""
+    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+
+
+def ranks_table(manifest, results):
+    fast = read_precision(results / "fast.json").layers
+    kls = {
+        bits: [[layer.kl[bits], fast[path].kl[bits]] for path, layer in manifest.layers.items()]
+        for bits in manifest.bits
+    }
+    return table([f"{bits} bits" for bits in kls], [[f"{spearman(*zip(*pairs)):.2f}" for pairs in kls.values()]])
 
 
 def tables_of(results):
@@ -165,9 +210,9 @@ def tables_of(results):
         "allocation": lambda: allocation_table(found),
         "classes": lambda: classes_table(manifest),
         "least": lambda: least_table(results),
-        "clamps": lambda: clamps_table(manifest),
+        "clamps": lambda: clamps_table(results),
         "cost": lambda: cost_table(manifest),
-        "ranks": lambda: ranks_table(manifest),
+        "ranks": lambda: ranks_table(manifest, results),
     }
 
 
@@ -175,7 +220,6 @@ def draw(results: Path, path: Path) -> None:
     """Draw the KL of every layer at every width."""
     manifest = read_precision(results / "manifest.json")
     pyplot = get_pyplot()
-    import numpy as np
     from matplotlib.colors import LogNorm
 
     paths = list(manifest.layers)
@@ -208,8 +252,10 @@ def sensitivity(results: Path, keep: bool = False) -> Found:
     """
     manifest = results / "manifest.json"
     if not keep:
-        run_python("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--compare", "--out", manifest)
+        run_python("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--out", manifest)
+        run_python("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--fast", "--out", results / "fast.json")
         run_python("-m", "gearbx_mlx.allocate", "--manifest", manifest, "--gears", "4,5,16")
+        (results / "clamps.json").write_text(json.dumps(measure_clamps(results), indent=1))
         (results / "least.json").write_text(json.dumps(measure_least(results), indent=1))
         (results / "allocation.json").write_text(json.dumps(measure(results), indent=1))
     return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})

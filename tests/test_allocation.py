@@ -127,7 +127,7 @@ def measured():
         parts[layer.path] = {"distances": distances, "cost": [0.0] * 6}
     layers = {
         path: LayerPrecision(e.kind, e.weights, 3, 16, e.kl)
-        for path, e in layer_precisions(exact.gearbox.layers, parts, {}).items()
+        for path, e in layer_precisions(exact.gearbox.layers, parts).items()
     }
     return exact, PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
 
@@ -212,23 +212,6 @@ class TestCommand:
         result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-bytes", "10kB", "--exchanges", 0)
         assert "no table meets 10000 bytes; the nearest has 3.500 bits per weight" in result.err
         assert set(read_precision(tmp_path / "m.json").gears[4].bits.values()) == {3}
-
-    def test_a_preset_for_the_ends_of_the_stack(self, command, manifest, tmp_path):
-        result = self.run(command, manifest, tmp_path, "--gears", "4,6,16", "--preset", "outer")
-        assert result.status == 0, result.err
-        made = read_precision(tmp_path / "m.json")
-        assert set(made.gears[4].bits.values()) == {4}
-        blocks = 1 + max(int(path.split(".")[2]) for path in made.layers)
-        for path, bits in made.gears[6].bits.items():
-            block, quarter = int(path.split(".")[2]), max(blocks // 4, 1)
-            middle = quarter <= block < blocks - quarter
-            assert bits == (4 if middle else 8), path  # no layer was measured at 6: the next width
-        assert made.gears[6].wish == "outer"
-        assert made.gears[6].kl < made.gears[4].kl
-
-    def test_a_preset_has_no_target(self, command, manifest, tmp_path):
-        assert self.run(command, manifest, tmp_path, "--preset", "outer", "--target-bpw", "4,5").status == 2
-        assert self.run(command, manifest, tmp_path, "--preset", "inner").status == 2
 
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """As if a byte took a nanosecond, and the rest of a token a millisecond."""

@@ -6,16 +6,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
-from gearbx_mlx import Gearbox, load
-from gearbx_mlx.gears.activations import stored_dtype
-from gearbx_mlx.loading import DEMO_MODEL
-
 SCRIPT = '{"tokens": 0, "thermal": "nominal"}\n{"tokens": 8, "thermal": "serious"}\n{"tokens": 28, "thermal": "fair"}\n'
-CLAMP = 0.2
 
 
 @dataclass
@@ -27,7 +20,7 @@ class Files:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """A manifest of the demo model's attention, one layer of it with a clamp, and a checkpoint with it inside."""
+    """A manifest of the demo model's attention, and a checkpoint with it inside."""
     path = tmp_path_factory.mktemp("capped")
     made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
     made.script.write_text(SCRIPT)
@@ -35,7 +28,6 @@ def files(tmp_path_factory):
     small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,8", "--manage", "attention"]
     call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
     content = json.loads(made.manifest.read_text())
-    content["layers"]["model.layers.1.self_attn.v_proj"]["clamp"] = CLAMP
     content["layers"]["model.layers.2.self_attn.q_proj"]["min_bits"] = 8
     made.manifest.write_text(json.dumps(content))
     call(
@@ -98,21 +90,6 @@ def test_another_order_may_be_given(files, command, tmp_path):
     _, own = told(command, tmp_path, *flags)
     _, given = told(command, tmp_path, *flags, "--manifest", other)
     assert own != given
-
-
-@pytest.mark.slow
-def test_a_clamp_cuts_the_weights_of_quantized_gears(files):
-    model, _ = load(str(files.checkpoint))
-    Gearbox(model, kernels="mlx").shift("high")
-    layer = model.model.layers[1].self_attn.v_proj
-    values = np.array(
-        layer(mx.eye(layer.weight_shape[1] if hasattr(layer, "weight_shape") else 256)).astype(mx.float32)
-    )
-    original, _ = load(str(DEMO_MODEL))
-    weight = np.array(original.model.layers[1].self_attn.v_proj.weight.astype(mx.float32)).T
-    assert stored_dtype(original) == mx.bfloat16
-    assert np.abs(weight).max() > 1.2 * CLAMP
-    assert np.abs(values).max() < 1.05 * CLAMP
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from mutations import DEEP, damaged
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.bit_selection.first_order import read_sensitivities
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gate import read_thresholds
@@ -24,7 +23,7 @@ from gearbx_mlx.machine.readers import Scripted
 
 INPUTS = {"model": "a", "bits": [3, 4]}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
-LAYER = {"class": "mlp", "weights": 100, "min_bits": 3, "max_bits": 16, "kl": {"3": 0.01, "4": 0.0}, "clamp": 0.5}
+LAYER = {"class": "mlp", "weights": 100, "min_bits": 3, "max_bits": 16, "kl": {"3": 0.01, "4": 0.0}}
 MEASURED = {"distances": {"3": [0.1, 2.0]}, "cost": [1.0] * 6}
 NUMBERS = {"wish": "4 bits", "bits_per_weight": 4.2, "kl": 0.1, "perplexity_change": 0.3, "sum_of_parts": 0.1}
 MANIFEST = {
@@ -47,7 +46,6 @@ def read_session(file: Path) -> EvaluationSession:
 
 READERS = {
     "manifest.json": (MANIFEST, read_precision),
-    "sensitivities.json": ([["a", 0.5], ["b", 1]], read_sensitivities),
     "thresholds.json": (THRESHOLDS, lambda file: read_thresholds(str(file))),
     "draft.json": (json.loads(next(SHIPPED.glob("*.json")).read_text()), read_draft_file),
     "states.json": (STATES, Scripted.from_file),

@@ -421,7 +421,6 @@ def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
         (mx.bfloat16, {"widths": [5]}, "none of 5"),
         (mx.bfloat16, {"widths": [8]}, "with other bits for some layers"),
         (mx.bfloat16, {"tables": {"low": {LINEAR: 16}}}, "leave out tables"),
-        (mx.bfloat16, {"manage": lambda path, module: {"clamp": 0.5}}, "leave out tables and clamps"),
         (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "cannot be another model's"),
         (mx.bfloat16, {"residency": "disk"}, "leave out residency 'disk'"),
         (mx.float32, {}, "weights of float32, and format exact is for bfloat16; .*or make the model bfloat16"),

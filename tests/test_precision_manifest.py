@@ -27,7 +27,7 @@ KL = {3: 0.01, 4: 0.0025, 8: 0.0}
 
 def manifest(**change) -> PrecisionManifest:
     layers = {
-        UP: LayerPrecision("mlp", 100, 3, 16, KL, {3: 0.1, 4: 0.0, 8: 0.0}, 3.5, 0.25, KL),
+        UP: LayerPrecision("mlp", 100, 3, 16, KL, {3: 0.1, 4: 0.0, 8: 0.0}),
         DOWN: LayerPrecision("mlp", 300, 4, 8, KL),
     }
     gears = {4: GearTable({UP: 3, DOWN: 4}, "4.5 bits per weight", 4.25, 0.0125, 0.3, 0.0125)}
@@ -108,7 +108,6 @@ class TestFile:
             (("layers", UP, "kl"), {"4": -1.0}),
             (("layers", UP, "kl"), {"4": "much"}),
             (("layers", UP, "kl"), {"7": 0.1}),
-            (("layers", UP, "clamp"), 0),
             (("gears", "4", "bits"), {UP: 7}),
             (("gears", "4", "kl"), None),
         ],
@@ -229,7 +228,6 @@ class TestConvert:
         file, out = tmp_path / "m.json", tmp_path / "mixed"
         content = copy.deepcopy(for_demo)
         content["gears"]["4"]["bits"][DOWN] = 16
-        content["layers"][UP]["clamp"] = 0.01
         file.write_text(json.dumps(content))
         result = command("convert", "--manifest", file, "--mlx-path", out)
         assert result.status == 0, result.err
@@ -239,9 +237,6 @@ class TestConvert:
         found = {path: getattr(modules[path], "bits", 16) for path in content["layers"]}
         assert found == content["gears"]["4"]["bits"]
         assert mlx_lm.generate(model, tokenizer, "Tom has", max_tokens=4)
-        weight = modules[UP]
-        values = mlx_lm.utils.mx.dequantize(weight.weight, weight.scales, weight.biases, 64, weight.bits)
-        assert float(abs(values).max()) == pytest.approx(0.01, rel=0.02)
         card = (out / "README.md").read_text()
         weights = {path: modules[path].weight.size * 32 // bits for path, bits in found.items() if bits != 16}
         weights[DOWN] = modules[DOWN].weight.size

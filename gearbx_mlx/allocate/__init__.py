@@ -12,7 +12,6 @@ from ..cli.start import command
 from ..errors import GearbxError
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 
-PRESETS = ("outer",)
 UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
 DESCRIPTION = (
     "Find bits for every layer: give a byte more to the layer where it saves the most KL. Measure the tables that come "
@@ -55,13 +54,6 @@ class AllocationSettings(Settings):
     target_tps: str | None = flag(
         None, "Tokens/s of decoding on this machine; likewise.", metavar="TOKENS", exclusive="target"
     )
-    preset: str | None = flag(
-        None,
-        "Without a target: outer gives the first and the last quarter of the blocks, and the head, the bits of the "
-        "gear, and all other layers those of the lowest of --gears, such as 4,6.",
-        choices=PRESETS,
-        exclusive="target",
-    )
     any_bits: bool = flag(False, "Ignore the ranges of the manifest.")
     exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
 
@@ -70,8 +62,6 @@ class AllocationSettings(Settings):
         if not self.bits:
             raise GearbxError(f"--gears {self.gears}: 16 is full precision in every layer; give a gear of fewer bits")
         self.targets()
-        if self.preset is not None and self.targets()[0] is not None:
-            raise GearbxError(f"--preset {self.preset} has the bits of every layer; leave out the target")
 
     @property
     def bits(self) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from ..cli.settings import human_bytes
 from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text
-from ..gears.discovery import outer_layers
 from ..gears.gearbox import Gearbox
 from . import AllocateSettings, Target
 
@@ -35,7 +34,7 @@ def run(settings: AllocateSettings) -> int:
     with about(file):
         manifest, _, missing = fit(manifest, model)
         bits = {*manifest.bits, *wanted.bits}
-        layout = manifest.format, manifest.group_size, manifest.manage, manifest.clamps
+        layout = manifest.format, manifest.group_size, manifest.manage
         gearbox = single_layer_gearbox(model, bits, *layout, settings.model.dtype, text.kernels)
     for path in missing:
         note(f"{file}: has no {path}, which stays at full precision")
@@ -45,22 +44,12 @@ def run(settings: AllocateSettings) -> int:
         task = progress.add_task("tables measured", total=None)
         allocator = Allocator(exact, manifest, not wanted.any_bits, wanted.exchanges, lambda: progress.advance(task))
         for gear, target in zip(wanted.bits, wanted.targets()):
-            if wanted.preset is None:
-                target = target or uniform_target(allocator, gear)
-                found, wish = find_table(allocator, target), str(target)
-            else:
-                found, wish = allocator.for_wishes(outer_bits(allocator, gear, wanted.bits[0])), wanted.preset
-            tables[gear] = gear_table(found, wish, allocator.weights)
+            target = target or uniform_target(allocator, gear)
+            tables[gear] = gear_table(find_table(allocator, target), str(target), allocator.weights)
             report(allocator, gear, tables[gear])
     write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
     return 0
-
-
-def outer_bits(allocator: Allocator, gear: int, lowest: int) -> dict[str, int]:
-    """The Manifest document's "Lessons": 4 bits for all layers, or 6 for those near both ends of the stack."""
-    outer = outer_layers(allocator.options)
-    return {path: gear if path in outer else lowest for path in allocator.options}
 
 
 def uniform_target(allocator: Allocator, gear: int) -> Target:

@@ -198,10 +198,6 @@ class Allocator:
         """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes."""
         return self._exchanged(self._measured(within_bytes(self.options, budget).table), budget)
 
-    def for_wishes(self, bits: Mapping[str, int]) -> MeasuredTable:
-        """A table that is given: each layer has the next width that it can have, or its highest."""
-        return self._measured({path: next_width(options, bits[path]) for path, options in self.options.items()})
-
     def for_kl(self, kl: float) -> MeasuredTable:
         """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
         points, known = greedy_path(self.options), dict[int, MeasuredTable]()
@@ -237,11 +233,6 @@ class Allocator:
             if found.distance.kl < best.distance.kl:
                 best = found
         return best
-
-
-def next_width(options: Sequence[Option], bits: int) -> int:
-    """The lowest width that is not below so many bits; the highest where all are."""
-    return min((o.bits for o in options if o.bits >= bits), default=max(o.bits for o in options))
 
 
 def gear_table(found: MeasuredTable, wish: str, weights: int) -> GearTable:

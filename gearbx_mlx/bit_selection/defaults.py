@@ -11,7 +11,6 @@ from ..errors import GearbxError
 STRICT, LAZY = 0.98, 0.93
 ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
 EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
-LOW, HIGH = 4, 5  # bits of mlx_lm.dynamic_quant
 ENVIRONMENT = {"strict": "XFP_MIN_COS_STRICT", "lazy": "XFP_MIN_COS_LAZY"}
 
 

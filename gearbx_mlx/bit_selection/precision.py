@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 else:
     Method = Literal[EXACT, FIRST_ORDER]
 PerWidth = Mapping[Width, float]
-Size = Annotated[float, Meta(gt=0)]
 Nats = Annotated[float, Meta(ge=0, le=1e100)]
 
 
@@ -43,8 +42,7 @@ class LayerPrecision(Struct, frozen=True):
 
     kind: its class (attention, mlp, shared, routed, head). weights: how many. min_bits, max_bits: its range; 16 is
     the weight as it is. kl: bits to KL of the model in which it alone has them, nats per token. perplexity_change: in
-    percent, likewise; empty where it was not measured. outliers: 99.9th percentile of |w| over sigma, a Gaussian's is
-    3.29. clamp: what its weights are cut to before they are quantized. kl_clamped: the KL with that clamp, where tried.
+    percent, likewise; empty where it was not measured.
 
     Raises:
         GearbxError: a range that is empty.
@@ -56,9 +54,6 @@ class LayerPrecision(Struct, frozen=True):
     max_bits: Width
     kl: Annotated[Mapping[Width, Nats], Meta(min_length=1)]
     perplexity_change: PerWidth = field(default_factory=dict)
-    outliers: float | None = None
-    clamp: Size | None = None
-    kl_clamped: PerWidth = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.min_bits > self.max_bits:
@@ -109,10 +104,6 @@ class PrecisionManifest(Struct, frozen=True):
             unknown = sorted(table.bits.keys() - self.layers.keys())
             if unknown:
                 raise GearbxError(f"the table of gear {gear} has {shown(unknown[0])}, which is not among the layers")
-
-    @property
-    def clamps(self) -> dict[str, float]:
-        return {path: layer.clamp for path, layer in self.layers.items() if layer.clamp is not None}
 
     @property
     def bounds(self) -> dict[str, tuple[int, int]]:

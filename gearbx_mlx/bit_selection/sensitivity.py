@@ -3,10 +3,11 @@
 Only what the layer changes is computed again. The blocks before it keep their outputs at full precision, and so do the
 managed layers of its own block whose inputs stay the same: to reduce v_proj does not change the outputs of q_proj and
 k_proj. The result is exact, since the same operations on the same numbers give the same numbers. What is measured
-becomes the layers of a precision manifest.
+becomes the layers of a precision manifest. The fast way (`estimate_kls`) is that of mlx-lm's dynamic quantization.
 """
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,18 +18,20 @@ from typing import Annotated, Any, TypedDict
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.quant.dynamic_quant import estimate_sensitivities
 from msgspec import Meta
 from rich.progress import Progress
 
 from ..compat.classes import of_classes
 from ..errors import GearbxError
-from ..evaluation.metrics import kl_divergence, log_softmax, spearman
+from ..evaluation.metrics import kl_divergence, log_softmax
 from ..evaluation.session import Journal
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
-from ..gears.discovery import Layer, with_clamps
+from ..gears.discovery import Layer
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
+from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL
 from .codebook_selection import kind_of
 from .defaults import ACCURACY_THRESHOLD
@@ -321,7 +324,6 @@ def single_layer_gearbox(
     format: str,
     group_size: int,
     manage: str,
-    clamps: Mapping[str, float],
     dtype: str = "auto",
     kernels: str = "auto",
 ) -> Gearbox:
@@ -329,13 +331,12 @@ def single_layer_gearbox(
 
     Args:
         format, group_size, manage, dtype, kernels: as `Gearbox` takes them.
-        clamps: path to the largest magnitude that a layer's weights keep in a quantized gear.
     """
     return Gearbox(
         model,
         Ladder([*sorted({*bits} - {DENSE}), DENSE]),
         format=format,
-        manage=with_clamps(manage, clamps) if clamps else manage,
+        manage=manage,
         group_size=group_size,
         dtype=dtype,
         kernels=kernels,
@@ -349,12 +350,6 @@ def exact_of(gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Progr
     return ExactSensitivity(gearbox, windows, lambda: progress.advance(task))
 
 
-GAUSSIAN = 3.2905  # sigmas: the 99.9th percentile of |w| of a Gaussian
-CLAMP = 3.0  # sigmas: where the weights of a flagged layer are clipped
-CLAMPED = " clamped"  # behind a layer's path: its part with a clamp
-SAMPLED = 2**20  # weights of a layer that its quantile is taken from
-
-
 class MeasuredLayer(TypedDict):
     """A part of the journal: one layer that was reduced alone.
 
@@ -363,23 +358,6 @@ class MeasuredLayer(TypedDict):
 
     distances: Annotated[dict[Annotated[str, Meta(pattern="^[234568]$")], tuple[float, float]], Meta(min_length=1)]
     cost: Annotated[list[float], Meta(min_length=6, max_length=6)]
-
-
-def outliers(weight: mx.array) -> tuple[float, float]:
-    """The 99.9th percentile of |w| in sigmas, and sigma.
-
-    The percentile of a Gaussian is 3.29 sigma. A layer with a larger one has heavier tails, and is flagged.
-    """
-    flat = weight.reshape(-1)
-    values = np.abs(np.array(flat[:: max(1, flat.size // SAMPLED)].astype(mx.float32)))
-    sigma = float(np.sqrt(np.mean(np.square(values, dtype=np.float64))))
-    return (float(np.quantile(values, 0.999)) / sigma if sigma else 0.0), sigma
-
-
-def flagged(layers: Sequence[Layer]) -> dict[str, float]:
-    """The clamp to try for each layer whose tails are heavier than a Gaussian's, by path."""
-    found = {layer.path: outliers(layer.module.weight) for layer in layers}
-    return {path: CLAMP * sigma for path, (ratio, sigma) in found.items() if ratio > GAUSSIAN}
 
 
 def measure_layers(
@@ -396,29 +374,6 @@ def measure_layers(
         progress()
 
 
-def measure_clamped(clamped: ExactSensitivity, journal: Journal, progress: Callable[[], None] = lambda: None) -> None:
-    """Measure the layers that have a clamp, from the lowest width up, for as long as the clamp lowers the KL.
-
-    A clamp has to pay at every width, because one stack of planes serves all widths.
-
-    Args:
-        clamped: of a gearbox whose flagged layers have their clamps.
-    """
-    for layer in clamped.in_order():
-        if layer.clamp is None:
-            continue
-        part = clamp_part(layer.path)
-        if part not in journal.parts:
-            clamped.cost = Cost()
-            found: dict[int, Distance] = {}
-            for width, (kl, _) in journal.parts[layer.path]["distances"].items():
-                found[int(width)] = clamped.measure(layer, int(width))
-                if found[int(width)].kl >= kl:
-                    break
-            journal.add(part, measured_layer(found, clamped.cost))
-        progress()
-
-
 def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
     """The part of a layer. cost: of this layer."""
     return {
@@ -427,39 +382,26 @@ def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
     }
 
 
-def clamp_part(path: str) -> str:
-    return f"{path}{CLAMPED}"
-
-
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
     """What `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
-    costs = [part["cost"] for name, part in parts.items() if not name.endswith(CLAMPED)]
-    return Cost(*map(sum, zip(*costs)))
+    return Cost(*map(sum, zip(*(part["cost"] for part in parts.values()))))
 
 
 def layer_precisions(
-    layers: Sequence[Layer],
-    parts: Mapping[str, MeasuredLayer],
-    clamps: Mapping[str, float],
-    threshold: float = ACCURACY_THRESHOLD,
+    layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], threshold: float = ACCURACY_THRESHOLD
 ) -> dict[str, LayerPrecision]:
     """What the manifest says of every layer.
 
     Args:
         layers: with their dense modules.
         parts: of the journal.
-        clamps: path to the clamp that was tried.
         threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     made = {}
     for layer in layers:
-        plain = parts[layer.path]["distances"]
-        tried = parts.get(clamp_part(layer.path))
-        cut = {} if tried is None else tried["distances"]
-        pays = bool(cut) and all(width in cut and cut[width][0] < kl for width, (kl, _) in plain.items())
-        chosen = cut if pays else plain
-        kl = {int(width): values[0] for width, values in chosen.items()}
-        change = {int(width): values[1] for width, values in chosen.items()}
+        found = parts[layer.path]["distances"]
+        kl = {int(width): kl for width, (kl, _) in found.items()}
+        change = {int(width): change for width, (_, change) in found.items()}
         made[layer.path] = LayerPrecision(
             kind=kind_of(layer.path, layer.module),
             weights=layer.module.weight.size,
@@ -467,9 +409,6 @@ def layer_precisions(
             max_bits=DENSE,
             kl=kl,
             perplexity_change=change,
-            outliers=outliers(layer.module.weight)[0],
-            clamp=clamps[layer.path] if pays else None,
-            kl_clamped={int(width): values[0] for width, values in cut.items()},
         )
     return made
 
@@ -488,13 +427,48 @@ def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int,
     }
 
 
-def rank_agreement(exact: Mapping[str, LayerPrecision], proxies: Mapping[str, Mapping[int, float]]) -> dict[int, float]:
-    """Spearman's correlation between the measured and the estimated KL of the layers, at each width."""
-    widths = sorted({bits for layer in exact.values() for bits in layer.kl})
-    found = {}
-    for bits in widths:
-        both = [path for path, layer in exact.items() if bits in layer.kl and bits in proxies.get(path, {})]
-        if len(both) > 1:
-            a, b = ([kl[bits] for kl in column] for column in ([exact[p].kl for p in both], [proxies[p] for p in both]))
-            found[bits] = spearman(np.array(a), np.array(b))
-    return found
+LOW = 4  # bits of mlx_lm.dynamic_quant
+MILLION = 1e6
+FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL goes with its square
+
+
+def first_order(
+    model: nn.Module, windows: Sequence[Sequence[int]], low: int, high: int, group_size: int
+) -> dict[str, float]:
+    """The sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
+
+    It is the gradient of the KL at a model of `low` bits, in the direction of the model of `high` bits: the first-order
+    estimate of what is saved when one layer gets the high bits.
+
+    Args:
+        model: as loaded, without a gearbox.
+        windows: tokens; they are cut into rows of one length.
+
+    Raises:
+        GearbxError: a layer that mlx-lm cannot quantize.
+    """
+    if on_cpu():  # where half precision is slow. A copy: the gears follow from the type that the model was loaded in
+        model = copy.deepcopy(model)
+        model.set_dtype(mx.float32)
+    tokens = [token for window in windows for token in window]
+    length = min(len(tokens), max(map(len, windows)))
+    rows = mx.array(tokens[: len(tokens) // length * length]).reshape(-1, length)
+    try:
+        found = estimate_sensitivities(model, rows, low, group_size, high, group_size)
+    except ValueError as error:
+        raise GearbxError(f"mlx-lm cannot estimate sensitivities of this model ({error}); measure them") from error
+    return dict(found)
+
+
+def estimate_kls(
+    layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
+) -> dict[str, dict[int, float]]:
+    """A proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
+    low = LOW if LOW in bits else bits[0]
+    high = next((width for width in bits if width > low), 8)
+    found = first_order(model, windows, low, high, group_size)
+    missing = [layer.path for layer in layers if layer.path not in found]
+    if missing:
+        raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast")
+    saved = {layer.path: max(found[layer.path], 0.0) * layer.module.weight.size / MILLION for layer in layers}
+    return {path: {width: kl * FOLD ** (low - width) for width in bits} for path, kl in saved.items()}

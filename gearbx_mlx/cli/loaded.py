@@ -31,7 +31,7 @@ from ..files.writing import replacing
 from ..formats import get_format, with_cache
 from ..gears.activations import compute_in, model_dtype, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
-from ..gears.discovery import Predicate, is_quantized, vocabulary, with_clamps
+from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.kernel_choices import choose_kernels, measure_gears
 from ..gears.ladder import DENSE, Ladder
@@ -247,8 +247,7 @@ def layers_of_manifest(resolved: Resolved, precision: PrecisionManifest, model: 
             f"{resolved.manifest}: has no table for {', '.join(uniform)}: all layers alike; "
             "gearbx_mlx.allocate makes one"
         )
-    manage = with_clamps(resolved.manage, manifest.clamps) if manifest.clamps else resolved.manage
-    return {"manage": manage, "tables": tables, "widths": sorted({*manifest.bits, *resolved.cap_bits})}
+    return {"manage": resolved.manage, "tables": tables, "widths": sorted({*manifest.bits, *resolved.cap_bits})}
 
 
 def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> Mode:

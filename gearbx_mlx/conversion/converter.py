@@ -3,7 +3,6 @@
 The arrays of a layer in all gears are divided between the base, which stock mlx-lm reads, and the file beside it.
 """
 
-import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,9 +65,6 @@ def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: 
         GearbxError: weights that are not finite.
     """
     path, original, dense = layer.path, layer.module.weight, linear_of(layer.module)
-    if layer.clamp is not None:
-        dense = copy.copy(dense)
-        dense.weight = layer.cut(original)
     wanted = stored_widths(layer, format, widths)
     stored = stored_bits(format, wanted)
     made: dict[int, nn.Module] = {}

@@ -15,7 +15,7 @@ from msgspec import Meta, Struct
 
 from ..errors import GearbxError
 from ..files.reading import Count, json_lines, read_text
-from ..gears.discovery import Predicate, with_bits, with_clamps
+from ..gears.discovery import Predicate, with_bits
 from ..gears.ladder import DENSE, EMBEDDINGS
 from ..gears.manifest import DtypeName, GroupSize, Hash, View, Width
 from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, ArrayPlace, TensorEntry, end_of, hash_bytes
@@ -98,14 +98,12 @@ class Plan(Struct, frozen=True):
     source: Mapping[str, str]
     wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
     bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
-    clamps: Mapping[str, float] | None = None  # path to the largest magnitude of a weight in a quantized gear
     embeddings: str = EMBEDDINGS[1]  # what conversions did before there was a choice
 
     @property
     def managed(self) -> str | Predicate:
         """The argument `manage` of `Gearbox`."""
-        manage = self.manage if self.bits is None else with_bits(self.bits)
-        return with_clamps(manage, self.clamps) if self.clamps else manage
+        return self.manage if self.bits is None else with_bits(self.bits)
 
 
 class Unit(Struct, frozen=True):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import ModelCard, ModelCardData
 from mlx_lm.utils import quantize_model, save
@@ -20,7 +19,7 @@ from mlx_lm.utils import quantize_model, save
 from .. import __version__
 from ..errors import one_line
 from ..formats import OF_MLX
-from ..gears.discovery import Layer, at_least
+from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import ORIGINAL_FILE, Manifest
 
@@ -62,14 +61,6 @@ def write_table(
                 raise
             raise OSError(getattr(error, "errno", None), one_line(error)) from error
     return config
-
-
-def clip_weights(layers: Iterable[Layer], clamps: Mapping[str, float], bits: Mapping[str, int]) -> None:
-    """Clip the weights of layers that have a clamp and are quantized: path to the largest magnitude that stays."""
-    for layer in layers:
-        if layer.path in clamps and bits.get(layer.path, DENSE) != DENSE:
-            size = clamps[layer.path]
-            layer.module.weight = mx.clip(layer.module.weight, -size, size)
 
 
 CARD = "README.md"

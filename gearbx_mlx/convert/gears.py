@@ -123,7 +123,6 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: Precis
     return Plan(
         **settings.layout.filled(precision, why),
         gears=tuple(gear.bits for gear in settings.ladder),
-        clamps=precision.clamps or None if precision is not None else None,
         dtype=settings.conversion.dtype,
         source=hashes,
         embeddings=settings.conversion.embeddings or EMBEDDINGS[0],

@@ -7,7 +7,7 @@ from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import trust
 from ..cli.terminal import messages, note
-from ..conversion.model_card import AFFINE, CARD, Provenance, clip_weights, table_card, write_table
+from ..conversion.model_card import AFFINE, CARD, Provenance, table_card, write_table
 from ..errors import GearbxError, about
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized
@@ -34,7 +34,6 @@ def write_manifest_table(
         note(f"{file}: has no {path}, which stays as it is")
     bits = manifest.gears[gear].bits
     weights = sum(layer.module.weight.size for layer in layers)
-    clip_weights(layers, manifest.clamps, bits)
     with messages.status("quantizing"):
         write_table(model, tokenizer, config, source, work, bits, manifest.group_size)
     write_card(layers, bits, weights, work, origin)

@@ -128,16 +128,3 @@ def mcnemar(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
     trials = only_a + only_b
     tail = sum(math.comb(trials, k) for k in range(min(only_a, only_b) + 1)) / 2**trials
     return {"only_first": only_a, "only_second": only_b, "p_value": min(1.0, 2 * tail)}
-
-
-def ranks(values: np.ndarray) -> np.ndarray:
-    """1 for the least of n values (n,); ties share the mean of their places."""
-    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[place]
-
-
-def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Rank correlation of two measures of the same n things, -1 to 1; NaN where all values of one are equal."""
-    x, y = (ranks(values) - (len(values) + 1) / 2 for values in (a, b))
-    size = math.sqrt(float((x**2).sum() * (y**2).sum()))
-    return float((x * y).sum()) / size if size else math.nan

@@ -34,8 +34,7 @@ from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
 from .ladder import DENSE
 from .sharding import misfit, sharding_of
 
-# As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}, and perhaps {"clamp":
-# the largest magnitude of a weight in a quantized gear}.
+# As in `nn.quantize`: no, yes, or yes with {"bits": the fewest bits of this layer in any gear}.
 Predicate = Callable[[str, nn.Module], bool | dict]
 # Parts of a path, in lower case and without underscores. The second line: linear attention, that of T5 and of other
 # decoders that read an encoder's output, and OLMo's projections, which stand beside those of its MLP.
@@ -67,19 +66,14 @@ TOWER = re.compile(r"vision|visual|image|audio|speech|multi_?modal|mm_projector|
 class Layer:
     """A managed layer.
 
-    module: as loaded. lowest_bits: the fewest bits that it has in any gear. clamp: the largest magnitude of its weights
-    in a quantized gear, if there is one. is_table: an embedding whose rows are looked up, and that is no output head.
+    module: as loaded. lowest_bits: the fewest bits that it has in any gear. is_table: an embedding whose rows are
+    looked up, and that is no output head.
     """
 
     path: str
     module: nn.Module
     lowest_bits: int = 0
-    clamp: float | None = None
     is_table: bool = False
-
-    def cut(self, weight: mx.array) -> mx.array:
-        """The weight to quantize, clamped where the layer has a clamp."""
-        return weight if self.clamp is None else mx.clip(weight, -self.clamp, self.clamp)
 
 
 def discover(
@@ -129,8 +123,7 @@ def discover(
             unmanaged[path] = f"weights of {dtype_name(module.weight.dtype)}, and format {known.name} {FOR_BFLOAT16}"
         else:
             floors = [answer.get("bits", 0) for answer in (choice, objection) if isinstance(answer, dict)]
-            clamp = choice.get("clamp") if isinstance(choice, dict) else None
-            managed.append(Layer(path, module, max(floors, default=0), clamp))
+            managed.append(Layer(path, module, max(floors, default=0)))
     return managed, unmanaged
 
 
@@ -199,19 +192,6 @@ MANAGE: dict[str, Predicate] = {
 def with_bits(bits: Mapping[str, int]) -> Predicate:
     """A predicate that manages the layers of these paths, each with its bits as a floor."""
     return lambda path, module: {"bits": bits[path]} if path in bits else False
-
-
-def with_clamps(manage: str | Predicate, clamps: Mapping[str, float]) -> Predicate:
-    """The predicate `manage`, with clamps: path to the largest magnitude of a layer's weights in a quantized gear."""
-    predicate = get_predicate(manage)
-
-    def choose(path: str, module: nn.Module) -> bool | dict:
-        choice = predicate(path, module)
-        if not choice or path not in clamps:
-            return choice
-        return {**(choice if isinstance(choice, dict) else {}), "clamp": clamps[path]}
-
-    return choose
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
@@ -403,26 +383,19 @@ def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int]
     Args:
         modules: path to module, of the layers to be ordered.
     """
-    count, outer = block_count(modules), outer_layers(modules)
+    count = block_count(modules)
+    quarter = max(1, count // OUTER)
     extra = {}
     for path, module in modules.items():
         number = block_number(path)
         if number is None:
             extra[path] = float(OUTSIDE)
             continue
-        kind = OUTER_BLOCK if path in outer else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
+        inner = quarter <= number < count - quarter
+        kind = OUTER_BLOCK if not inner else MIDDLE_ATTENTION if is_attention(path, module) else MIDDLE_MLP
         from_middle = abs(2 * number + 1 - count) / count  # 0 to 1
         extra[path] = kind + from_middle / 2
     return lambda path, bits: 4.0 ** (extra[path] - bits)
-
-
-def outer_layers(paths: Iterable[str]) -> set[str]:
-    """The layers of the first and the last quarter of the blocks, and those outside of the blocks, as the head."""
-    paths = list(paths)
-    count = block_count(paths)
-    quarter = max(1, count // OUTER)
-    numbers = {path: block_number(path) for path in paths}
-    return {path for path, number in numbers.items() if number is None or not quarter <= number < count - quarter}
 
 
 def block_count(paths: Iterable[str]) -> int:

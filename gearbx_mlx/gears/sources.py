@@ -123,7 +123,7 @@ class FromWeights(Source):
         if bits == DENSE and DENSE not in self.stored(layer):
             return {DENSE: layer.module}
         dense = copy.copy(linear_of(layer.module))
-        dense.weight = layer.cut(dense.weight.astype(self.storage[layer.path]))
+        dense.weight = dense.weight.astype(self.storage[layer.path])
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
         made = self.format.modules(dense, bits, self.stored(layer), self.group_size, dtype)
@@ -421,8 +421,8 @@ def refuse_other_codes(
 ) -> None:
     """Raises GearbxError for settings that give gears other codes than those of the format, or need the originals."""
     name = layout.format.name
-    if tables or any(layer.clamp is not None for layer in layers):
-        raise GearbxError(f"format {name} has the same bits in every layer, and no clamps; leave out tables and clamps")
+    if tables:
+        raise GearbxError(f"format {name} has the same bits in every layer; leave out tables")
     if low_model is not None:
         raise GearbxError(f"format {name} is one copy of the weights, and its low gear cannot be another model's")
     if residency == "disk" and layout.saved is None:

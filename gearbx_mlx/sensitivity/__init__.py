@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..bit_selection.defaults import ACCURACY_THRESHOLD, HIGH, LOW
-from ..cli.flags import CalibrationTextSettings, ModelSettings, check_distinct
+from ..bit_selection.defaults import ACCURACY_THRESHOLD
+from ..cli.flags import CalibrationTextSettings, ModelSettings
 from ..cli.gears import FormatSettings
 from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
 from ..cli.start import command
@@ -32,27 +32,7 @@ class MeasurementSettings(Settings):
         most=LARGEST_SHOWN,
     )
     out: str = flag("manifest.json", "File to write.", named=True)
-    fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.", exclusive="how")
-    compare: bool = flag(False, "Measure, and print how well the fast way ranks the layers.", exclusive="how")
-    sensitivities: str | None = flag(
-        None,
-        "Take a file of mlx_lm.dynamic_quant instead of measuring.",
-        metavar="FILE",
-        named=True,
-        exclusive="how",
-    )
-    write_sensitivities: str | None = flag(
-        None, "Write such a file, for mlx_lm.dynamic_quant.", metavar="FILE", named=True
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.write_sensitivities is not None and not {LOW, HIGH} <= {*self.widths}:
-            raise GearbxError(
-                f"--bits {self.bits}: mlx_lm.dynamic_quant needs {LOW} and {HIGH} bits; measure these as well"
-            )
-        files = {"--sensitivities": self.sensitivities, "--write-sensitivities": self.write_sensitivities}
-        check_distinct({"--out": self.out, **files})
+    fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.")
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -1,29 +1,23 @@
 """The body of `sensitivity`: measures what every layer's precision costs, and writes a precision manifest."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 from rich import box
-from rich.progress import Progress
 from rich.table import Table
 
-from ..bit_selection.defaults import LOW
-from ..bit_selection.first_order import as_kl, first_order, read_sensitivities, sensitivities_of
-from ..bit_selection.precision import EXACT, FIRST_ORDER, LayerPrecision, PrecisionManifest, least_bits
+from ..bit_selection.precision import EXACT, FIRST_ORDER, PrecisionManifest, least_bits
 from ..bit_selection.sensitivity import (
     MeasuredLayer,
     calibration_windows,
+    estimate_kls,
     estimated_precisions,
     exact_of,
-    flagged,
     layer_precisions,
-    measure_clamped,
     measure_layers,
     measuring_cost,
-    rank_agreement,
     single_layer_gearbox,
 )
 from ..cli.flags import output_path
@@ -39,7 +33,6 @@ from ..loading import model_name
 from . import SensitivitySettings
 
 Windows = Sequence[Sequence[int]]
-Kls = dict[str, dict[int, float]]  # path to bits to nats
 
 
 def run(settings: SensitivitySettings) -> int:
@@ -47,16 +40,9 @@ def run(settings: SensitivitySettings) -> int:
     check_format(settings.layout.filled(None, "")["format"])
     out = output_path(wanted.out)
     journal = beside(out, JOURNAL)
-    other = None if wanted.write_sensitivities is None else output_path(wanted.write_sensitivities)
-    known = None if wanted.sensitivities is None else read_sensitivities(Path(wanted.sensitivities))
     model, tokenizer, config = load_original(settings.model)
     windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)
-    if wanted.fast or known is not None:
-        manifest = estimated(settings, model, windows, known)
-    else:
-        manifest = measured(settings, model, windows, journal)
-    if other is not None:
-        write_text(other, json.dumps(sensitivities_of(manifest.layers)))
+    manifest = estimated(settings, model, windows) if wanted.fast else measured(settings, model, windows, journal)
     write_text(out, manifest.as_json())
     if journal is not None:
         journal.unlink(missing_ok=True)
@@ -67,8 +53,7 @@ def run(settings: SensitivitySettings) -> int:
     )
     bound = sum(bits > lowest for bits in least)
     note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
-    for path in filter(None, (out, other)):
-        print(path)
+    print(out)
     return 0
 
 
@@ -100,56 +85,35 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
         file: the journal, which an interrupted run is continued from, if there is one.
     """
     inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
-    layout = settings.layout.filled(None, "")
-    estimates = None
-    if settings.measurement.compare:
-        managed, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
-        estimates = estimate_kls(managed, model, windows, bits, layout["group_size"])
+    dtype, threshold = settings.model.dtype, settings.measurement.accuracy_threshold
     show_compiling()
-    run_with = {**layout, "dtype": settings.model.dtype, "kernels": settings.text.kernels}
-    with progress_bar() as progress:
-        threshold = settings.measurement.accuracy_threshold
-        perplexity, layers, cost = measure(model, windows, bits, threshold, run_with, inputs, file, progress)
-    report_cost(cost, len(layers), len(bits))
-    report_clamps(layers)
-    if estimates is not None:
-        cost["spearman"] = report_agreement(layers, estimates)
-    inputs["accuracy_threshold"] = threshold
-    return PrecisionManifest(method=EXACT, perplexity=perplexity, layers=layers, cost=cost, **inputs)
-
-
-def measure(
-    model: nn.Module,
-    windows: Windows,
-    bits: Sequence[int],
-    threshold: float,
-    run_with: dict[str, Any],
-    inputs: Mapping[str, Any],
-    file: Path | None,
-    progress: Progress,
-) -> tuple[float, dict[str, LayerPrecision], dict[str, Any]]:
-    """The perplexity at full precision, every layer's precision, and what measuring cost over all runs.
-
-    Args:
-        threshold: percent that a layer at its fewest bits may add to the perplexity.
-        run_with: further keywords of `single_layer_gearbox`.
-        inputs: what the journal's parts depend on.
-        file: the journal.
-    """
-    gearbox = single_layer_gearbox(model, bits, clamps={}, **run_with)
+    gearbox = single_layer_gearbox(
+        model, bits, **settings.layout.filled(None, ""), dtype=dtype, kernels=settings.text.kernels
+    )
     check_floors(gearbox.layers, bits)
-    clamps = flagged(gearbox.layers)
-    depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": run_with["dtype"], **versions()}
+    depends_on = {**inputs, "native": gearbox.kernels.native, "dtype": dtype, **versions()}
     journal = Journal(file, depends_on, MeasuredLayer)
-    exact = exact_of(gearbox, windows, progress)
-    task = progress.add_task("layers", total=len(gearbox.layers))
-    measure_layers(exact, bits, journal, lambda: progress.advance(task))
-    if clamps:
-        clamped = exact_of(single_layer_gearbox(model, bits, clamps=clamps, **run_with), windows, progress)
-        clamped_task = progress.add_task("clamped layers", total=len(clamps))
-        measure_clamped(clamped, journal, lambda: progress.advance(clamped_task))
-    precisions = layer_precisions(gearbox.layers, journal.parts, clamps, threshold)
-    return exact.perplexity, precisions, measuring_cost(journal.parts).shares()
+    with progress_bar() as progress:
+        exact = exact_of(gearbox, windows, progress)
+        task = progress.add_task("layers", total=len(gearbox.layers))
+        measure_layers(exact, bits, journal, lambda: progress.advance(task))
+    layers, cost = layer_precisions(gearbox.layers, journal.parts, threshold), measuring_cost(journal.parts).shares()
+    note(
+        f"computed {cost['blocks']:.3f} of the blocks, {cost['layer_calls']:.3f} of the layers' calls and "
+        f"{cost['multiplications']:.3f} of the multiplications of {len(layers)} x {len(bits)} full passes"
+    )
+    inputs["accuracy_threshold"] = threshold
+    return PrecisionManifest(method=EXACT, perplexity=exact.perplexity, layers=layers, cost=cost, **inputs)
+
+
+def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:
+    """The manifest to first order."""
+    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
+    layout = settings.layout.filled(None, "")
+    layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
+    check_floors(layers, bits)
+    kls = estimate_kls(layers, model, windows, bits, layout["group_size"])
+    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, kls), **inputs)
 
 
 def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
@@ -160,68 +124,6 @@ def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
                 f"--bits {','.join(map(str, bits))}: {layer.path} has {layer.lowest_bits} bits or more; "
                 f"measure {layer.lowest_bits} as well"
             )
-
-
-def report_cost(cost: Mapping[str, float], layers: int, widths: int) -> None:
-    note(
-        f"computed {cost['blocks']:.3f} of the blocks, {cost['layer_calls']:.3f} of the layers' calls and "
-        f"{cost['multiplications']:.3f} of the multiplications of {layers} x {widths} full passes"
-    )
-
-
-def report_clamps(layers: Mapping[str, LayerPrecision]) -> None:
-    tried = sum(bool(layer.kl_clamped) for layer in layers.values())
-    lowered = sum(layer.clamp is not None for layer in layers.values())
-    note(f"{tried} layers have heavier tails than a Gaussian; a clamp of 3 sigma pays in {lowered} of them")
-
-
-def report_agreement(layers: Mapping[str, LayerPrecision], estimates: Kls) -> dict[str, float]:
-    """Print and return how well the estimates rank the layers: bits to Spearman's correlation."""
-    agreement = rank_agreement(layers, estimates)
-    shown = ", ".join(f"{value:.2f} at {width} bits" for width, value in agreement.items())
-    note(f"the fast way ranks the layers with a Spearman correlation of {shown}")
-    return {str(width): round(value, 4) for width, value in agreement.items()}
-
-
-def estimated(
-    settings: SensitivitySettings, model: nn.Module, windows: Windows, known: dict[str, float] | None
-) -> PrecisionManifest:
-    """The manifest to first order: estimated here, or from a file of mlx_lm.dynamic_quant (path to sensitivity)."""
-    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
-    layout = settings.layout.filled(None, "")
-    layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
-    check_floors(layers, bits)
-    if known is None:
-        kls = estimate_kls(layers, model, windows, bits, layout["group_size"])
-    else:
-        inputs |= {"calibration": "", "tokens": 0}
-        kls = known_kls(layers, known, bits, settings.measurement.sensitivities)
-    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, kls), **inputs)
-
-
-def estimate_kls(
-    layers: Sequence[Layer], model: nn.Module, windows: Windows, bits: Sequence[int], group_size: int
-) -> Kls:
-    """A proxy for the KL of every layer at every width, from one backward pass."""
-    low = LOW if LOW in bits else bits[0]
-    high = next((width for width in bits if width > low), 8)
-    found = first_order(model, windows, low, high, group_size)
-    missing = [layer.path for layer in layers if layer.path not in found]
-    if missing:
-        raise GearbxError(f"mlx-lm estimates no sensitivity of {missing[0]}; measure it without --fast and --compare")
-    return {layer.path: as_kl(found[layer.path], layer.module.weight.size, bits, low) for layer in layers}
-
-
-def known_kls(layers: Sequence[Layer], known: Mapping[str, float], bits: Sequence[int], file: str | None) -> Kls:
-    """A proxy for the KL of every layer at every width, from sensitivities of mlx_lm.dynamic_quant.
-
-    Raises:
-        GearbxError: a layer that the file does not have.
-    """
-    missing = [layer.path for layer in layers if layer.path not in known]
-    if missing:
-        raise GearbxError(f"{file}: has no {missing[0]}; make it with mlx_lm.dynamic_quant of this model")
-    return {layer.path: as_kl(known[layer.path], layer.module.weight.size, bits) for layer in layers}
 
 
 def classes_table(manifest: PrecisionManifest) -> Table:

@@ -50,9 +50,6 @@ READERS: dict[str, tuple[str, ...]] = {
         f"allocate --model llama {TEXT} --gears 4 --exchanges 1",
         "convert --model llama --manifest manifest.json --gears 4 --mlx-path out",
     ),
-    "sensitivities.json": (
-        f"sensitivity --model llama --bits 4,5 {TEXT} --sensitivities sensitivities.json --out out.json",
-    ),
     "prompts.txt": tuple(f"{name} --model llama --prompts prompts.txt -m 2" for name in ("analyze", "calibrate")),
     "prompts.jsonl": ("analyze --model llama --prompts prompts.jsonl -m 2",),
     "gsm8k.jsonl": (SOLVE, f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
