@@ -15,7 +15,7 @@ from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity, first_order
 from gearbx_mlx.cli.flags import CalibrationTextSettings
 from gearbx_mlx.evaluation.text import read_documents, windows_of
-from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save
@@ -143,7 +143,7 @@ def least_table(results):
 GAUSSIAN, CLAMP = 3.2905, 3.0  # sigmas: the 99.9th percentile of |w| of a Gaussian; where weights are cut
 
 
-class Cut(type(get_format("affine"))):
+class Cut(Affine):
     """The format of weights that are cut at 3 sigma before they are quantized."""
 
     def modules(self, dense, *settings):

@@ -27,8 +27,6 @@ NUMBERS = ("evaluate", "--data", HELD_OUT, "--task", "gsm8k", "--num-problems", 
 PAIR = (*MODEL, "--small-model", SMALL, "--thresholds", "5")
 COMMANDS = {
     "route": ("calibrate", *MODEL, "-m", 8),
-    "percentile": ("calibrate", *MODEL, "--method", "percentile"),
-    "manual": ("calibrate", *MODEL, "--method", "manual", "-m", 4),
     "kickdown": ("calibrate", *GEARS, "--mode", "kickdown", "-m", 8),
     "lossless": ("calibrate", *GEARS, "--mode", "lossless", "-m", 4),
     "target": ("calibrate", *GEARS, "--target-kl", 0.01, "-m", 6),
@@ -258,7 +256,7 @@ def test_a_device_keeps_nothing_and_a_link_keeps_its_parts_beside_its_target(com
     (tmp_path / "there" / "a.json").touch()
     (tmp_path / "link").symlink_to(tmp_path / "there" / "a.json")
     assert beside(tmp_path / "link", ".journal") == tmp_path / "there" / "a.json.journal"
-    assert command(*flags["percentile"], "--out", "/dev/null").status == 0
+    assert command(*flags["route"], "--out", "/dev/null").status == 0
 
 
 def test_a_directory_that_holds_more_than_a_session_is_left(command, flags, tmp_path):

@@ -161,10 +161,6 @@ class TestThresholds:
         low, high = calibration.median_thresholds([0.1] * 5, 3)
         assert high - low == pytest.approx(0.3)
 
-    def test_manual(self):
-        trivial, hard = [i / 10 for i in range(1, 11)], [4 + i / 10 for i in range(1, 11)]
-        assert calibration.manual_thresholds(trivial, hard, 3) == pytest.approx((0.82, 4.28))
-
     def test_too_few_samples_are_refused(self):
         with pytest.raises(GearbxError, match="has 4 tokens"):
             calibration.median_thresholds([0.0, 1.0, 1.0, 1.0, 1.0], 3)
@@ -176,7 +172,6 @@ class TestThresholds:
         for thresholds in (
             calibration.percentile_thresholds(samples, gears, VOCABULARY),
             calibration.median_thresholds(samples, gears),
-            calibration.manual_thresholds(samples, samples, gears),
             calibration.share_thresholds([samples], [1 / gears] * gears, VOCABULARY)[0],
         ):
             ThresholdGate(thresholds)

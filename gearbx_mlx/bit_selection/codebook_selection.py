@@ -2,7 +2,7 @@
 
 A floor is the least median cosine between the rows of a weight and their reconstruction: a strict one for attention,
 shared experts, dense MLPs and the output head, a lazy one for routed experts. A selection is reported as in XFP's
-tables 3 and A.1.
+table 3.
 """
 
 from collections import Counter, defaultdict
@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 from rich.progress import Progress
 
@@ -181,35 +180,6 @@ def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None)
     }
 
 
-def component_rows(selection: Selection) -> list[dict[str, Any]]:
-    """XFP's table A.1: a row for each component, over its layers.
-
-    A row has the mean cosine without and with outliers, the mean and the largest gain by outliers, the ratio of the
-    error without outliers to the error with them at the 50th and 90th percentile, and the share of outliers.
-    """
-    rows = []
-    for name, choices in grouped_choices(selection, component).items():
-        found = [choice.quality for choice in choices]
-        gains = [q.cosine - q.bulk_cosine for q in found]
-        ratios = [q.bulk_error / q.error if q.error else 1.0 for q in found]
-        rows.append(
-            {
-                "type": name,
-                "layers": len(choices),
-                "bits": bits_text(choices),
-                "cos_bulk": float(np.mean([q.bulk_cosine for q in found])),
-                "cos_outlier": float(np.mean([q.cosine for q in found])),
-                "gain_mean": float(np.mean(gains)),
-                "gain_max": float(np.max(gains)),
-                "mse_ratio_p50": float(np.percentile(ratios, 50)),
-                "mse_ratio_p90": float(np.percentile(ratios, 90)),
-                "outlier_share": float(np.mean([q.outlier_share for q in found])),
-                "effective_bits": effective(choices),
-            }
-        )
-    return rows
-
-
 def layer_rows(selection: Selection) -> list[dict[str, Any]]:
     """A row for each layer."""
     return [
@@ -232,7 +202,6 @@ def selection_as_dict(selection: Selection) -> dict[str, Any]:
     return {
         "floors": vars(selection.floors),
         "classes": class_rows(selection),
-        "components": component_rows(selection),
         "layers": layer_rows(selection),
     }
 

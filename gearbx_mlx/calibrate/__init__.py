@@ -17,7 +17,7 @@ from ..routing.gates import ThresholdFile
 from ..routing.rounds import BYTES, COSTS, TIME
 
 MODES = ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
-METHODS = SHARE, PERCENTILE, MEDIAN, MANUAL = "share", "percentile", "median", "manual"
+SHARE = "share"  # how thresholds are found, as the file says
 TOPS = (16, 8)
 
 
@@ -68,21 +68,11 @@ class CalibrationSettings(Settings):
         choices=COSTS,
     )
     top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
-    method: str = flag(
-        SHARE,
-        "share: a given share of tokens per gear. percentile: 30th and 60th of the prompts' own tokens. median: of "
-        "generated tokens, and 2.5 times it. manual: trivial against hard prompts.",
-        choices=METHODS,
-    )
     shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
     prompts: str | None = flag(
         None, "One prompt per line, or JSON Lines as of GSM8K. Default: three that ship.", named=True
     )
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
-    trivial: str | None = flag(
-        None, "Prompts that are easy, for --method manual. Default: three that ship.", named=True
-    )
-    hard: str | None = flag(None, "Prompts that are hard, for --method manual. Default: three that ship.", named=True)
     out: str | None = flag(
         None,
         "File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget",
@@ -116,10 +106,7 @@ class CalibrateSettings:
     calibration: CalibrationSettings
 
     def __post_init__(self) -> None:
-        mode, method = self.calibration.mode, self.calibration.method
-        if self.target.wish() is None and mode != ROUTE and method != SHARE:
-            raise GearbxError(f"--method {method} is for --mode route; leave it out")
-        if self.calibration.cost == TIME and (mode != LOSSLESS or self.target.wish() is not None):
+        if self.calibration.cost == TIME and (self.calibration.mode != LOSSLESS or self.target.wish() is not None):
             raise GearbxError("--cost time is for --mode lossless without a target; leave it out, or give that mode")
 
 

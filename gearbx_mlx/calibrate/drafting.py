@@ -21,7 +21,7 @@ from ..gears.ladder import DENSE, Gear, Ladder
 from ..routing.acceptance import DraftFile
 from ..routing.rounds import TIME
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_by_kind
+from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_of
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
 # other modes as well.
@@ -43,11 +43,11 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     if settings.layout.gears is None and resolved.saved is None:
         ladders = ladders_to_compare(resolved.format, settings.calibration.top)
     check_ladder(ladders[0], "nothing to draft with")
-    texts = prompts_by_kind(settings.calibration)["mixed"]
+    texts = prompts_of(settings.calibration)
     loaded = Loaded.of(replace(resolved, ladder=ladders[0]))
     prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
     compared = {"gears": [str(ladder) for ladder in ladders]}
-    journal = Journal(place, inputs_of(settings, resolved, {"mixed": prompts}) | compared, list[GearRecord])
+    journal = Journal(place, inputs_of(settings, resolved, prompts) | compared, list[GearRecord])
     files: list[DraftFile] = []
     context = settings.target.context if settings.calibration.cost == TIME else None
     with terminal.progress_bar() as progress:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.table import Table
 
 from ..cli.loaded import room_for
-from ..cli.prompt import HARD, TRIVIAL, PromptSettings, encode_prompt, read_prompts
+from ..cli.prompt import PromptSettings, encode_prompt, read_prompts
 from ..cli.resolved import Resolved
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError
@@ -18,7 +18,7 @@ from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
 from ..telemetry.summary import as_json
-from . import MANUAL, CalibrateSettings, CalibrationSettings
+from . import CalibrateSettings, CalibrationSettings
 
 Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
@@ -42,15 +42,10 @@ class Calibration:
         return as_json(json.loads(self.file.text()) | self.about)
 
 
-def prompts_by_kind(settings: CalibrationSettings) -> dict[str, list[str]]:
-    """Kind to prompts, from files or, where none is named, the few that ship: "mixed", or "trivial" and "hard"."""
-    files = {"mixed": (settings.prompts, SHORT_PROMPTS)}
-    if settings.method == MANUAL:
-        files = {"trivial": (settings.trivial, TRIVIAL), "hard": (settings.hard, HARD)}
-    return {
-        kind: (read_prompts(Path(file)) if file else list(default))[: settings.num_prompts]
-        for kind, (file, default) in files.items()
-    }
+def prompts_of(settings: CalibrationSettings) -> list[str]:
+    """The prompts of a file or, where none is named, the few that ship."""
+    found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
+    return found[: settings.num_prompts]
 
 
 def encoded(
@@ -61,13 +56,12 @@ def encoded(
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
 
-def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Mapping[str, Prompts]) -> dict[str, Any]:
-    """All that the records of prompts depend on. prompts: by kind."""
+def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Prompts) -> dict[str, Any]:
+    """All that the records of prompts depend on."""
     return {
         "mode": settings.calibration.mode,
-        "method": settings.calibration.method,
         **resolved.inputs(),
-        "prompts": {kind: hash_of_tokens([tokens for tokens, _ in encoded]) for kind, encoded in prompts.items()},
+        "prompts": hash_of_tokens([tokens for tokens, _ in prompts]),
         "max_tokens": settings.prompt.max_tokens,
         "extra_eos_token": [*settings.model.extra_eos_token],
     }

@@ -42,7 +42,7 @@ from ..loading import model_name
 from ..routing.acceptance import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW, ThresholdFile
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, encoded, inputs_of, prompts_by_kind
+from .shared import Calibration, Prompts, encoded, inputs_of, prompts_of
 
 CLEARLY = 1.02  # after a candidate that fell short, the next one reads at least this many times as much, or as little
 DEFAULT_GEARS = "4,5,6,8,16"
@@ -66,7 +66,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         place: the directory of the records, which serve any wish; None: they are not kept.
     """
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors, default=DEFAULT_GEARS)
-    asked = prompts_by_kind(settings.calibration)["mixed"]
+    asked = prompts_of(settings.calibration)
     documents = read_documents(Path(settings.target.data)) if settings.target.data else None
     loaded = Loaded.of(resolved)
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
@@ -74,7 +74,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     target = settings.target
     windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data)) if documents else []
     depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows), "context": target.context}
-    inputs = inputs_of(settings, resolved, {"mixed": prompts}) | depends_on
+    inputs = inputs_of(settings, resolved, prompts) | depends_on
     with contextlib.ExitStack() as stack:
         folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(terminal.progress_bar())

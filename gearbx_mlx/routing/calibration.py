@@ -1,4 +1,4 @@
-"""Thresholds from recorded entropies: the three methods of GEARBX section 4, and shares.
+"""Thresholds from recorded entropies: by shares, and those of GEARBX section 4 that find them while a model loads.
 
 Every function takes entropies in bits and returns ascending thresholds, one fewer than there are gears. The paper has
 three gears; for other ladders its two thresholds are the ends, and the others are spread between them.
@@ -26,7 +26,6 @@ LOW_CAP, HIGH_CAP = 0.06, 0.12  # of log2 V
 PERCENTILE_BAND, MEDIAN_BAND = 0.2, 0.3  # bits
 FLOOR = 0.01  # bits
 MEDIAN_FACTOR = 2.5
-TRIVIAL_PERCENTILE, HARD_PERCENTILE = 0.80, 0.20
 FEWEST_SAMPLES = 5
 
 
@@ -69,15 +68,6 @@ def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ..
     """The median and 2.5 times the median, at least 0.3 bits apart (GEARBX 4.2, the MLX backend)."""
     median = statistics.median(positive(entropies))
     return between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
-
-
-def manual_thresholds(trivial: Sequence[float], hard: Sequence[float], gears: int) -> tuple[float, ...]:
-    """The 80th percentile of trivial prompts and the 20th of hard ones (GEARBX 4.2).
-
-    Where the two overlap, low gear ends at the lower one.
-    """
-    ends = (np.quantile(positive(trivial), TRIVIAL_PERCENTILE), np.quantile(positive(hard), HARD_PERCENTILE))
-    return between(*widen(float(min(ends)), float(max(ends)), MEDIAN_BAND), gears)
 
 
 def reached_shares(

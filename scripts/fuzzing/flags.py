@@ -77,7 +77,7 @@ PROMPTS = ("prompts.txt", "prompts.jsonl", "gsm8k.jsonl")
 GOOD: dict[str, Sequence[str]] = {
     **dict.fromkeys(("model", "small_model", "draft_model", "low_model"), ("llama", "geared", *MODELS)),
     **dict.fromkeys(("restore", "verify"), ("exact", "geared")),
-    **dict.fromkeys(("prompts", "trivial", "hard"), PROMPTS),
+    "prompts": PROMPTS,
     **dict.fromkeys(("out", "trace", "summary", "json", "mlx_path"), OUTPUTS),
     **dict.fromkeys(("gears", "bits", "cap_bits"), LADDERS),
     **dict.fromkeys(("gear", "initial_gear"), ("low", "mid", "high", "4", "16", "small", "large", "auto")),
