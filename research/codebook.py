@@ -1,7 +1,6 @@
-"""The codebook formats: error, KL, points of a budget, speed, and XFP's tables, for docs/codebook.md."""
+"""The codebook formats: error, KL, points of a budget, and XFP's tables, for docs/codebook.md."""
 
 import json
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -26,7 +25,7 @@ from gearbx_mlx.formats.codebook_quality import Quality, compare, qualities
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 
-from .studies import HELD_OUT, Found, in_turn, native_kernels, spread, study, table_here
+from .studies import HELD_OUT, Found, native_kernels, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
     "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
@@ -282,67 +281,29 @@ def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
 
 @study("docs/codebook.md", minutes=10)
 def codebook_formats(
-    what: list[Literal["error", "kl", "points", "speed"]] = [],  # noqa: B006 - nothing changes it
+    what: list[Literal["error", "kl", "points"]] = [],  # noqa: B006 - nothing changes it
     rows: int = 1024,
     problems: int = 16,
     target_bpw: float = 6.0,
-    megabytes: int = 96,
-    trials: int = 5,
 ) -> Found:
-    """Error, KL, points of a budget, and speed of the codebook formats.
+    """Error, KL and points of a budget of the codebook formats.
 
     Errors are compared with MLX's affine quantization at the same effective bits: with a curve through its widths and
     group sizes, on which the logarithm of the error is interpolated.
 
     Args:
         what: error (4096-wide matrices, Gaussian and Student t), kl (the demo model on held-out problems), points (the
-            H-Process on the demo model: XFP's table 10), speed (products with one vector); all if not given.
+            H-Process on the demo model: XFP's table 10); all if not given.
         rows: For error: rows of the matrices.
         problems: For kl: held-out problems.
         target_bpw: For points.
-        megabytes: For speed: read in a trial.
-        trials: For speed.
     """
     measures: dict[str, Callable[[], str]] = {
         "error": lambda: measure_error(rows),
         "kl": lambda: measure_kl(problems),
         "points": lambda: measure_points(target_bpw),
-        "speed": lambda: measure_speed(megabytes, trials),
     }
     return Found({name: measures[name]() for name in what or measures})
-
-
-def measure_speed(megabytes: int, trials: int) -> str:
-    native = native_kernels()
-    side = 2048
-    weight, x = mx.random.normal((side, side)) * 0.02, mx.random.normal((1, side))
-    words, scales, biases = mx.quantize(weight.astype(mx.bfloat16), 64, 4)
-    cases: dict[str, Any] = {
-        "affine 4": (lambda w, s, b: native.stack_matvec(x, [w], s, [b], [4], 64), [words, scales, biases])
-    }
-    for format, (module, widths, *_) in FORMATS.items():
-        kernel = native.codebook_matvec if module is codebook else native.library_matvec
-        for bits in widths:
-            arrays = module.encode(weight, bits)
-
-            def product(*values, kernel=kernel, names=tuple(arrays), bits=bits):
-                return kernel(x, **dict(zip(names, values)), bits=bits)
-
-            cases[f"{format} {bits}"] = (product, list(arrays.values()))
-    memory = mx.ones((megabytes * 2**18,), mx.uint32)
-    works: dict[str, Callable[..., object]] = {"memory read": lambda: native.read_sum(memory)}
-    sizes = {"memory read": memory.nbytes}
-    for name, (work, arrays) in cases.items():
-        size = sum(a.nbytes for a in arrays)
-        copies = [[a + 0 for a in arrays] for _ in range(max(1, megabytes * 2**20 // size))]
-        mx.eval(copies, memory)
-        sizes[name] = size * len(copies)
-        works[name] = lambda work=work, copies=copies: mx.eval([work(*values) for values in copies])
-    seconds = in_turn(works, trials)
-    speeds = {name: [sizes[name] / each / 1e9 for each in seconds[name]] for name in works}
-    whole = statistics.median(speeds["affine 4"])
-    found = [[name, spread(each, 1), f"{statistics.median(each) / whole:.2f}"] for name, each in speeds.items()]
-    return table(["product of a vector", "GB/s", "against affine 4"], found)
 
 
 @study("docs/codebook.md", minutes=5)

@@ -1,11 +1,9 @@
-"""Format exact: bits per weight, memory, what lossless mode reads, speed, and a picture, for docs/exact.md."""
+"""Format exact: bits per weight, memory, what lossless mode reads, and a picture, for docs/exact.md."""
 
 import errno
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +16,13 @@ from pages import table
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
-from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color
 
-from .studies import Found, in_turn, native_kernels, spread, study
+from .studies import Found, study
 
 LADDERS = ("3,16", "4,16", "4,8,16")
 COPIES = ("4,16", "4,8,16")  # in planes
@@ -155,12 +152,6 @@ def lossless_table(results: Path) -> str:
     return table([*head, "times fewer than the top gear", "times fewer than bfloat16"], rows)
 
 
-SHAPES = ((1024, 1024), (2816, 1024), (1024, 2816))
-MATRICES = 12  # of each shape: 153 MB of bfloat16
-FORMS = {"3,16": (3,), "4,16": (4,), "4,8,16": (4, 4)}
-VECTORS = (1, 8)
-
-
 CODE, LOW, HIGH = (gear_color(place, 3) for place in range(3))
 PARTS = {"code": CODE, "scale and bias": "#8d95dd", "high byte": HIGH, "low byte": LOW, "bfloat16": "0.85"}
 DRAWN_WIDTH, GROUP = 4096, 64
@@ -254,42 +245,6 @@ def exact(models: list[str] = [], results: Path | None = None) -> Found:  # noqa
     if results:
         tables["lossless"] = lossless_table(results)
     return Found(tables, pictures={"exact.png": draw})
-
-
-@study("docs/exact.md", minutes=1)
-def exact_speed(trials: int = 9) -> Found:
-    """Products over exact weights beside dense bfloat16 ones; with GEARBX_THREADS=1 on one thread.
-
-    Matrices of a Llama that is 1024 wide, more of them than fit the caches, are multiplied by 1 and by 8 vectors.
-    Ratios are of two times within one trial. CPU time is counted, so that other work on the machine counts less.
-    """
-    mx.set_default_device(mx.cpu)
-    module = native_kernels()
-    weights = [(mx.random.normal(shape) * 0.02).astype(mx.bfloat16) for shape in SHAPES]
-    dense = [mx.array(np.array(weight.view(mx.uint16))).view(mx.bfloat16) for weight in weights * MATRICES]
-    products: dict[str, Callable[..., mx.array]] = {"": lambda x, i: module.dense_matvec(x, dense[i])}
-    for name, widths in FORMS.items():
-        made = [encode(weight, widths, 64) for weight in weights]
-        copies = [
-            one._replace(low=one.low + 0, weights=[codes + 0 for codes in one.weights]) for one in made * MATRICES
-        ]
-        mx.eval([(one.low, one.weights) for one in copies])
-        products[name] = lambda x, i, copies=copies: module.exact_matvec(x, *copies[i])
-    rows: dict[str, list[str]] = {name: [name] for name in FORMS}
-    for count in VECTORS:
-        works = {name: partial(multiply, product, count) for name, product in products.items()}
-        seconds = in_turn(works, trials, time.process_time)
-        for name, cells in rows.items():
-            cells.append(spread(own / other for own, other in zip(seconds[name], seconds[""])))
-    head = ["gears", *(f"{count} vector{'s' * (count > 1)}" for count in VECTORS)]
-    return Found({"speed": table(head, rows.values())})
-
-
-def multiply(product: Callable[[mx.array, int], mx.array], count: int) -> None:
-    """All matrices by as many vectors."""
-    inputs = {width: mx.random.normal((count, width)) for width in {width for _, width in SHAPES}}
-    for i in range(MATRICES * len(SHAPES)):
-        mx.eval(product(inputs[SHAPES[i % len(SHAPES)][1]], i))
 
 
 def draw(path: Path) -> None:

@@ -49,6 +49,9 @@ def test_kernels(command, tmp_path):
         ("planes 4+1+1+2", 8),
         *(("rowwise", bits) for bits in (2, 4, 6, 8)),
         ("groupwise", 4),
+        *(("codebook", bits) for bits in (2, 3, 4, 5, 6)),
+        *(("codebook-library", bits) for bits in (2, 3, 4)),
+        *((f"exact {widths}", 16) for widths in ("3", "4", "4+4")),
     }
     for row in rows:
         assert (row["rows"], row["cols"], row["threads"]) == (64, 128, cpu.native().threads())

@@ -341,7 +341,7 @@ class TestCalibrateAndAnalyze:
         routed = command("calibrate", *flags, "--out", tmp_path / "t.json")
         drafting = command("calibrate", "--mode", "lossless", *flags, "--out", tmp_path / "d.json")
         assert "prompts: 2 of 2" in analyzed.err
-        assert "mixed prompts: 2 of 2" in routed.err
+        assert "prompts: 2 of 2" in routed.err
         assert "ladders and prompts: 2 of 2" in drafting.err
 
 

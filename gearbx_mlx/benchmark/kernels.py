@@ -12,14 +12,32 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
-from ..formats import groupwise, rowwise
+from ..formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
+from ..formats.codebook import LAYOUT
+from ..formats.codebook_library import BITS as LIBRARY
+from ..formats.exact import encode
 from ..formats.planes import split
 from ..kernels import metal
 from ..kernels.bit_planes import planes_matmul
 from ..kernels.dispatch import on_cpu
 from ..kernels.metal import Launch
-from ..kernels.metal_products import dense_launch, groupwise_launch, planes_launch, rowwise_launch
-from ..kernels.products import SymmetricCodes, dense_product, stack_product, symmetric_product
+from ..kernels.metal_exact import EXACT_WIDTHS, exact_launch
+from ..kernels.metal_products import (
+    codebook_launch,
+    dense_launch,
+    groupwise_launch,
+    library_launch,
+    planes_launch,
+    rowwise_launch,
+)
+from ..kernels.products import (
+    SymmetricCodes,
+    codebook_product,
+    dense_product,
+    exact_product,
+    stack_product,
+    symmetric_product,
+)
 from ..kernels.tuner import seconds_of
 from . import GROUP, KernelBenchmark
 from .measuring import (
@@ -67,7 +85,7 @@ def benchmark_kernels(settings: KernelBenchmark) -> Rows:
     read_bandwidth = bandwidth_meter()
     mx.eval(weight, x)
     shape = {"rows": rows, "cols": cols, "vectors": vectors} | read_bandwidth.row
-    makers = dense_cases, stack_cases, symmetric_cases
+    makers = dense_cases, stack_cases, symmetric_cases, codebook_cases, exact_cases
     found = []
     with progress_bar() as progress:
         task = progress.add_task("kernels timed", total=None)
@@ -167,6 +185,39 @@ def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Itera
 
     matrix = codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
     yield from cases_of("groupwise", groupwise.BITS, matrix, total, products_of(symmetric_product, launch), paths)
+
+
+def codebook_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """Codebooks of each row, and a library of them, hardly fitted: how long a product takes does not depend on that."""
+    quick = CodebookOptions(rounds=1)
+    kinds = (
+        ("codebook", codebook, LAYOUT, codebook_launch),
+        ("codebook-library", codebook_library, LIBRARY, library_launch),
+    )
+    for name, module, widths, launch in kinds:
+        for bits in widths:
+            products: dict[str, Product] = {NATIVE: functools.partial(packed_product, bits=bits)}
+            for variant in metal.VARIANTS:
+                products[f"{METAL} {variant}"] = functools.partial(launched, launch, bits, variant)
+            yield from cases_of(name, bits, dict(module.encode(weight, bits, quick)), total, products, paths)
+
+
+def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int) -> mx.array:
+    """By the CPU's kernel."""
+    return codebook_product(x, arrays, bits, lambda: codebook.decode(arrays, bits, x.shape[-1]))
+
+
+def launched(launch: Callable[..., Launch], bits: int, variant: str, x: mx.array, arrays: dict) -> mx.array:
+    """By a variant of the Metal kernel."""
+    return launch(x, arrays, bits, variant=variant).run()
+
+
+def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
+    """bfloat16 weights that contain their low gears."""
+    products: dict[str, Product] = {NATIVE: exact_product, METAL: lambda x, matrix: exact_launch(x, matrix).run()}
+    for widths in EXACT_WIDTHS:
+        matrix = encode(weight.astype(mx.bfloat16), widths, GROUP)
+        yield from cases_of("exact " + "+".join(map(str, widths)), 16, matrix, total, products, paths)
 
 
 def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:

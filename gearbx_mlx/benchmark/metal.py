@@ -6,6 +6,7 @@ were measured by then.
 
 import contextlib
 import gc
+import itertools
 import platform
 import statistics
 import time
@@ -34,11 +35,12 @@ from ..gears.ladder import Ladder
 from ..kernels import metal
 from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
-from . import MOST_VECTORS, DecodeBenchmark, MetalBenchmark, parse_counts, parse_shapes
+from . import MOST_VECTORS, DecodeBenchmark, KernelBenchmark, MetalBenchmark, parse_counts, parse_shapes
 from .decode import benchmark_decode
+from .kernels import benchmark_kernels
 from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
-from .metal_operations import all_operations, operation_checks, time_operation
-from .metal_products import Timing, all_kernels, examine, product_checks, sum_buffer, time_product
+from .metal_operations import operation_checks
+from .metal_products import all_kernels, examine, product_checks
 
 Report = dict[str, Any]
 TOP = "top gear"
@@ -46,8 +48,8 @@ MODES: dict[str, type[Mode]] = {TOP: Static, "route": Route, "lossless": Lossles
 COLUMNS = {
     "checks": ("what", "checked", "largest_error", "faults"),
     "kernels": (
-        *("what", "bits", "size", "vectors", "path", "us", "us_of_python", "gigabytes_per_second"),
-        *("bandwidth_ratio", "times_mlx", "spread"),
+        *("format", "bits", "rows", "cols", "vectors", "path", "seconds", "gigabytes_per_second"),
+        *("bandwidth_ratio", "spread"),
     ),
     "gears": ("gear", "bits", "path", "tokens_per_second", "ratio", "spread", "shift_seconds", "peak_memory_bytes"),
     "modes": (
@@ -150,15 +152,13 @@ def derived(row: dict[str, Any]) -> dict[str, Any]:
     """Columns of a table that only say anew what a row has."""
     if "wrong" in row:
         return {"faults": len(row["wrong"])}
-    if "python_seconds" in row:
-        return {"us": f"{row['seconds'] * 1e6:.1f}", "us_of_python": f"{row['python_seconds'] * 1e6:.1f}"}
     return {}
 
 
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
     """A row for each kernel; none for one whose checks an error ends, which the report names as failed."""
     vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
-    products = {kernel.name: product_checks(kernel, vectors) for kernel, _ in all_kernels(settings.group_size)}
+    products = {kernel.name: product_checks(kernel, vectors) for kernel in all_kernels(settings.group_size)}
     checks = [*(products | operation_checks(vectors)).items()]
     with progress_bar() as progress:
         for name, some in progress.track(checks, description="kernels checked"):
@@ -167,24 +167,14 @@ def add_checks(settings: MetalBenchmark, report: Report) -> None:
 
 
 def add_times(settings: MetalBenchmark, report: Report) -> None:
-    """Rows of every kernel that is right, with each shape and number of vectors."""
-    right = {row["what"] for row in report["checks"] if row["checked"] and not row["wrong"]}  # and checked to the end
-    vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
-    buffer = sum_buffer(settings.megabytes * 2**20)
-    timing = Timing(vectors, getattr(mx, settings.dtype), buffer, settings.trials)
-    pairs = [pair for pair in all_kernels(settings.group_size) if pair[0].name in right]
-    jobs = {  # name to rows, each of which is timed when it is asked for
-        f"{pair[0].name}, {rows}x{columns}": time_product(pair, (rows, columns), timing)
-        for rows, columns in parse_shapes(settings.shapes)
-        for pair in pairs
-    }
-    jobs |= {
-        f"{each.name}, {each.size}": time_operation(each, timing) for each in all_operations() if each.name in right
-    }
-    with progress_bar() as progress:
-        for name, found in progress.track([*jobs.items()], description="kernels timed"):
-            with noting_failures(report, name):
-                report["kernels"].extend(row | {"dtype": settings.dtype} for row in found)
+    """The rows of `benchmark kernels`, for each shape and number of vectors."""
+    sizes = parse_shapes(settings.shapes), parse_counts("vectors", settings.vectors, MOST_VECTORS)
+    for (rows, cols), count in itertools.product(*sizes):
+        kernels = KernelBenchmark(
+            rows=rows, cols=cols, vectors=count, megabytes=settings.megabytes, trials=settings.trials
+        )
+        with noting_failures(report, f"{rows}x{cols}, {count} vectors"):
+            report["kernels"].extend(benchmark_kernels(kernels))
 
 
 def add_gears(settings: MetalBenchmark, report: Report) -> None:

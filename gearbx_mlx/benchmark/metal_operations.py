@@ -1,101 +1,28 @@
-"""Attention and rotary positions for `benchmark metal`: what checks them, and what is timed beside MLX's own."""
+"""Attention and rotary positions: what `benchmark metal` checks of them."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from ..formats.kv_cache import Nested, pack
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
-from .measuring import METAL, MLX
 from .metal_products import (
     DTYPES,
     TOLERANCE,
     Arrays,
     Check,
-    Timing,
-    copies,
     difference,
-    path_over,
-    time_paths,
     type_name,
 )
 
 WIDTHS = (64, 128)  # of the heads that are checked
 KEYS = (37, 300)  # that are checked: less than a block, and several blocks
 OFFSET, BASE = 1000, 10000.0
-HEADS, KEY_HEADS, WIDTH = 32, 8, 128  # that are timed: those of a Llama of 8 billion weights
-CONTEXTS = (1024, 8192)
 
 NESTED = "attention over planes"
 GEARS, PLANES, GROUP = (4, 8), (4, 4), 32  # of keys and values in planes
-
-
-@dataclass(frozen=True)
-class Operation:
-    """An operation that is timed.
-
-    arrays: makes those that a launch reads once, as keys and values, or none. ours, mlx: queries, or what is turned,
-    (1, HEADS, tokens, WIDTH), and arrays to the result.
-    """
-
-    name: str
-    size: str
-    arrays: Callable[[mx.Dtype], Arrays]
-    ours: Callable[[mx.array, Arrays], mx.array]
-    mlx: Callable[[mx.array, Arrays], mx.array]
-
-
-def all_operations() -> list[Operation]:
-    """What is timed: attention over each of CONTEXTS, and rotary positions."""
-    frequencies = frequencies_of(WIDTH)
-    turned = Operation(
-        "rope",
-        f"{HEADS} x {WIDTH}",
-        lambda dtype: [],
-        lambda x, a: rope_launch(x, frequencies, OFFSET, False, 1.0).run(),
-        lambda x, a: mx.fast.rope(x, WIDTH, traditional=False, base=BASE, scale=1.0, offset=OFFSET),
-    )
-    return [*map(attention_over, CONTEXTS), *itertools.starmap(nested_over, itertools.product(CONTEXTS, GEARS)), turned]
-
-
-def attention_over(keys: int) -> Operation:
-    """Causal attention over this many keys."""
-
-    def arrays(dtype: mx.Dtype) -> Arrays:
-        return [mx.random.normal((1, KEY_HEADS, keys, WIDTH)).astype(dtype) for _ in range(2)]
-
-    def ours(queries: mx.array, a: Arrays) -> mx.array:
-        return attention(queries, a[0], a[1], WIDTH**-0.5, "causal")
-
-    def mlx(queries: mx.array, a: Arrays) -> mx.array:
-        return mx.fast.scaled_dot_product_attention(queries, a[0], a[1], scale=WIDTH**-0.5, mask="causal")
-
-    return Operation("attention", f"{keys} keys", arrays, ours, mlx)
-
-
-def nested_over(keys: int, bits: int) -> Operation:
-    """Causal attention over this many keys in nested planes, beside MLX's over keys that are unpacked first."""
-
-    def arrays(dtype: mx.Dtype) -> Arrays:
-        return [array for _ in range(2) for array in planes_of(random_entries(KEY_HEADS, keys, WIDTH, dtype), bits)]
-
-    def cached(a: Arrays) -> Nested:
-        half = len(a) // 2
-        nothing = mx.zeros((1, KEY_HEADS, 1, WIDTH), a[-1].dtype)
-        return Nested((nothing, nothing), (a[:half], a[half:]), keys)
-
-    def ours(queries: mx.array, a: Arrays) -> mx.array:
-        return attended(queries, cached(a))
-
-    def mlx(queries: mx.array, a: Arrays) -> mx.array:
-        k, v = cached(a).unpacked()
-        return mx.fast.scaled_dot_product_attention(queries, k, v, scale=WIDTH**-0.5, mask="causal")
-
-    return Operation(NESTED, f"{keys} keys of {bits} bits", arrays, ours, mlx)
 
 
 def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.array:
@@ -204,14 +131,3 @@ def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
         both = mx.stack([a * cosine - b * sine, a * sine + b * cosine], axis=axis).reshape(turned.shape)
         expected = mx.concatenate([both, x[..., dims:].astype(mx.float32)], axis=-1)
     return difference(rope_launch(x, frequencies, OFFSET, traditional, 1.0).run(), expected)
-
-
-def time_operation(operation: Operation, timing: Timing) -> Iterator[dict[str, Any]]:
-    """Rows of ours and MLX's, for each number of tokens."""
-    dtype = timing.dtype
-    made = copies(operation.arrays(dtype), timing.buffer.nbytes)
-    for count in timing.vectors:
-        x = mx.random.normal((1, HEADS, count, WIDTH)).astype(dtype)
-        paths = {MLX: path_over(made, partial(operation.mlx, x)), METAL: path_over(made, partial(operation.ours, x))}
-        what = {"what": operation.name, "bits": str(8 * dtype.size), "size": operation.size, "vectors": count}
-        yield from time_paths(what, paths, timing)

@@ -1,13 +1,9 @@
-"""The Metal products that `benchmark metal` checks and times: how each packs a matrix, reads it and multiplies.
+"""The Metal products that `benchmark metal` checks: how each packs a matrix, reads it and multiplies.
 
-Checks demand its values, and each row's bits in any company. A path is timed over so many copies of a matrix that none
-comes from a cache. Its launches do not depend on each other, and the GPU may overlap them. The memory limit is the
-bandwidth of a sum over a large array, timed in the same trials.
+Checks demand its values, and each row's bits in any company. `benchmark kernels` times them.
 """
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +30,7 @@ from ..kernels.metal_products import (
     planes_launch,
     rowwise_launch,
 )
-from ..kernels.tuner import compare
-from .measuring import GIGABYTE, METAL, MLX, spread_of
+from .measuring import METAL
 
 AFFINE = (2, 3, 4, 5, 6, 8)
 CODEBOOKS = {
@@ -104,16 +99,6 @@ def affine_kernel(bits: int, group_size: int) -> MetalProduct:
         return list(mx.quantize(weight, group_size, bits))
 
     return MetalProduct("affine", str(bits), pack, stack.dense, stack.prepare, group_size)
-
-
-def mlx_kernel(bits: int, group_size: int) -> MetalProduct:
-    """MLX's own kernel, to compare the others with."""
-    affine = affine_kernel(bits, group_size)
-
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return partial(mx.quantized_matmul, group_size=group_size, bits=bits)
-
-    return MetalProduct("affine", str(bits), affine.pack, affine.dense, prepare, group_size)
 
 
 def rowwise_kernel(bits: int) -> MetalProduct:
@@ -195,35 +180,20 @@ def dense_kernel() -> MetalProduct:
     def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
         return dense_launch(x, a[0]).prepared
 
-    return dense_by(prepare)
-
-
-def mlx_dense_kernel() -> MetalProduct:
-    """MLX's own product with the weight as it is."""
-
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return lambda x, weight: x @ weight.T
-
-    return dense_by(prepare)
-
-
-def dense_by(prepare: Callable[[mx.array, Arrays, str], Product]) -> MetalProduct:
-    """A product with the weight as it is."""
     return MetalProduct("dense", "16", lambda weight: [weight], lambda a, columns: a[0], prepare, variants=("",))
 
 
-def all_kernels(group_size: int) -> list[tuple[MetalProduct, MetalProduct]]:
-    """Every kernel, with MLX's own at the same bits; with exact weights, MLX's over dense ones."""
-    rowwise_bits = tuple(rowwise.Q_MAX)
+def all_kernels(group_size: int) -> list[MetalProduct]:
+    """Every kernel."""
     return [
-        *((affine_kernel(bits, group_size), mlx_kernel(bits, group_size)) for bits in AFFINE),
-        *((planes_kernel(widths, group_size), mlx_kernel(sum(widths), group_size)) for widths in STACKS),
-        *((rowwise_kernel(bits), mlx_kernel(bits, group_size)) for bits in rowwise_bits),
-        (groupwise_kernel(), mlx_kernel(groupwise.BITS, groupwise.GROUP)),
-        *((codebook_kernel("codebook", bits), mlx_kernel(bits, group_size)) for bits in LAYOUT),
-        *((codebook_kernel("codebook-library", bits), mlx_kernel(bits, group_size)) for bits in codebook_library.BITS),
-        *((exact_kernel(widths, group_size), mlx_dense_kernel()) for widths in EXACT_WIDTHS),
-        (dense_kernel(), mlx_dense_kernel()),
+        *(affine_kernel(bits, group_size) for bits in AFFINE),
+        *(planes_kernel(widths, group_size) for widths in STACKS),
+        *map(rowwise_kernel, rowwise.Q_MAX),
+        groupwise_kernel(),
+        *(codebook_kernel("codebook", bits) for bits in LAYOUT),
+        *(codebook_kernel("codebook-library", bits) for bits in codebook_library.BITS),
+        *(exact_kernel(widths, group_size) for widths in EXACT_WIDTHS),
+        dense_kernel(),
     ]
 
 
@@ -331,107 +301,3 @@ def decoding_error(kernel: MetalProduct, arrays: Arrays, columns: int) -> float:
     with mx.stream(mx.cpu):
         expected = kernel.dense(arrays, columns)
     return difference(kernel.decoded(arrays), expected)
-
-
-LIMIT = "sum"  # among the candidates
-COPIES = 64  # of what a launch does not read from memory
-BUILDS = 5  # that are timed of a path's graph
-
-
-@dataclass(frozen=True)
-class TimedPath:
-    """One way to a result: bytes of weights, or of keys and values, of a launch; what builds one for each copy."""
-
-    size: int
-    make: Callable[[], list[mx.array]]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """How paths are timed: for each of these numbers of vectors, with this type, in so many trials.
-
-    buffer: an array as large as the copies of a matrix together; its sum shows how fast memory is read.
-    """
-
-    vectors: Sequence[int]
-    dtype: mx.Dtype
-    buffer: mx.array
-    trials: int
-
-
-def sum_buffer(size: int) -> mx.array:
-    """The buffer of a Timing, of this many bytes."""
-    buffer = mx.ones((size // 4,), dtype=mx.float32)
-    mx.eval(buffer)
-    return buffer
-
-
-def copies(arrays: Arrays, total: int) -> list[Arrays]:
-    """Copies of some arrays at other addresses, which make up `total` bytes together; COPIES of none."""
-    size = sum(array.nbytes for array in arrays)
-    count = max(1, -(-total // size)) if size else COPIES
-    fresh = [[array + mx.zeros((), array.dtype) for array in arrays] for _ in range(count)]
-    mx.eval(fresh)
-    return fresh
-
-
-def time_product(
-    pair: tuple[MetalProduct, MetalProduct], shape: tuple[int, int], timing: Timing
-) -> Iterator[dict[str, Any]]:
-    """Rows of a kernel's variants and of MLX's own, its rival, for each number of vectors."""
-    kernel, rival = pair
-    rows, columns = shape
-    weight = random_matrix(rows, columns, timing.dtype)
-    ours, others = (copies(each.pack(weight), timing.buffer.nbytes) for each in pair)
-    for count in timing.vectors:
-        x = mx.random.normal((count, columns)).astype(timing.dtype)
-        names = variants_for(kernel, columns, count, timing.dtype)
-        paths = {MLX: path_over(others, launch_of(rival, x, others[0], ""))}
-        paths |= {path_of(name): path_over(ours, launch_of(kernel, x, ours[0], name)) for name in names}
-        what = {"what": kernel.format, "bits": kernel.bits, "size": f"{rows} x {columns}", "vectors": count}
-        yield from time_paths(what, paths, timing)
-
-
-def launch_of(kernel: MetalProduct, x: mx.array, first: Arrays, variant: str) -> Callable[[Arrays], mx.array]:
-    """What multiplies x by the first copy or another: as gears do it, by a launch that is prepared once for all."""
-    product = kernel.prepare(x, first, variant)
-    return lambda arrays: product(x, *arrays)
-
-
-def path_over(made: list[Arrays], launch: Callable[[Arrays], mx.array]) -> TimedPath:
-    """A path of one launch for each of the copies."""
-    return TimedPath(sum(array.nbytes for array in made[0]), lambda: [launch(arrays) for arrays in made])
-
-
-def time_paths(what: dict[str, Any], paths: dict[str, TimedPath], timing: Timing) -> Iterator[dict[str, Any]]:
-    """A row for each path, one of which is MLX: medians over trials, and the spread of `times_mlx`."""
-    makes = {name: path.make for name, path in paths.items()}
-    times = compare({LIMIT: lambda: [timing.buffer.sum()]} | makes, timing.trials)
-    limit = timing.buffer.nbytes / statistics.median(times.pop(LIMIT)) / GIGABYTE
-    counts = {name: len(make()) for name, make in makes.items()}
-    seconds = {name: [each / counts[name] for each in found] for name, found in times.items()}
-    for name, found in seconds.items():
-        took = statistics.median(found)
-        ratios = [mlx / ours for mlx, ours in zip(seconds[MLX], found)]
-        speed = paths[name].size / took / GIGABYTE
-        yield what | {
-            "path": name,
-            "seconds": took,
-            "python_seconds": seconds_to_build(makes[name]) / counts[name],
-            "gigabytes_per_second": speed,
-            "bandwidth_ratio": speed / limit,
-            "times_mlx": statistics.median(ratios),
-            "spread": spread_of(ratios),
-            "read_bandwidth_gigabytes_per_second": limit,
-            "trials": timing.trials,
-        }
-
-
-def seconds_to_build(make: Callable[[], list[mx.array]]) -> float:
-    """In which Python and MLX build the graph of some launches, which is not evaluated; the median of some builds."""
-    times = []
-    for _ in range(BUILDS):
-        start = time.perf_counter()
-        make()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)

@@ -6,7 +6,7 @@ import json
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.benchmark import MOST_VECTORS, measuring, metal_operations, metal_products
+from gearbx_mlx.benchmark import MOST_VECTORS, kernels, measuring, metal_operations, metal_products
 from gearbx_mlx.benchmark import metal as subject
 from gearbx_mlx.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, tuner
@@ -14,7 +14,7 @@ from gearbx_mlx.kernels.metal import Prepared, available
 
 pytestmark = pytest.mark.slow
 
-SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1", "--dtype", "float32"]
+SHORT = ["--shapes", "32x128", "--vectors", "2", "--trials", "1", "--megabytes", "1"]
 SHORT += ["--tokens", "3"]
 VARIANTS = [f"metal {name}" for name in metal.VARIANTS]
 
@@ -35,10 +35,7 @@ def short(bench, launches, monkeypatch):
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_operations, "KEYS", (37,))
-    monkeypatch.setattr(metal_operations, "CONTEXTS", (40,))
-    monkeypatch.setattr(metal_products, "BUILDS", 1)
-    for module in (metal_products, metal_operations):
-        monkeypatch.setattr(module, "copies", lambda arrays, total: [arrays])
+    monkeypatch.setattr(kernels, "copied", lambda part: part)
     monkeypatch.setattr(subject, "add_gears", lambda settings, rows: None)
     monkeypatch.setattr(subject, "add_modes", lambda settings, rows: None)
     return bench
@@ -48,14 +45,22 @@ def only(monkeypatch, *which: str) -> None:
     """Of all kernels these."""
 
     def some(group_size: int, every=subject.all_kernels) -> list:
-        return [pair for pair in every(group_size) if pair[0].name in which]
+        return [kernel for kernel in every(group_size) if kernel.name in which]
 
     monkeypatch.setattr(subject, "all_kernels", some)
-    every_operation, every_check = subject.all_operations, subject.operation_checks
-    monkeypatch.setattr(subject, "all_operations", lambda: [one for one in every_operation() if one.name in which])
+    every_check = subject.operation_checks
     monkeypatch.setattr(
         subject, "operation_checks", lambda v: {name: one for name, one in every_check(v).items() if name in which}
     )
+
+
+def only_timed(monkeypatch) -> None:
+    """Of all products that are timed, dense ones and rows of 8 bits."""
+    monkeypatch.setattr(kernels, "stack_cases", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "codebook_cases", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "exact_cases", lambda *_: iter(()))
+    monkeypatch.setattr(kernels, "groupwise_cases", lambda *_: iter(()))
+    monkeypatch.setattr(kernels.rowwise, "Q_MAX", {8: kernels.rowwise.Q_MAX[8]})
 
 
 def written() -> dict:
@@ -128,54 +133,25 @@ def test_checks_every_kernel(short, launches):
 @pytest.mark.slow
 @pytest.mark.clang
 def test_table_and_rows(short, monkeypatch):
-    only(monkeypatch, "affine 4", "rowwise 8", "dense 16", "attention", metal_operations.NESTED, "rope")
+    only(monkeypatch, "rowwise 8", "rope")
+    only_timed(monkeypatch)
     result = short(*SHORT)
     assert result.status == 0, result.out + result.err
     report = written()
     assert report["machine"] in result.out
     assert (report["settings"]["shapes"], report["complete"]) == ("32x128", True)
     rows = report["kernels"]
-    paths = {what: [row["path"] for row in rows if row["what"] == what] for what in ("affine", "rowwise", "dense")}
-    assert paths == {"affine": ["mlx", *VARIANTS], "rowwise": ["mlx", *VARIANTS], "dense": ["mlx", "metal"]}
-    assert [row["path"] for row in rows if row["what"] in ("attention", "rope")] == ["mlx", "metal"] * 2
-    nested = [row for row in rows if row["what"] == metal_operations.NESTED]
-    assert [(row["size"], row["path"]) for row in nested] == [
-        (f"40 keys of {bits} bits", path) for bits in (4, 8) for path in ("mlx", "metal")
-    ]
+    paths = {name: [row["path"] for row in rows if row["format"] == name] for name in ("rowwise", "dense float32")}
+    assert paths == {"rowwise": VARIANTS, "dense float32": ["metal", "mlx"]}
     for row in rows:
-        share = row["gigabytes_per_second"] / row["read_bandwidth_gigabytes_per_second"]
-        assert row["bandwidth_ratio"] == pytest.approx(share)
-        assert row["times_mlx"] == 1 or row["path"] != "mlx"
-        assert row["spread"][0] <= row["times_mlx"] <= row["spread"][1]
-        assert row["python_seconds"] > 0
-    table = [line for line in result.out.splitlines() if line.startswith("| affine  ")]
-    assert len(table) == 1 + len(VARIANTS)
-
-
-@pytest.mark.clang
-def test_exact_weights_stand_beside_dense_ones(short, monkeypatch):
-    only(monkeypatch, "exact 4")
-    assert short(*SHORT).status == 0
-    assert [row["path"] for row in written()["kernels"]] == ["mlx", "metal registers", "metal tiles"]
-
-
-@pytest.mark.clang
-def test_a_launch_is_prepared_once_for_all_copies_of_a_matrix(launches, monkeypatch):
-    """As gears prepare it: `python_seconds` is what a token costs."""
-    monkeypatch.setattr(metal_products, "copies", lambda arrays, total: [arrays, [array + 0 for array in arrays]])
-    monkeypatch.setattr(tuner, "MOST_CALLS", 1)
-    pair = metal_products.codebook_kernel("codebook", 4), metal_products.mlx_kernel(4, 64)
-    timing = metal_products.Timing([1], mx.float32, mx.ones((256,)), 1)
-    rows = list(metal_products.time_product(pair, (16, 128), timing))
-    assert [row["path"] for row in rows] == ["mlx", *VARIANTS]
-    assert all(row["python_seconds"] > 0 for row in rows)
-    assert len(launches) > 2 * len(VARIANTS)
-    assert len(set(launches)) == len(VARIANTS)
+        assert (row["rows"], row["cols"], row["vectors"]) == (32, 128, 2)
+        assert row["spread"][0] <= row["bandwidth_ratio"] <= row["spread"][1]
+    assert len([line for line in result.out.splitlines() if line.startswith("| rowwise  ")]) == len(VARIANTS)
 
 
 @pytest.mark.slow
 @pytest.mark.clang
-def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
+def test_a_wrong_kernel_is_named(short, monkeypatch):
     right = Prepared.__call__
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
@@ -190,20 +166,19 @@ def test_a_wrong_kernel_is_named_and_not_timed(short, monkeypatch):
 
     monkeypatch.setattr(Prepared, "__call__", run)
     only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4")
-    result = short(*SHORT)
+    result = short("--check-only", *SHORT)
     assert result.status == 1
     assert "wrong: rowwise 6, 13x533, 2 vectors, float32, metal registers: off by 1" in result.out
     assert "wrong: rowwise 2, 37x640, 2 vectors, float32, metal device, the first alone: off by" in result.out
     assert "wrong: groupwise 4, 37x640, 2 vectors, float32, metal device: Metal's compiler says no" in result.out
     report = written()
-    assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
     wrong = {row["what"]: len(row["wrong"]) for row in report["checks"]}
     assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
 
 
 @pytest.mark.clang
 def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
-    """One that was not checked to the end is not timed; one that refuses its arrays is wrong."""
+    """One that was not checked to the end has no row; one that refuses its arrays is wrong."""
     right = Prepared.__call__
 
     def pack(weight: mx.array) -> list:
@@ -216,59 +191,60 @@ def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
 
     def every(group_size: int, every=subject.all_kernels) -> list:
         return [
-            (dataclasses.replace(kernel, pack=pack) if kernel.name == "rowwise 6" else kernel, rival)
-            for kernel, rival in every(group_size)
+            dataclasses.replace(kernel, pack=pack) if kernel.name == "rowwise 6" else kernel
+            for kernel in every(group_size)
         ]
 
     monkeypatch.setattr(Prepared, "__call__", run)
     monkeypatch.setattr(subject, "all_kernels", every)
     only(monkeypatch, "rowwise 8", "rowwise 6", "rowwise 4")
-    result = short(*SHORT)
+    result = short("--check-only", *SHORT)
     assert result.status == 1
     report = written()
     assert report["failed"] == ["rowwise 6: no room for that"]
     assert {row["what"]: bool(row["wrong"]) for row in report["checks"]} == {"rowwise 8": True, "rowwise 4": False}
     assert "wrong: rowwise 8, 37x640, 2 vectors, float32, metal registers: bad strides" in result.out
-    assert {(row["what"], row["bits"]) for row in report["kernels"]} == {("rowwise", "4")}
 
 
 @pytest.mark.clang
-def test_a_kernel_that_fails_at_a_large_size_leaves_the_others_timed(short, monkeypatch):
+def test_kernels_that_fail_at_a_large_size_leave_the_others_timed(short, monkeypatch):
     right = Prepared.__call__
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        if self.spec.layout.name == "planes_4_g64" and self.shape[-1] == 32:
+        if self.shape[-1] == 64:
             raise RuntimeError("out of memory")
         return right(self, *inputs)
 
     monkeypatch.setattr(Prepared, "__call__", run)
-    only(monkeypatch, "affine 4", "rowwise 8")
-    result = short(*SHORT)
+    only(monkeypatch, "rowwise 8")
+    only_timed(monkeypatch)
+    result = short(*SHORT, "--shapes", "64x128,32x128")
     assert result.status == 1
     report = written()
-    assert report["failed"] == ["affine 4, 32x128: out of memory"]
-    assert "failed: affine 4, 32x128: out of memory" in result.out
-    assert [row["what"] for row in report["kernels"]] == ["rowwise"] * 4
+    assert report["failed"] == ["64x128, 2 vectors: out of memory"]
+    assert "failed: 64x128, 2 vectors: out of memory" in result.out
+    assert {row["rows"] for row in report["kernels"]} == {32}
 
 
 @pytest.mark.clang
 def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
-    only(monkeypatch, "affine 4", "rowwise 8")
-    timed = metal_products.time_paths
+    only(monkeypatch, "rowwise 8")
+    only_timed(monkeypatch)
+    timed = subject.benchmark_kernels
 
-    def interrupted(what: dict, *arguments: object):
-        if what["what"] == "rowwise":
+    def interrupted(settings):
+        if settings.rows == 64:
             raise KeyboardInterrupt
-        return timed(what, *arguments)
+        return timed(settings)
 
-    monkeypatch.setattr(metal_products, "time_paths", interrupted)
-    result = short(*SHORT)
+    monkeypatch.setattr(subject, "benchmark_kernels", interrupted)
+    result = short(*SHORT, "--shapes", "32x128,64x128")
     assert result.status == 130
     report = written()
     assert not report["complete"]
-    assert [row["what"] for row in report["checks"]] == ["affine 4", "rowwise 8"]
-    assert [row["path"] for row in report["kernels"]] == ["mlx", *VARIANTS]
-    assert "| affine" in result.out
+    assert [row["what"] for row in report["checks"]] == ["rowwise 8"]
+    assert {row["rows"] for row in report["kernels"]} == {32}
+    assert "| rowwise" in result.out
 
 
 @pytest.mark.slow
