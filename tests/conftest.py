@@ -27,6 +27,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, Pair, load, stream_generate
 from gearbx_mlx.cli import signals
+from gearbx_mlx.compat import loops
+from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
@@ -239,6 +241,11 @@ def save_model(model, path: Path) -> None:
     (path / "config.json").write_text(json.dumps(vars(model.args)))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, path)
+
+
+def mlx_lm_loop(gearbox):
+    """mlx-lm's `stream_generate`, which makes log-probabilities as a model with this gearbox does."""
+    return loops.stream_generate(reader_of(gearbox).logsumexp)
 
 
 def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):

@@ -41,15 +41,23 @@ def boxed(
 
 @pytest.fixture
 def calls(monkeypatch) -> SimpleNamespace:
-    """Counts blocks that ran as one operation; with `enabled` false none does."""
-    count, run = SimpleNamespace(native=0, enabled=True), block.run
+    """Counts blocks that ran as one operation, by themselves or together; with `enabled` false none does."""
+    count, run, run_layers = SimpleNamespace(native=0, enabled=True, together=0), block.run, block.run_layers
 
     def counted(*arguments):
         y = run(*arguments) if count.enabled else None
         count.native += y is not None
         return y
 
+    def counted_together(model, *arguments):
+        y = run_layers(model, *arguments) if count.enabled else None
+        if y is not None:
+            count.native += len(model.layers)
+            count.together += 1
+        return y
+
     monkeypatch.setattr(block, "run", counted)
+    monkeypatch.setattr(block, "run_layers", counted_together)
     return count
 
 
@@ -76,7 +84,9 @@ def check_every_gear(box: Gearbox, calls: SimpleNamespace) -> None:
         calls.native, calls.enabled = 0, True
         as_blocks = text(box.model)
         assert calls.native == 8 * len(box.model.layers)
-        calls.enabled = False
+        in_one = isinstance(box.model.model, block.NativeLayers)
+        assert calls.together == 6 * in_one  # all but a prompt, and a pass without a cache
+        calls.enabled, calls.together = False, 0
         assert same(as_blocks, text(box.model))
 
 

@@ -14,20 +14,23 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 import mlx_lm.models
 import numpy as np
 import pytest
 from architectures import tiny
-from conftest import tiny_model
+from conftest import PROMPT, tiny_model
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
-from mlx_lm.models import gemma3_text, llama, qwen3
+from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.server import ResponseGenerator
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, stream_generate
-from gearbx_mlx.compat import arrays, batches, caches, classes, latent_attention, names, read_weights, versions
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, load, stream_generate
+from gearbx_mlx.compat import arrays, batches, caches, classes, latent_attention, loops, names, read_weights, versions
 from gearbx_mlx.compat.compiled_steps import COMPILED, STEP, CompiledSteps
+from gearbx_mlx.compat.loops import stream_generate as stream_of
+from gearbx_mlx.formats import block
 from gearbx_mlx.formats.block import NativeBlock
 
 ROOT = Path(__file__).parents[1]
@@ -218,6 +221,45 @@ class TestBatches:
         while not seen or seen[-1].finish_reason is None:
             seen += generator.next_generated()
         assert len(seen) == 2
+
+
+class TestLoops:
+    def test_log_probabilities_are_made_with_this_function(self):
+        called = []
+
+        def noted(logits):
+            called.append(logits.shape)
+            return mx.logsumexp(logits, axis=-1, keepdims=True)
+
+        model, tokenizer = tiny_model(), load()[1]
+        theirs = list(stream_of(None)(model, tokenizer, [1, 5, 9], 4))
+        ours = list(stream_of(noted)(model, tokenizer, [1, 5, 9], 4))
+        assert set(called) == {(1, 128)}
+        assert len(called) >= len(ours)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert mine.token == other.token
+            assert mx.array_equal(mine.logprobs, other.logprobs)
+
+    def test_a_step_of_a_batch_takes_the_sum_by_the_same_name(self):
+        assert "logsumexp" in GenerationBatch._step.__code__.co_names
+        assert loops.batch_step(None) is GenerationBatch._step
+
+    def test_stay_as_they_are_with_newer_versions(self, newer):
+        assert stream_of.__wrapped__(lambda logits: 1 / 0) is mlx_lm.stream_generate
+
+
+class TestLayersOfAModel:
+    @pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
+    def test_run_one_after_the_other_over_one_mask_and_are_normed(self, module):
+        """What a chain of blocks computes in their place; and the head is the only thing behind them."""
+        model = tiny_model(module.__name__.rpartition(".")[2])
+        x = model.model.embed_tokens(PROMPT)
+        for layer in model.layers:
+            x = layer(x, "causal", None)
+        head = model.model.embed_tokens.as_linear if model.args.tie_word_embeddings else model.lm_head
+        assert mx.array_equal(head(model.model.norm(x)), model(PROMPT))
+        assert classes.code_of(type(model.model)) in block.LAYERS
+        assert classes.code_of(type(model)) in block.MODELS
 
 
 class TestLatentAttention:

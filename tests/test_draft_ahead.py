@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.drafting import Drafter, Writer
 from gearbx_mlx.decoding.lossless_model import LosslessModel
-from gearbx_mlx.decoding.sampling import Chooser, entropy_bits
+from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
 from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule
 
@@ -160,7 +160,7 @@ class TestDrafts:
         for depth in depths:
             mx.random.seed(7)
             text = Writer(Chooser(**settings), PROMPT[0, -1].item(), 99, stop_tokens.__contains__, PROMPT[0].tolist())
-            drafter = Drafter(gearbox, low, entropy_bits, depth)
+            drafter = Drafter(gearbox, low, MLX_READER, depth)
             done = drafter.draft([text], self.begun(gearbox), joint_rule(rule), most)
             found[depth] = text, done
             assert mx.random.state[0].tolist() == mx.random.key(7).tolist()

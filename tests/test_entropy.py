@@ -9,12 +9,12 @@ from hypothesis.extra.numpy import arrays
 
 import gearbx_mlx
 from gearbx_mlx.kernels import cpu
-from gearbx_mlx.kernels.dispatch import native_entropy
+from gearbx_mlx.kernels.dispatch import fused_kernel
 
 
 def natively(logits: mx.array) -> mx.array:
     """The entropy by the native kernel, which is compiled when it is first asked for."""
-    kernel = native_entropy()
+    kernel = fused_kernel("entropy_bits")
     if kernel is None:
         pytest.skip(f"no native kernels: {cpu.why_not()}")
     return kernel(logits)

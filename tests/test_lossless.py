@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, mlx_lm_loop, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     QuantizedKVCache,
@@ -64,7 +64,7 @@ def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tok
         gearbox.shift("high")
         mx.random.seed(seed)
         if mode is None:
-            run = list(mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, **given))
+            run = list(mlx_lm_loop(gearbox)(gearbox.model, tokenizer, prompt, **given))
         else:
             mode = Lossless(rule=rule, cost=cost, lookup_tokens=lookup_tokens)
             run = list(stream_generate(gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=mode, **given))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
+from conftest import mlx_lm_loop
 
 from gearbx_mlx import (
     Gearbox,
@@ -112,7 +112,7 @@ class TestStatic:
                 stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Static(gear.bits), gearbox=geared_demo)
             )
             geared_demo.shift(gear)
-            theirs = list(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 15))
+            theirs = list(mlx_lm_loop(geared_demo)(demo.model, demo.tokenizer, TALE, 15))
             assert [r.token for r in ours] == [r.token for r in theirs]
             assert {r.gear for r in ours} == {gear.name}
             for mine, other in zip(ours, theirs):

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
+from .loops import LogSumExp, batch_step
 from .versions import check_tested
 
 Pass = Callable[[Sequence[int]], AbstractContextManager]
@@ -24,17 +25,18 @@ class GearedTokens(GenerationBatch):
     """The sequences that have begun to write. Each has a token that is sampled, and still to be given out."""
 
     begin: Pass
+    logsumexp: LogSumExp | None = None
 
     @classmethod
-    def of(cls: type[Tokens], model: nn.Module, sampler: Any, begin: Pass) -> Tokens:
-        """One without sequences."""
+    def of(cls: type[Tokens], model: nn.Module, sampler: Any, begin: Pass, logsumexp: LogSumExp | None) -> Tokens:
+        """One without sequences, whose log-probabilities are made with this function; with MLX's without one."""
         batch = cls.empty(model, sampler)
-        batch.begin = begin
+        batch.begin, batch.logsumexp = begin, logsumexp
         return batch
 
     def _step(self) -> Any:
         with self.begin(self.uids):
-            return super()._step()
+            return batch_step(self.logsumexp)(self)
 
     @property
     def coming(self) -> mx.array:

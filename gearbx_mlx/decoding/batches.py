@@ -38,7 +38,7 @@ from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import parts
 from .mode import Mode
 from .response import DRAFT, BatchGearResponse, Step, seen_of, single_pass
-from .sampling import Chooser, Entropy, Processor, Sampler, check_finite, fast_entropy, sampled_rows
+from .sampling import Chooser, LogitsReader, Processor, Sampler, check_finite, reader_of, sampled_rows
 from .texts import check_known, turn, vocabulary_of
 
 SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
@@ -132,11 +132,11 @@ class RowSampler:
 
     Args:
         step: returns how the latest logits came about, those of so many rows.
-        entropy: in bits, of log-probabilities (B, V).
+        reader: of log-probabilities (B, V).
     """
 
-    def __init__(self, step: Callable[[int], Step], entropy: Entropy):
-        self.step, self.entropy = step, entropy
+    def __init__(self, step: Callable[[int], Step], reader: LogitsReader):
+        self.step, self.reader = step, reader
         self._sequences: Sequence[BatchText] = ()
 
     @contextmanager
@@ -149,7 +149,7 @@ class RowSampler:
             self._sequences = before
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        entropies = self.entropy(logprobs)
+        entropies = self.reader.entropy(logprobs)
         seen = SeenPass(self.step(len(logprobs)), entropies, len(logprobs))
         for row, each in enumerate(self._sequences):
             each.rows.append(SeenRow(seen, row, each.wish))
@@ -183,12 +183,12 @@ class BatchGenerator(StagedGenerator):
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
         self._sampler = sampler or make_sampler()
-        rows = RowSampler(self._single_pass, fast_entropy(gearbox))
+        rows = RowSampler(self._single_pass, reader_of(gearbox))
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         self._rows = rows
         prompts = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading)
-        self.use(GearedTokens.of(model, rows, self._writing), prompts)
+        self.use(GearedTokens.of(model, rows, self._writing, rows.reader.logsumexp), prompts)
 
     def insert_segments(
         self,

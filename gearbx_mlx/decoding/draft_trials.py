@@ -48,7 +48,7 @@ from .caches import Snapshot
 from .draft_plans import name_of
 from .drafting import Drafter, Writer
 from .rows import Verifier
-from .sampling import GREEDY, entropy_bits, fast_entropy
+from .sampling import GREEDY, entropy_bits, reader_of
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches
@@ -210,8 +210,8 @@ def round_times(
     before = Snapshot(cache)
     # It ends after so many tokens, whatever they are.
     rule = joint_rule(ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5)))
-    entropy = fast_entropy(gearbox)
-    drafters = {depth: Drafter(gearbox, draft, entropy, depth) for depth in depths}
+    reader = reader_of(gearbox)
+    drafters = {depth: Drafter(gearbox, draft, reader, depth) for depth in depths}
     seconds: dict[int, list[float]] = {depth: [] for depth in depths}
     for _ in range(trials + 1):
         for depth, drafter in drafters.items():

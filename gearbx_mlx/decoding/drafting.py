@@ -26,6 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
+from ..formats.block import begin_draft
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import ALONE, Agreement
@@ -35,8 +36,9 @@ from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
-from .sampling import GREEDY, Chooser, Entropy, near_ties, noise_of, normalized, sampled_rows
+from .sampling import GREEDY, Chooser, LogitsReader, sampled_rows
 
+NextToken = Callable[[int, int], tuple[int, float]]
 PADDING = 0  # a token that makes proposals equally long, and that nobody accepts
 
 
@@ -114,14 +116,14 @@ class Drafter:
 
     Args:
         gear: that drafts; it is engaged after a draft.
-        entropy: in bits, of log-probabilities.
+        reader: of logits.
         ahead: steps that are queued beyond the one whose entropy is read.
         agreement: of the ranks that share the model.
     """
 
     gearbox: Gearbox
     gear: Gear
-    entropy: Entropy
+    reader: LogitsReader
     ahead: int = 0
     agreement: Agreement = ALONE
 
@@ -147,6 +149,10 @@ class Drafter:
     ) -> Proposals:
         """What the low gear writes after the texts that may go on, `most` tokens at most: one pass for each."""
         rule.begin(len(writers))
+        self.gearbox.shift(self.gear)
+        native = self._native(writers, cache)
+        if native is not None:
+            return write(writers[0], native, rule, min(most, rule.longest))
         inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
         with Snapshot(cache).borrowed(), rewound([writer.chooser for writer in writers]):
             # Nothing is queued beyond an end that is known.
@@ -160,12 +166,18 @@ class Drafter:
                 queued.extend(itertools.islice(steps, 1))
         return Proposals(writers, drafted, len(queued))
 
+    def _native(self, writers: Sequence[Writer], cache: Any) -> NextToken | None:
+        """What drafts for one text that chooses greedily, in one call a token, without MLX's graph."""
+        chooser = writers[0].chooser
+        plain = len(writers) == 1 and chooser.greedy and not chooser.processors
+        alone = self.agreement is ALONE and not self.ahead
+        return begin_draft(self.gearbox.model, cache) if plain and alone else None
+
     def _steps(self, writers: Sequence[Writer], inputs: mx.array, cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens (B,) that follow, without end, and the entropies (bits) of their distributions.
 
         The device still computes them; processors get the tokens so far as such an array too, as from mlx-lm.
         """
-        self.gearbox.shift(self.gear)
         contexts = [writer.context() for writer in writers]
         while True:
             logits = self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
@@ -174,8 +186,9 @@ class Drafter:
                 logits = mx.concatenate(
                     [c.processed(context, logits[i : i + 1]) for i, (c, context) in enumerate(zip(choosers, contexts))]
                 )
-            logprobs = normalized(logits)
-            sampled, entropy = self.agreement.arrays(sampled_rows(choosers, logprobs), self.entropy(logprobs))
+            logprobs = self.reader.normalized(logits)
+            sampled = sampled_rows(choosers, logprobs)
+            sampled, entropy = self.agreement.arrays(sampled, self.reader.entropy(logprobs))
             mx.async_eval(sampled, entropy)
             yield sampled, entropy
             inputs = sampled.reshape(-1)
@@ -220,6 +233,18 @@ class Drafter:
             yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
 
 
+def write(writer: Writer, next_token: NextToken, rule: JointRule, most: int) -> Proposals:
+    """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
+    token, place, wants = writer.token, 0, True
+    while wants and place < most:
+        token, bits = next_token(token, place)
+        writer.take(token)
+        writer.entropies.append(bits)
+        wants = rule.goes_on(bits if writer.drafts else None) and writer.drafts
+        place += 1
+    return Proposals([writer], place)
+
+
 @contextlib.contextmanager
 def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
     """Random numbers that texts draw in the block will be drawn again after it, and its errors do not count."""
@@ -246,22 +271,22 @@ class Accepted:
     near_ties: np.ndarray
 
 
-def accept(logits: mx.array, proposals: Proposals, entropy: Entropy) -> list[Accepted]:
+def accept(logits: mx.array, proposals: Proposals, reader: LogitsReader) -> list[Accepted]:
     """What every text accepts; its random numbers are then those after these tokens.
 
     Args:
         logits: (B, S, V), of the last token of every text and of what is proposed.
-        entropy: in bits, of log-probabilities.
+        reader: of logits.
     """
     writers = proposals.of
-    logprobs = normalized(logits)
-    made = [chosen(writer, own, row) for writer, own, row in zip(writers, logits, logprobs)]
+    logprobs = reader.normalized(logits)
+    made = [chosen(writer, own, row, reader) for writer, own, row in zip(writers, logits, logprobs)]
     if any(writer.chooser.processors for writer in writers):
         logprobs = mx.stack([one.logprobs for one in made])
     counts = mx.arange(logits.shape[1]) <= mx.array([len(w.tokens) for w in writers])[:, None]  # and no padding
-    noise = mx.where(counts, noise_of(logits), 0).max(axis=-1, keepdims=True)
-    near = near_ties(logprobs, noise)
-    entropies = entropy(logprobs.reshape(-1, logprobs.shape[-1])).reshape(logprobs.shape[:-1])
+    noise = mx.where(counts, reader.noise(logits), 0).max(axis=-1, keepdims=True)
+    near = reader.near_ties(logprobs, noise)
+    entropies = reader.entropy(logprobs)
     mx.eval([one.tokens for one in made], near, entropies)
     bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
     done = []
@@ -287,7 +312,7 @@ class ChosenTokens:
     logprobs: mx.array = field(repr=False)
 
 
-def chosen(writer: Writer, logits: mx.array, logprobs: mx.array) -> ChosenTokens:
+def chosen(writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader) -> ChosenTokens:
     """What a text chooses by the logits (S, V) and log-probabilities of a pass."""
     chooser = writer.chooser
     if chooser.greedy and not chooser.processors:
@@ -295,7 +320,8 @@ def chosen(writer: Writer, logits: mx.array, logprobs: mx.array) -> ChosenTokens
     tokens, states, rows, context = [], [], [], writer.context()
     for place, proposed in enumerate([*writer.tokens, None]):
         row = slice(place, place + 1)
-        rows.append(normalized(chooser.processed(context, logits[row])) if chooser.processors else logprobs[row])
+        processed = chooser.processed(context, logits[row]) if chooser.processors else None
+        rows.append(logprobs[row] if processed is None else reader.normalized(processed))
         tokens.append(chooser.sample(rows[-1]))
         states.append(chooser.state)
         if context is not None:  # so that processors see nothing beyond the first token that was not proposed

@@ -104,7 +104,7 @@ class GearedModel(ModelWrapper):
             logits, entropy = self.run(gear, inputs, cache, **kwargs), None
             if gear == ladder.top:
                 break
-            (entropy,) = self.agreement.arrays(self.entropy(logits[:, -1]))
+            (entropy,) = self.agreement.arrays(self.reader.entropy(logits[:, -1]))
             entropies.append(float(entropy))
             if not self.rule(entropies[-1], self.positions, gear.index):
                 break

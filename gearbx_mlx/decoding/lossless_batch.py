@@ -51,10 +51,10 @@ class LosslessTokens(GearedTokens):
         cls, plans: DraftPlans, sampler: RowSampler, begin: Pass, sequences: Mapping[int, BatchText]
     ) -> "LosslessTokens":
         """One without sequences."""
-        batch = cls.of(plans.gearbox.model, sampler, begin)
+        batch = cls.of(plans.gearbox.model, sampler, begin, sampler.reader.logsumexp)
         batch.plans, batch.sequences = plans, sequences
         batch._verifier = Verifier(plans.gearbox, plans.gearbox.ladder.top)
-        batch._drafter = Drafter(plans.gearbox, plans.draft, sampler.entropy)
+        batch._drafter = Drafter(plans.gearbox, plans.draft, sampler.reader)
         batch._can_draft, batch._lookups = True, {}
         batch._failed, batch._plan = set(), None
         return batch
@@ -133,7 +133,7 @@ class LosslessTokens(GearedTokens):
         start, before, costs = time.perf_counter(), Snapshot(self.prompt_cache), plan.rounds.costs
         try:
             logits = self._verifier.run(mx.array(proposals.rows()), self.prompt_cache)
-            accepted = accept(logits, proposals, self._drafter.entropy)
+            accepted = accept(logits, proposals, self._drafter.reader)
         except BaseException:
             before.restore()
             raise

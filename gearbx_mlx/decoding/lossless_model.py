@@ -31,7 +31,7 @@ from .draft_plans import DraftPlan, bytes_of_passes, drafting_gear
 from .drafting import Drafter, Proposals, Writer
 from .response import Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
-from .sampling import Chooser, noise_of
+from .sampling import Chooser
 from .wrapper import ModelWrapper
 
 
@@ -113,7 +113,7 @@ class LosslessModel(ModelWrapper):
         self._lookup = Lookup(self.rounds.agreement) if self.rounds.most_looked_up else None
         self._history = History(counted_only=not self._chooser.processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
-        self._drafter = Drafter(gearbox, self.draft, self.entropy, draft_ahead, self.agreement)
+        self._drafter = Drafter(gearbox, self.draft, self.reader, draft_ahead, self.agreement)
         self._drafting = True
         self._verified: Verified | None = None
 
@@ -195,7 +195,7 @@ class LosslessModel(ModelWrapper):
         if wanted:
             mx.eval(rows.logits)
             costs.add_verification(len(tokens), time.perf_counter() - start)
-        noise = noise_of(rows.logits).max() if len(tokens) > 1 else None
+        noise = self.reader.noise(rows.logits).max() if len(tokens) > 1 else None
         return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, 0, noise), list(cache))
 
 

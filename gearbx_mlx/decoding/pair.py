@@ -40,7 +40,7 @@ from .caches import length, parts
 from .governor import Governor
 from .mode import AUTO, Mode
 from .response import GearResponse
-from .sampling import fast_entropy, has_nan, not_finite
+from .sampling import has_nan, not_finite, reader_of
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's
 
@@ -270,7 +270,7 @@ class PairSampler:
 
     def __init__(self, sampler: Callable[[mx.array], mx.array], pair: PairedModel, gate: Gate, monitor: Monitor):
         self.sampler, self.pair, self.gate, self.monitor = sampler, pair, gate, monitor
-        self.entropy = fast_entropy()
+        self.entropy = reader_of().entropy
         self.readings: deque[tuple[Reading, Call]] = deque()
 
     def __call__(self, logprobs: mx.array) -> mx.array:

@@ -51,7 +51,7 @@ from .governor import Governor
 from .mode import AUTO, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import TokenSource, entropy_bits, fast_entropy, geared_responses, sampled
+from .sampling import TokenSource, entropy_bits, geared_responses, reader_of, sampled
 from .texts import encoded, vocabulary_of
 
 
@@ -197,7 +197,7 @@ def in_engaged_gear(
     def step() -> Step:
         return single_pass(gearbox, gearbox.gear)
 
-    return sampled(model, tokenizer, prompt, step, fast_entropy(gearbox), **kwargs)
+    return sampled(model, tokenizer, prompt, step, reader_of(gearbox), **kwargs)
 
 
 def prompt_text(tokenizer: Any, prompt: Any) -> str:
@@ -233,7 +233,7 @@ def with_draft_model(
     longest = len(prompt) + max_tokens + min(num_draft_tokens, max_tokens)
     check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
     check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
-    entropy, draft_bytes = fast_entropy(gearbox), bytes_read(draft_model)
+    entropy, draft_bytes = reader_of(gearbox).entropy, bytes_read(draft_model)
     keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
     number, new_round, gear = 0, True, gearbox.gear
 

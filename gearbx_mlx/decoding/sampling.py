@@ -5,29 +5,32 @@ one pass are added up in another order than one; logits that are no numbers, and
 sampler for a tokenizer; random numbers of a text's own, whatever other texts draw meanwhile.
 """
 
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
+from ..compat import loops
 from ..compat.arrays import OwnRandomState, dtype_name
+from ..compat.loops import LogSumExp
 from ..errors import GearbxError
 from ..formats.base import is_finite
 from ..formats.exact import ExactModule
 from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..kernels.dispatch import choose, native_entropy
+from ..kernels.dispatch import choose, cpu_kernels
 from ..ranks.agreement import ALONE, Agreement, agreement_of
 from ..routing.gates import Gate, Monitor
 from .caches import gears_of
@@ -69,29 +72,62 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
     return mx.clip(bits, 0.0, mx.log2(mx.array(float(z.shape[-1]))))
 
 
-def fast_entropy(gearbox: Gearbox | Observer | None = None) -> Entropy:
-    """`decoding.sampling.entropy_bits`, natively where the gearbox uses native kernels.
+class LogitsReader:
+    """What is read off logits and log-probabilities (..., V), by MLX's operations."""
 
-    Over a vocabulary MLX's operations take 1 ms on x86, the native kernel a twentieth of that. Without a gearbox,
-    native where `kernels="auto"` would be.
-    """
-    kernels = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
-    return (native_entropy() if kernels.native else None) or entropy_bits
+    entropy: Entropy = staticmethod(entropy_bits)
+    logsumexp: LogSumExp | None = None
+    """In the place of MLX's, which takes a CPU half a millisecond over a vocabulary of 49,152."""
+
+    def normalized(self, logits: mx.array) -> mx.array:
+        """Log-probabilities of the same shape (..., V)."""
+        total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)
+        return logits - total
+
+    def noise(self, logits: mx.array) -> mx.array:
+        """How much rounding may move each row of logits (..., V): (...)."""
+        return NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max(axis=-1)
+
+    def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
+        """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
+
+        Args:
+            noise: (...), of the logits; the largest of the positions that were computed together.
+        """
+        best = mx.topk(logprobs, 2, axis=-1)
+        return mx.abs(best[..., 0] - best[..., 1]) <= noise
 
 
-def noise_of(logits: mx.array) -> mx.array:
-    """How much rounding may move each row of logits (..., V): (...)."""
-    return NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max(axis=-1)
+class NativeLogitsReader(LogitsReader):
+    """The same by native CPU kernels, in a tenth of the time."""
+
+    def __init__(self, kernels: ModuleType):
+        self.entropy = kernels.entropy_bits
+        self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
+        self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
+
+    def noise(self, logits: mx.array) -> mx.array:
+        return NOISE * mx.finfo(logits.dtype).eps * self._extremes(logits)[..., 2]
+
+    def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
+        best = self._extremes(logprobs)
+        return best[..., 0] - best[..., 1] <= noise
 
 
-def near_ties(logprobs: mx.array, noise: mx.array) -> mx.array:
-    """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
+MLX_READER = LogitsReader()
 
-    Args:
-        noise: (...), of the logits; the largest of the positions that were computed together.
-    """
-    best = mx.topk(logprobs, 2, axis=-1)
-    return mx.abs(best[..., 0] - best[..., 1]) <= noise
+
+@functools.cache
+def native_reader(kernels: ModuleType) -> LogitsReader:
+    """One for all models: mlx-lm's loops are copied for each."""
+    return NativeLogitsReader(kernels)
+
+
+def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
+    """Native where the gearbox uses native kernels; without a gearbox, where `kernels="auto"` would be."""
+    choice = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
+    kernels = cpu_kernels(1) if choice.native else None
+    return MLX_READER if kernels is None else native_reader(kernels)
 
 
 @dataclass
@@ -143,11 +179,6 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
     if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
         return first(logprobs)
     return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
-
-
-def normalized(logits: mx.array) -> mx.array:
-    """Log-probabilities of the same shape (..., V)."""
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
@@ -232,14 +263,14 @@ class EntropySampler:
     Args:
         sampler: of mlx-lm.
         step: returns how the latest logits came about.
-        entropy: in bits, of log-probabilities.
+        reader: of log-probabilities.
         agreement: of the ranks that share the model.
         gears: of a KV cache. The prompt that they read ends with the first call.
     """
 
     sampler: Sampler
     step: Callable[[], Step]
-    entropy: Entropy = entropy_bits
+    reader: LogitsReader = MLX_READER
     agreement: Agreement = ALONE
     gears: KVGears | None = None
 
@@ -252,9 +283,9 @@ class EntropySampler:
             self.gears.end_prompt()
             read, caches = self.gears.meter.take()
             step = replace(step, kv_bytes=read, kv_caches=caches)
-        entropy = self.entropy(logprobs) if step.entropy is None else step.entropy
+        entropy = self.reader.entropy(logprobs) if step.entropy is None else step.entropy
         if step.noise is not None:
-            near_tie = near_ties(logprobs, step.noise)
+            near_tie = self.reader.near_ties(logprobs, step.noise)
             mx.async_eval(near_tie)
         token, entropy = self.agreement.arrays(self.sampler(logprobs), entropy)
         mx.async_eval(entropy)
@@ -275,15 +306,15 @@ def sampled(
     tokenizer: Any,
     prompt: Any,
     step: Callable[[], Step],
-    entropy: Entropy = entropy_bits,
+    reader: LogitsReader = MLX_READER,
     **kwargs: Any,
 ) -> TokenSource:
     """mlx-lm's responses, and what the sampler saw of each; `kwargs` are of mlx-lm's stream_generate."""
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()
-    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, entropy, agreement_of(model), gears)
-    responses = mlx_stream_generate(model, tokenizer, prompt, sampler=sampler, **kwargs)
+    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, reader, agreement_of(model), gears)
+    responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sampler, **kwargs)
     return TokenSource(responses, lambda response: sampler.tokens.popleft())
 
 

@@ -18,7 +18,7 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import Monitor
 from .governor import Governor
 from .response import GearResponse, Step
-from .sampling import fast_entropy, geared_responses, sampled
+from .sampling import geared_responses, reader_of, sampled
 
 OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
@@ -38,7 +38,7 @@ class ModelWrapper(nn.Module):
         super().__init__()
         self.step = Step(gearbox.ladder.top)
         """The latest step of one token."""
-        self.entropy = fast_entropy(gearbox)
+        self.reader = reader_of(gearbox)
         self.agreement = agreement_of(gearbox.model)
         self._takes_embeddings = does_model_support_input_embeddings(gearbox.model)
 
@@ -90,7 +90,7 @@ def stream_wrapped(
         controller: caps the gears.
         kwargs: of mlx-lm's stream_generate.
     """
-    source = sampled(model, tokenizer, prompt, lambda: model.step, model.entropy, **kwargs)
+    source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, **kwargs)
     return geared_responses(source, model.gearbox, monitor, controller)
 
 

@@ -1,19 +1,25 @@
-"""A transformer block as one native operation.
+"""Transformer blocks as native operations: all of a model's in one, where that is known, or each by itself.
 
 Of one token MLX makes some 27 operations a layer on a CPU, and to hand them from thread to thread takes as long as the
 products. A block that has the code of a known one runs as one operation instead, over the same modules and with the
-same arithmetic, bit for bit. Whatever is not recognised runs as it did.
+same arithmetic, bit for bit; so do all blocks of a model whose class runs them one after the other. Whatever is not
+recognised runs as it did.
+
+A greedy draft of a low gear goes further: from a token to the next one it is one call, which returns when the token and
+its entropy are there (`begin_draft`).
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import gemma3_text, llama, phi3, qwen3
+from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from ..compat.caches import entries, set_entries
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
@@ -32,6 +38,7 @@ from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cac
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
 FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest
 PROGRAMS = "_gearbx_programs"
+ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
 
 
 # Norms of a block: before attention and its MLP; behind them, if there are some.
@@ -57,8 +64,14 @@ MLP: dict[Code, Sequence[str]] = {  # what makes gate and up
 }
 
 
+LAYERS = {code_of(kind) for kind in (llama.LlamaModel, qwen2.Qwen2Model, qwen3.Qwen3Model, phi3.Phi3Model)}
+"""Classes that run embedding, blocks and norm, and nothing else where there is one rank and no window."""
+MODELS = {code_of(kind) for kind in (llama.Model, qwen2.Model, qwen3.Model, phi3.Model)}
+"""Classes that run one of these and the head, which is the embedding's where `args.tie_word_embeddings` says so."""
+
+
 class Programs:
-    """The native programs of a layer, one for each set of modules that it had lately; None where there can be none."""
+    """Native programs of a module, one for each set of modules that it had lately; None where there can be none."""
 
     def __init__(self) -> None:
         self._made: list[tuple[Any, Any]] = []
@@ -66,17 +79,19 @@ class Programs:
     def __deepcopy__(self, memo: object) -> "Programs":
         return Programs()
 
-    def find(self, layer: nn.Module, kernels: ModuleType) -> Any:
-        """The program for the modules, settings and arrays that the layer has now."""
+    def find(
+        self, module: nn.Module, kernels: ModuleType, make: Callable[[nn.Module, ModuleType], Any] | None = None
+    ) -> Any:
+        """The program for the modules, settings and arrays that the module has now; `make` makes it, of a block."""
         for i, (watched, program) in enumerate(self._made):
-            if kernels.is_same(watched, layer):
+            if kernels.is_same(watched, module):
                 self._made.insert(0, self._made.pop(i))
                 return program
-        if kernels.has_tracer(layer):  # within mx.compile, whose weights are no numbers yet
+        if kernels.has_tracer(module):  # within mx.compile, whose weights are no numbers yet
             return None
-        mx.eval(layer.parameters())
-        program = program_of(layer, kernels)
-        self._made = [(kernels.watched(layer), program), *self._made[: MOST - 1]]
+        mx.eval(module.parameters())
+        program = (make or program_of)(module, kernels)
+        self._made = [(kernels.watched(module), program), *self._made[: MOST - 1]]
         return program
 
     def forget(self) -> None:
@@ -94,8 +109,25 @@ class NativeBlock(nn.Module):
         return super().__call__(x, mask, cache) if y is None else y
 
 
+class NativeLayers(nn.Module):
+    """What one native operation for all blocks adds to mlx-lm's class of a model without its head."""
+
+    operation = WHOLE_BLOCKS
+
+    def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
+        tokens = inputs if input_embeddings is None else input_embeddings
+        if not _single_operations and runs_in_turn(self, cache, tokens):
+            x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
+            y = run_layers(self, x, cache)
+            if y is not None:
+                return y
+        given = () if input_embeddings is None else (input_embeddings,)  # Phi 3 takes none
+        return super().__call__(inputs, cache, *given)
+
+
 ADDED: dict[Code, type] = {  # code of a class to what makes it native
     **dict.fromkeys(BLOCKS, NativeBlock),
+    **dict.fromkeys(LAYERS, NativeLayers),
     code_of(gemma3_text.RMSNorm): NativeShiftedNorm,
     GELU: NativeGeGLU,
 }
@@ -138,13 +170,125 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     seen = None if causal else mask
     if takes_in_place(cache) and x.shape[1] <= FEW and has_room(cache, x):
         before, padding, nested = entries(cache), left_padding(cache), read_before(cache)
-        y = kernels.run_block(program, x, cache.keys, cache.values, before, causal, seen, padding, *planes_of(nested))
+        kept, planes = ([cache.keys], [cache.values]), planes_of(nested)
+        y = kernels.run_blocks(program.chain, x, *kept, before, causal, seen, padding, *planes)
         if y is not None:
             set_entries(cache, before + x.shape[1])
         if y is not None and type(cache) is NestedKVCache:
             cache.count(nested, x.shape[1])
         return given(layer, y)
-    return in_halves(layer, program, kernels, x, causal, seen, cache)
+    return in_halves(layer, program.block, kernels, x, causal, seen, cache)
+
+
+def run_layers(model: nn.Module, x: mx.array, cache: Any) -> mx.array | None:
+    """The normed result of all blocks (B, L, D) float32, with keys and values in the caches; None if there is none.
+
+    `runs_in_turn` has to hold.
+    """
+    kernels = block_kernels(x.shape[0] * x.shape[1])
+    if kernels is None or x.dtype != mx.float32:
+        return None
+    chain = programs_of(model).find(model, kernels, chain_of)
+    if chain is None:
+        return None
+    mask, before, padding = create_attention_mask(x, cache[0]), entries(cache[0]), left_padding(cache[0])
+    causal = isinstance(mask, str)
+    seen = None if causal else mask
+    arrays = [part.keys for part in cache], [part.values for part in cache]
+    y = kernels.run_blocks(chain, x, *arrays, before, causal, seen, padding)
+    if y is None:
+        return given(model, None)
+    for part in cache:
+        set_entries(part, before + x.shape[1])
+    return y
+
+
+def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
+    """Whether a model runs its blocks one after the other over tokens (B, L), each with entries that have room.
+
+    Of more tokens than a few the keys and values are wanted now and then, and nothing else.
+    """
+    first: Any = cache[0] if cache else None
+    if type(first) not in (KVCache, BatchKVCache) or len(cache) != len(model.layers) or tokens.shape[1] > FEW:
+        return False
+    if getattr(model, "swa_idx", None) is not None or getattr(model, "pipeline_size", 1) != 1:
+        return False
+    kind, count = type(first), entries(first)
+    return all(
+        type(part) is kind and entries(part) == count and has_room(part, tokens) and part.keys.dtype == mx.float32
+        for part in cache
+    )
+
+
+def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
+    """All blocks of a model and its last norm as one native program; None if some part has none."""
+    found = [programs_of(layer).find(layer, kernels) if is_block(layer) else None for layer in model.layers]
+    blocks = [program.block for program in found if program is not None]
+    norm = norm_of(model.norm, kernels)
+    if len(blocks) < len(found) or norm is None:
+        return None
+    try:
+        return kernels.chain(blocks, norm)
+    except ValueError:  # blocks of different width
+        return None
+
+
+def is_block(layer: nn.Module) -> bool:
+    """Whether a layer runs as a native block, as it is: nothing is derived from its class."""
+    return isinstance(layer, NativeBlock) and ORIGIN in vars(type(layer))
+
+
+class DraftParts(NamedTuple):
+    """What a greedy draft runs: all blocks, and the head; the embedding's rows (V, D) if they are dense."""
+
+    chain: Any
+    head: Any
+    table: mx.array | None
+
+
+def begin_draft(model: nn.Module, cache: Any) -> Callable[[int, int], tuple[int, float]] | None:
+    """What writes greedily after the entries of a text's cache, which stays as it is; None if nothing native does.
+
+    The function takes a token and its place behind the entries, from 0 on, and returns the best token after it, and the
+    entropy of all in bits. It must not be kept when the cache is used again.
+    """
+    kernels = block_kernels(1)
+    layers = model.get("model") if stock_code(model) in MODELS else None
+    if kernels is None or _single_operations or not isinstance(layers, NativeLayers) or type(cache[0]) is not KVCache:
+        return None
+    if not runs_in_turn(layers, cache, ONE_TOKEN):
+        return None
+    parts = programs_of(model).find(model, kernels, draft_parts)
+    if parts is None:
+        return None
+    draft = kernels.begin_draft(parts.chain, parts.head, [part.keys for part in cache], [part.values for part in cache])
+    if draft is None:
+        return None
+    step, before, embed = kernels.draft_token, entries(cache[0]), layers.embed_tokens
+    if parts.table is not None:
+        return lambda token, place: step(draft, parts.table, token, before + place)
+    return lambda token, place: step(draft, embed(mx.array([token])), 0, before + place)
+
+
+def draft_parts(model: nn.Module, kernels: ModuleType) -> DraftParts | None:
+    """The parts of a draft of this model; None if some part is not native."""
+    layers = model.model
+    chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
+    table = embedding.get("weight")
+    if chain is None:
+        return None
+    head = embedding.get("projection") if model.args.tie_word_embeddings else model.lm_head
+    part = part_of(head, kernels) if head is not None else kernels.dense_part(table, None)
+    return None if part is None else DraftParts(chain, part, table if is_plain_table(embedding) else None)
+
+
+def is_plain_table(embedding: nn.Module) -> bool:
+    """Whether an embedding looks up rows of a dense weight, and widens them."""
+    weight = embedding.get("weight") if isinstance(embedding, nn.Embedding) else None
+    if weight is None:
+        return False
+    made: mx.Dtype = getattr(embedding, "activations", getattr(embedding, "dtype", weight.dtype))
+    return made == mx.float32
 
 
 def in_halves(
@@ -180,11 +324,11 @@ def is_bool(mask: object) -> bool:
     return isinstance(mask, mx.array) and mask.dtype == mx.bool_
 
 
-def programs_of(layer: nn.Module) -> Programs:
-    """The programs of a layer."""
-    found: Programs | None = vars(layer).get(PROGRAMS)
+def programs_of(module: nn.Module) -> Programs:
+    """The programs of a layer, or of all layers of a model."""
+    found: Programs | None = vars(module).get(PROGRAMS)
     if found is None:
-        found = vars(layer)[PROGRAMS] = Programs()
+        found = vars(module)[PROGRAMS] = Programs()
     return found
 
 
@@ -195,10 +339,18 @@ def forget_programs(model: nn.Module) -> None:
             vars(module)[PROGRAMS].forget()
 
 
-def program_of(layer: nn.Module, kernels: ModuleType) -> Any:
+class Program(NamedTuple):
+    """A native block, and a chain of it alone."""
+
+    block: Any
+    chain: Any
+
+
+def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
     """The native program of a block over the modules that it has; None if there is none for these."""
     try:
-        return known_program(layer, kernels)
+        block = known_program(layer, kernels)
+        return None if block is None else Program(block, kernels.chain([block]))
     except ValueError:  # arrays that are not contiguous, or do not fit each other
         return None
 

@@ -331,12 +331,7 @@ def block_kernels(vectors: int) -> ModuleType | None:
     return None if metal.available() else cpu_kernels(vectors)
 
 
-def native_entropy() -> Callable[[mx.array], mx.array] | None:
-    """`decoding.sampling.entropy_bits` as a native CPU kernel, 20 times faster on x86; None if there is none."""
-    return fused_kernel("entropy_bits")
-
-
 def fused_kernel(name: str) -> Callable[..., mx.array] | None:
-    """The native CPU kernel of a fused operation (cpu/fused.h, attention.h, entropy.cpp); None if there is none."""
+    """The native CPU kernel of an operation (cpu/fused.h, attention.h, distribution.cpp); None if there is none."""
     module = cpu.native() if on_cpu() else None
     return None if module is None else getattr(module, name)

@@ -94,7 +94,7 @@ def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypat
     monkeypatch.setattr(dispatch.cpu, "native", compiled)
     monkeypatch.setattr(dispatch.mx, "default_device", lambda: SimpleNamespace(type=mx.DeviceType.gpu))
     assert dispatch.cpu_kernels(1) is None
-    assert dispatch.native_entropy() is None
+    assert dispatch.fused_kernel("entropy_bits") is None
 
 
 def test_what_goes_to_metal(monkeypatch):

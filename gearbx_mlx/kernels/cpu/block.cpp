@@ -54,11 +54,6 @@ struct Product {
   void operator()(const gearbx_exact& m) const { gearbx_exact_product(&m, x, vectors, y); }
 };
 
-void multiply(const Linear& linear, const float* x, int64_t vectors, float* y) {
-  std::visit(Product{x, vectors, y}, linear.matrix);
-  add_bias(linear, vectors, y);
-}
-
 constexpr size_t MOST_TOGETHER = 3;
 
 // Computes the products of all layers at once, if all have matrices of this kind.
@@ -81,14 +76,6 @@ void multiply(const std::vector<Linear>& linears, const float* x, int64_t vector
                     multiply_together(gearbx_exact_products, linears, x, vectors, results);
   for (size_t i = 0; i < linears.size(); i++)
     done ? add_bias(linears[i], vectors, results[i]) : multiply(linears[i], x, vectors, results[i]);
-}
-
-void norm(const Norm& by, const float* x, int64_t rows, int64_t columns, float* y) {
-  if (!by.plus_one) return gearbx_rms_norm(x, rows, columns, by.weight, by.type, by.eps, y);
-  static thread_local std::vector<float> multiplier;
-  multiplier.resize(static_cast<size_t>(columns));
-  gearbx_add_one(by.weight, columns, by.type, multiplier.data());
-  gearbx_rms_norm(x, rows, columns, multiplier.data(), GEARBX_FLOAT32, by.eps, y);
 }
 
 // Results of the projections to one kind of heads: `first`, and the distance from vector to vector.
@@ -139,6 +126,19 @@ void gate(const Block& block, const float* projected, int64_t vectors, float* y)
 }
 
 }  // namespace
+
+void multiply(const Linear& linear, const float* x, int64_t vectors, float* y) {
+  std::visit(Product{x, vectors, y}, linear.matrix);
+  add_bias(linear, vectors, y);
+}
+
+void norm(const Norm& by, const float* x, int64_t vectors, int64_t columns, float* y) {
+  if (!by.plus_one) return gearbx_rms_norm(x, vectors, columns, by.weight, by.type, by.eps, y);
+  static thread_local std::vector<float> multiplier;
+  multiplier.resize(static_cast<size_t>(columns));
+  gearbx_add_one(by.weight, columns, by.type, multiplier.data());
+  gearbx_rms_norm(x, vectors, columns, multiplier.data(), GEARBX_FLOAT32, by.eps, y);
+}
 
 int64_t rows_of(const std::vector<Linear>& linears) {
   int64_t rows = 0;
@@ -199,6 +199,37 @@ void finish(const Block& block, const gearbx_attention& attention, const float* 
   gate(block, projected, n, gated);
   multiply(block.down, gated, n, branch);
   add(sum, block.after_mlp, branch, n, size, y);
+}
+
+gearbx_attention attention_over(const Block& block, const Positions& at, int64_t room, bool causal) {
+  gearbx_attention form = {};
+  form.batch = at.batch;
+  form.heads = block.heads;
+  form.shared = block.heads / block.key_heads;
+  form.length = at.length;
+  form.keys = at.offset + at.length;
+  form.width = block.width;
+  form.scale = block.scale;
+  form.causal = causal;
+  for (auto* strides : {form.key_strides, form.value_strides}) {
+    strides[0] = block.key_heads * room * block.width;
+    strides[1] = room * block.width;
+    strides[2] = block.width;
+  }
+  form.query_strides[0] = block.heads * at.length * block.width;
+  form.query_strides[1] = at.length * block.width;
+  form.query_strides[2] = block.width;
+  return form;
+}
+
+void run_block(const Block& block, const Positions& at, const gearbx_attention& attention, const Entries& entries,
+               const float* x, float* y) {
+  static thread_local std::vector<float> queries;
+  queries.resize(static_cast<size_t>(at.count() * block.heads * block.width));
+  const int64_t head = entries.room * block.width, all = block.key_heads * head, first = at.offset * block.width;
+  project(block, at, x, {queries.data(), attention.query_strides[0], attention.query_strides[1]},
+          {entries.keys + first, all, head}, {entries.values + first, all, head});
+  finish(block, attention, x, queries.data(), entries.keys, entries.values, y);
 }
 
 }  // namespace gearbx

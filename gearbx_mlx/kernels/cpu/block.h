@@ -76,4 +76,23 @@ void project(const Block& block, const Positions& at, const float* x, Heads quer
 void finish(const Block& block, const gearbx_attention& attention, const float* x, const float* queries,
             const float* keys, const float* values, float* y);
 
+// The keys and values of a KV cache, (batch, key_heads, room, width) each.
+struct Entries {
+  float *keys, *values;
+  int64_t room;
+};
+
+// Attention of x over the entries before it and its own. What hides keys, and planes, are for the caller to add.
+gearbx_attention attention_over(const Block& block, const Positions& at, int64_t room, bool causal);
+
+// y (batch, length, inputs) = the block's result for x, whose keys and values are written into the entries.
+void run_block(const Block& block, const Positions& at, const gearbx_attention& attention, const Entries& entries,
+               const float* x, float* y);
+
+// y (vectors, columns) = the norm of each vector of x; y may be x.
+void norm(const Norm& by, const float* x, int64_t vectors, int64_t columns, float* y);
+
+// y (vectors, rows) = x times the transposed matrix, plus the bias.
+void multiply(const Linear& linear, const float* x, int64_t vectors, float* y);
+
 }  // namespace gearbx

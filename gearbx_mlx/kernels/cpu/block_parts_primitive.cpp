@@ -73,6 +73,16 @@ nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> pr
   return in_capsule<Program>(BLOCK, std::make_shared<const BlockProgram>(parts, sizes, frequencies));
 }
 
+nb::capsule make_chain(const std::vector<nb::capsule>& blocks, const std::optional<nb::capsule>& norm) {
+  require(!blocks.empty(), "a chain has at least one block");
+  auto chain = std::make_shared<Chain>();
+  for (const nb::capsule& block : blocks) chain->blocks.push_back(from_capsule<Program>(BLOCK, block));
+  for (const Program& block : chain->blocks)
+    require(block->block().inputs() == chain->inputs(), "blocks differ in width");
+  if (norm) chain->norm = from_capsule<NormPart>(NORM, *norm);
+  return in_capsule<std::shared_ptr<const Chain>>(CHAIN, std::move(chain));
+}
+
 }  // namespace
 
 void bind_block_parts(nb::module_& m) {
@@ -88,6 +98,7 @@ void bind_block_parts(nb::module_& m) {
         "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
         "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
         "scale"_a);
+  m.def("chain", &make_chain, "blocks"_a, "norm"_a = nb::none());
 }
 
 }  // namespace gearbx

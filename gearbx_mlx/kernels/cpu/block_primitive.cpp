@@ -13,78 +13,66 @@ namespace {
 
 constexpr char KEPT[] = "gearbx_kept";
 
-gearbx_attention attention_form(const Block& block, const Positions& at, int64_t keys, bool causal) {
-  gearbx_attention form = {};
-  form.batch = at.batch;
-  form.heads = block.heads;
-  form.shared = block.heads / block.key_heads;
-  form.length = at.length;
-  form.keys = keys;
-  form.width = block.width;
-  form.scale = block.scale;
-  form.causal = causal;
-  return form;
-}
-
-// What operations of a block share: the block, and that its memory stays until the operation has run.
-class BlockOperation : public Operation {
+// Runs run(x, y) on the stream of an operation; nothing that it reads is freed before.
+class OverMemory : public Operation {
  public:
-  BlockOperation(mx::Stream s, std::shared_ptr<const BlockProgram> program, Kept kept, int64_t offset, bool causal)
-      : Operation(s), program_(std::move(program)), kept_(std::make_shared<Kept>(std::move(kept))), offset_(offset),
-        causal_(causal) {}
+  OverMemory(mx::Stream s, Kept kept, int64_t offset, bool causal)
+      : Operation(s), kept_(std::make_shared<Kept>(std::move(kept))), offset_(offset), causal_(causal) {}
 
   bool is_equivalent(const mx::Primitive&) const override { return false; }
 
  protected:
-  const Block& block() const { return program_->block(); }
   Positions positions(const mx::array& x, const int32_t* padding) const {
     return {x.shape(0), x.shape(1), offset_, padding};
   }
 
-  // Runs run(x, y) on the stream; nothing that it reads is freed before.
-  template <class Run>
-  void start(const std::vector<mx::array>& inputs, mx::array& y, Run run) {
-    dispatch(inputs, y, [run, program = program_, kept = kept_](const float* x, float* to) { run(x, to); });
+  template <class Program, class Run>
+  void start(const std::vector<mx::array>& inputs, mx::array& y, const Program& program, Run run) {
+    dispatch(inputs, y, [run, program, kept = kept_](const float* x, float* to) { run(x, to); });
   }
 
-  std::shared_ptr<const BlockProgram> program_;
   std::shared_ptr<Kept> kept_;
   int64_t offset_;
   bool causal_;
 };
 
-// A whole block. Inputs: x, keys, values (of the KV cache, with room), the arrays of nested keys and values if there are
-// some, and what hides keys. Outputs: y, and the keys and values with those of x.
-class WholeBlock : public BlockOperation {
+// Whole blocks, one after the other. Inputs: x; of each block the keys and values of the KV cache, with room; the arrays
+// of nested keys and values, if one block alone has some; what hides keys. Outputs: y; of each block the keys and values
+// with those of x.
+class WholeBlocks : public OverMemory {
  public:
-  WholeBlock(mx::Stream s, std::shared_ptr<const BlockProgram> program, Kept kept, int64_t offset, bool causal,
-             KVPlanesForm planes)
-      : BlockOperation(s, std::move(program), std::move(kept), offset, causal), planes_(planes) {}
+  WholeBlocks(mx::Stream s, std::shared_ptr<const Chain> chain, Kept kept, int64_t offset, bool causal,
+              KVPlanesForm planes)
+      : OverMemory(s, std::move(kept), offset, causal), chain_(std::move(chain)), planes_(planes) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    const Positions at = positions(inputs[0], padding_of(inputs, 3 + planes_.arrays()));
-    const int64_t room = inputs[1].shape(2), width = block().width, shared = block().key_heads * room * width;
-    gearbx_attention form = attention_form(block(), at, at.offset + at.length, causal_);
-    for (auto* strides : {form.key_strides, form.value_strides}) strides[0] = shared, strides[1] = room * width;
-    form.key_strides[2] = form.value_strides[2] = form.query_strides[2] = width;
-    form.query_strides[1] = at.length * width;
-    form.query_strides[0] = block().heads * at.length * width;
-    planes_.take(inputs, 3, form);
-    take_hidden(inputs, 3 + planes_.arrays(), form);
+    const size_t count = chain_->blocks.size(), others = 1 + 2 * count;
+    const Positions at = positions(inputs[0], padding_of(inputs, others + planes_.arrays()));
     let_go(inputs, outputs);
-    const Entries keys(inputs[1], outputs[1], stream()), values(inputs[2], outputs[2], stream());
-    start(inputs, outputs[0], [=, &b = block()](const float* x, float* y) {
-      keys.copy();
-      values.copy();
-      const int64_t head = room * width, first = at.offset * width;
-      std::vector<float> queries(static_cast<size_t>(at.count() * b.heads * width));
-      project(b, at, x, {queries.data(), form.query_strides[0], form.query_strides[1]},
-              {keys.to + first, shared, head}, {values.to + first, shared, head});
-      finish(b, form, x, queries.data(), keys.to, values.to, y);
+    const auto layers = std::make_shared<std::vector<Layer>>();
+    layers->reserve(count);
+    for (size_t i = 0; i < count; i++) {
+      const mx::array &keys = inputs[1 + 2 * i], &values = inputs[2 + 2 * i];
+      gearbx_attention form = attention_over(chain_->blocks[i]->block(), at, keys.shape(2), causal_);
+      planes_.take(inputs, others, form);
+      take_hidden(inputs, others + planes_.arrays(), form);
+      layers->push_back({form, keys.shape(2), {keys, outputs[1 + 2 * i], stream()}, {values, outputs[2 + 2 * i], stream()}});
+    }
+    start(inputs, outputs[0], chain_, [at, layers, &chain = *chain_](const float* x, float* y) {
+      static thread_local std::vector<float> between;
+      between.resize(static_cast<size_t>(at.count() * chain.inputs()));
+      for (size_t i = 0; i < layers->size(); i++, x = between.data()) {
+        const Layer& layer = (*layers)[i];
+        layer.keys.copy();
+        layer.values.copy();
+        float* to = i + 1 == layers->size() ? y : between.data();
+        run_block(chain.blocks[i]->block(), at, layer.attention, {layer.keys.to, layer.values.to, layer.room}, x, to);
+      }
+      if (chain.norm.value.weight) norm(chain.norm.value, y, at.count(), chain.inputs(), y);
     });
   }
 
-  const char* name() const override { return "GearbxBlock"; }
+  const char* name() const override { return "GearbxBlocks"; }
 
  private:
   // Every output has the inputs, although the operation runs once: they are let go but by one, so that it can be seen
@@ -96,8 +84,8 @@ class WholeBlock : public BlockOperation {
 
   // The entries of a cache before and after. They are written in place, if nobody else has them: as in MLX's own
   // slice updates. This waits for an operation that still has to read them: to wait is faster than to copy.
-  struct Entries {
-    Entries(const mx::array& in, mx::array& out, mx::Stream s) {
+  struct Written {
+    Written(const mx::array& in, mx::array& out, mx::Stream s) {
       if (!in.is_donatable()) mx::synchronize(s);
       if (in.is_donatable() && in.flags().row_contiguous) {
         out.copy_shared_buffer(in);
@@ -119,18 +107,26 @@ class WholeBlock : public BlockOperation {
     float* to;
   };
 
+  struct Layer {
+    gearbx_attention attention;
+    int64_t room;
+    Written keys, values;
+  };
+
+  std::shared_ptr<const Chain> chain_;
   KVPlanesForm planes_;
 };
 
 // The first half. Inputs: x, and the padding if there is some. Output: queries, keys and values (batch,
 // heads + 2 key_heads, length, width).
-class BlockHeads : public BlockOperation {
+class BlockHeads : public OverMemory {
  public:
-  using BlockOperation::BlockOperation;
+  BlockHeads(mx::Stream s, Program program, Kept kept, int64_t offset)
+      : OverMemory(s, std::move(kept), offset, false), program_(std::move(program)) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const Positions at = positions(inputs[0], padding_of(inputs, 1));
-    start(inputs, outputs[0], [=, &b = block()](const float* x, float* y) {
+    start(inputs, outputs[0], program_, [=, &b = program_->block()](const float* x, float* y) {
       const int64_t head = at.length * b.width, batch = (b.heads + 2 * b.key_heads) * head;
       float* keys = y + b.heads * head;
       project(b, at, x, {y, batch, head}, {keys, batch, head}, {keys + b.key_heads * head, batch, head});
@@ -138,27 +134,29 @@ class BlockHeads : public BlockOperation {
   }
 
   const char* name() const override { return "GearbxBlockHeads"; }
+
+ private:
+  Program program_;
 };
 
 // The second half. Inputs: x, the output of the first half, the keys and values to read, the arrays of nested keys and
 // values if there are some, and what hides keys.
-class BlockRest : public BlockOperation {
+class BlockRest : public OverMemory {
  public:
-  BlockRest(mx::Stream s, std::shared_ptr<const BlockProgram> program, Kept kept, bool causal, KVPlanesForm planes)
-      : BlockOperation(s, std::move(program), std::move(kept), 0, causal), planes_(planes) {}
+  BlockRest(mx::Stream s, Program program, Kept kept, bool causal, KVPlanesForm planes)
+      : OverMemory(s, std::move(kept), 0, causal), program_(std::move(program)), planes_(planes) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const Positions at = positions(inputs[0], nullptr);
     const int64_t seen = std::max<int64_t>(inputs[2].shape(2), planes_.packed);
-    gearbx_attention form = attention_form(block(), at, seen, causal_);
+    const Block& block = program_->block();
+    gearbx_attention form = attention_over(block, at, seen, causal_);
+    form.keys = seen;
+    form.query_strides[0] = (block.heads + 2 * block.key_heads) * at.length * block.width;  // others stand between
     planes_.take(inputs, 4, form);
     take_hidden(inputs, 4 + planes_.arrays(), form);
-    const int64_t head = at.length * block().width;
-    form.query_strides[0] = (block().heads + 2 * block().key_heads) * head;
-    form.query_strides[1] = head;
-    form.query_strides[2] = block().width;
     const Vectors keys(inputs[2], form.key_strides), values(inputs[3], form.value_strides);
-    start(inputs, outputs[0], [=, &b = block(), queries = inputs[1].data<float>()](const float* x, float* y) {
+    start(inputs, outputs[0], program_, [=, &b = block, queries = inputs[1].data<float>()](const float* x, float* y) {
       std::vector<float> copies[2];
       finish(b, form, x, queries, keys.read(copies[0]), values.read(copies[1]), y);
     });
@@ -167,6 +165,7 @@ class BlockRest : public BlockOperation {
   const char* name() const override { return "GearbxBlockRest"; }
 
  private:
+  Program program_;
   KVPlanesForm planes_;
 };
 
@@ -187,31 +186,44 @@ mx::Shape scores_of(const Block& block, const mx::array& x, int64_t keys) {
   return {x.shape(0), static_cast<int>(block.heads), x.shape(1), static_cast<int>(keys)};
 }
 
-// y, after writing the keys and values of x into the arrays of the cache. None if memory was given up.
-std::optional<mx::array> run_whole(const nb::capsule& block_program, const mx::array& x, mx::array& keys,
-                                   mx::array& values, int64_t offset, bool causal,
-                                   const std::optional<mx::array>& mask, const std::optional<mx::array>& padding,
-                                   const Arrays& key_planes, const Arrays& value_planes, int64_t packed,
-                                   int64_t group) {
+// y, after writing the keys and values of x into the arrays of the caches. None if memory was given up.
+std::optional<mx::array> run_blocks(const nb::capsule& chain_of, const mx::array& x, const std::vector<mx::array*>& keys,
+                                    const std::vector<mx::array*>& values, int64_t offset, bool causal,
+                                    const std::optional<mx::array>& mask, const std::optional<mx::array>& padding,
+                                    const Arrays& key_planes, const Arrays& value_planes, int64_t packed,
+                                    int64_t group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const Program& program = from_capsule<Program>(BLOCK, block_program);
-  auto kept = program->keep();
+  const auto& chain = from_capsule<std::shared_ptr<const Chain>>(CHAIN, chain_of);
+  auto kept = chain->keep();
   if (!kept) return std::nullopt;
-  const Block& block = program->block();
-  check_vectors(block, x);
-  check_entries(block, x, keys, values);
-  require(offset >= 0 && offset + x.shape(1) <= keys.shape(2), "the cache has no room for x");
+  const size_t count = chain->blocks.size();
+  require(keys.size() == count && values.size() == count, "each block has its keys and values");
   require(!padding || !packed, "keys and values of a padded batch are in no planes");
   require(packed <= offset && packed % 16 == 0, "a multiple of 16 positions before x must be packed");
-  std::vector<mx::array> inputs = {x, keys, values};
+  require(!packed || count == 1, "one block alone may have planes");
+  const Block& first = chain->blocks.front()->block();
+  check_vectors(first, x);
+  std::vector<mx::array> inputs = {x};
+  std::vector<mx::Shape> shapes = {x.shape()};
+  for (size_t i = 0; i < count; i++) {
+    check_entries(chain->blocks[i]->block(), x, *keys[i], *values[i]);
+    require(offset >= 0 && offset + x.shape(1) <= keys[i]->shape(2), "the cache has no room for x");
+    for (const mx::array* entries : {keys[i], values[i]}) {
+      inputs.push_back(*entries);
+      shapes.push_back(entries->shape());
+    }
+  }
   KVPlanesForm planes;
-  if (packed) planes = add_kv_planes(key_planes, value_planes, packed, group, keys.shape(), block.width, inputs, s);
-  add_hidden(mask, padding, scores_of(block, x, offset + x.shape(1)), inputs, s);
-  auto operation = std::make_shared<WholeBlock>(s, program, std::move(*kept), offset, causal, planes);
-  auto made = mx::array::make_arrays({x.shape(), keys.shape(), values.shape()},
-                                     {mx::float32, mx::float32, mx::float32}, operation, inputs);
-  keys.overwrite_descriptor(made[1]);
-  values.overwrite_descriptor(made[2]);
+  if (packed)
+    planes = add_kv_planes(key_planes, value_planes, packed, group, keys[0]->shape(), first.width, inputs, s);
+  add_hidden(mask, padding, scores_of(first, x, offset + x.shape(1)), inputs, s);
+  const std::vector<mx::Dtype> types(shapes.size(), mx::float32);
+  auto operation = std::make_shared<WholeBlocks>(s, chain, std::move(*kept), offset, causal, planes);
+  auto made = mx::array::make_arrays(std::move(shapes), types, operation, inputs);
+  for (size_t i = 0; i < count; i++) {
+    keys[i]->overwrite_descriptor(made[1 + 2 * i]);
+    values[i]->overwrite_descriptor(made[2 + 2 * i]);
+  }
   return made[0];
 }
 
@@ -229,7 +241,7 @@ std::optional<std::pair<mx::array, nb::capsule>> run_heads(const nb::capsule& bl
                            static_cast<int>(block.width)};
   std::vector<mx::array> inputs = {x};
   add_padding(padding, x.shape(0), inputs, s);
-  const auto operation = std::make_shared<BlockHeads>(s, program, *kept, offset, false);
+  const auto operation = std::make_shared<BlockHeads>(s, program, *kept, offset);
   return std::pair(mx::array(shape, mx::float32, operation, std::move(inputs)), in_capsule(KEPT, std::move(*kept)));
 }
 
@@ -257,7 +269,8 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
 
 void bind_blocks(nb::module_& m) {
   bind_block_parts(m);
-  m.def("run_block", &run_whole, "block"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
+  bind_drafts(m);
+  m.def("run_blocks", &run_blocks, "chain"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
         "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
         "packed"_a = 0, "group"_a = 0);
   m.def("run_block_heads", &run_heads, "block"_a, "x"_a, "offset"_a, "padding"_a = nb::none());

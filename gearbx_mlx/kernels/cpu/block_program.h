@@ -22,6 +22,17 @@ inline const mx::array& note(const mx::array& a, Memory& memory) {
   return a;
 }
 
+// The memory, or nothing if some of it was given up.
+inline std::optional<Kept> locked(const Memory& memory) {
+  Kept kept;
+  kept.reserve(memory.size());
+  for (const auto& weak : memory) {
+    kept.push_back(weak.lock());
+    if (!kept.back()) return std::nullopt;
+  }
+  return kept;
+}
+
 // A linear layer or a norm of a block, with the memory that it reads. Blocks do not keep memory: what a gearbox gives
 // up is free.
 template <class Value>
@@ -78,15 +89,7 @@ class BlockProgram {
   const Block& block() const { return block_; }
 
   // The memory, or nothing if some of it was given up.
-  std::optional<Kept> keep() const {
-    Kept kept;
-    kept.reserve(memory_.size());
-    for (const auto& weak : memory_) {
-      kept.push_back(weak.lock());
-      if (!kept.back()) return std::nullopt;
-    }
-    return kept;
-  }
+  std::optional<Kept> keep() const { return locked(memory_); }
 
  private:
   template <class Value>
@@ -117,7 +120,32 @@ class BlockProgram {
 
 typedef std::shared_ptr<const BlockProgram> Program;
 
+// Blocks one after the other, with the norm behind the last one if there is one.
+struct Chain {
+  std::vector<Program> blocks;
+  NormPart norm;
+
+  int64_t inputs() const { return blocks.front()->block().inputs(); }
+
+  // As BlockProgram::keep, for all of them.
+  std::optional<Kept> keep() const {
+    Kept kept;
+    const auto add = [&](std::optional<Kept> more) {
+      if (more) kept.insert(kept.end(), more->begin(), more->end());
+      return more.has_value();
+    };
+    for (const Program& block : blocks)
+      if (!add(block->keep())) return std::nullopt;
+    return add(locked(norm.memory)) ? std::optional(kept) : std::nullopt;
+  }
+};
+
+constexpr char CHAIN[] = "gearbx_chain";
+
 // Adds what makes parts and blocks to the module (block_parts_primitive.cpp).
 void bind_block_parts(nb::module_& m);
+
+// Adds greedy drafts (draft_primitive.cpp).
+void bind_drafts(nb::module_& m);
 
 }  // namespace gearbx

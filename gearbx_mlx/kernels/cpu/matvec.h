@@ -50,6 +50,13 @@ void gearbx_stack_matvec(const gearbx_stack* matrix, const float* x, int vectors
 // Shannon entropy in bits of each row of log-probabilities or logits (rows, count).
 void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, float* bits);
 
+// The logarithm of the sum of exponentials of each row (rows, count): y (rows).
+void gearbx_logsumexp(const float* logits, int64_t rows, int64_t count, float* y);
+
+// Of each row (rows, count) the largest number, the second largest, and the largest magnitude: y (rows, 3). Numbers that
+// are equal count each; NaN counts as none.
+void gearbx_extremes(const float* x, int64_t rows, int64_t count, float* y);
+
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 

@@ -90,26 +90,36 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
                 {in_float32(x, s), in_rows(weight, s)});
 }
 
-// Input: logprobs.
-class EntropyBits : public Operation {
+typedef void (*OfRows)(const float* x, int64_t rows, int64_t count, float* y);
+
+// What a function reads off each row of logits or log-probabilities.
+class Reading : public Operation {
  public:
-  using Operation::Operation;
+  Reading(mx::Stream s, OfRows read) : Operation(s), read_(read) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     const int64_t count = inputs[0].shape(-1), rows = static_cast<int64_t>(inputs[0].size()) / count;
-    dispatch(inputs, outputs[0], [count, rows](const float* x, float* y) { gearbx_entropy_bits(x, rows, count, y); });
+    dispatch(inputs, outputs[0], [=, read = read_](const float* x, float* y) { read(x, rows, count, y); });
   }
 
-  const char* name() const override { return "GearbxEntropyBits"; }
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  const char* name() const override { return "GearbxReading"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return read_ == static_cast<const Reading&>(other).read_;
+  }
+
+ private:
+  OfRows read_;
 };
 
-mx::array entropy_bits(const mx::array& logprobs) {
+// `each` numbers of a row (..., each); 0: one, without an axis of its own.
+template <OfRows read, int each>
+mx::array reading(const mx::array& x) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  require(logprobs.ndim() >= 1 && logprobs.size() > 0, "there must be log-probabilities of at least one token");
-  auto shape = logprobs.shape();
+  require(x.ndim() >= 1 && x.size() > 0, "there must be logits or log-probabilities of at least one token");
+  auto shape = x.shape();
   shape.pop_back();
-  return mx::array(shape, mx::float32, std::make_shared<EntropyBits>(s), {in_float32(logprobs, s)});
+  if (each) shape.push_back(each);
+  return mx::array(shape, mx::float32, std::make_shared<Reading>(s, read), {in_float32(x, s)});
 }
 
 // For timing, and therefore computed at once. `words`: evaluated, contiguous uint32.
@@ -142,7 +152,9 @@ NB_MODULE(_gearbx_cpu, m) {
         "x_bits"_a = 0);
   m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "x_bits"_a = 0);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
-  m.def("entropy_bits", &entropy_bits, "logprobs"_a);
+  m.def("entropy_bits", &reading<gearbx_entropy_bits, 0>, "logprobs"_a);
+  m.def("logsumexp", &reading<gearbx_logsumexp, 1>, "logits"_a);
+  m.def("extremes", &reading<gearbx_extremes, 3>, "x"_a);
   bind_experts(m);
   bind_codebooks(m);
   bind_exact_encode(m);

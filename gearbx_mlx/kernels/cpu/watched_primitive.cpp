@@ -27,9 +27,9 @@ class Watched {
       const Seen& was = seen_[i];
       now[i] = i == 0 ? root : item(now[static_cast<size_t>(was.owner)], was);
       if (now[i].ptr() != was.object || Py_TYPE(now[i].ptr()) != was.type) return false;
-      if (was.is_array && !(Array(now[i]) == was.array)) return false;
+      if (was.is_array && !was.array.is_same(now[i])) return false;
       if (was.count >= 0 && size(now[i]) != was.count) return false;
-      if (!was.settings.empty() && !has_settings(now[i], was)) return false;
+      if (was.attributes >= 0 && !has_settings(now[i], was)) return false;
     }
     return true;
   }
@@ -39,21 +39,23 @@ class Watched {
  private:
   // Where the numbers of an array are, and how they are read.
   struct Array {
-    const void* memory = nullptr;
-    int64_t offset = 0;
+    const void* first = nullptr;  // none: it is still to be computed
     mx::Shape shape;
     mx::Strides strides;
 
     Array() = default;
     explicit Array(nb::handle h) {
       const mx::array& a = *nb::inst_ptr<mx::array>(h);
-      memory = a.data_shared_ptr().get();
-      offset = a.offset();
+      if (!a.is_available()) return;
+      first = a.data<char>();
       shape = a.shape();
       strides = a.strides();
     }
-    bool operator==(const Array& o) const {
-      return memory == o.memory && offset == o.offset && shape == o.shape && strides == o.strides;
+    bool is_same(nb::handle h) const {
+      const mx::array& a = *nb::inst_ptr<mx::array>(h);
+      const bool there = a.is_available();
+      return there == (first != nullptr) &&
+             (!there || (first == a.data<char>() && shape == a.shape() && strides == a.strides()));
     }
   };
 
@@ -64,8 +66,8 @@ class Watched {
     PyTypeObject* type;
     bool is_array = false;
     Array array = {};
-    Py_ssize_t count = -1;                                       // of items
-    std::vector<std::pair<nb::object, nb::object>> settings = {};  // name and value; a null value: there is none
+    Py_ssize_t count = -1, attributes = -1;  // of items; of attributes beside them, -1 where there are none
+    std::vector<std::pair<nb::object, nb::object>> settings = {};  // name and value
   };
 
   static Py_ssize_t size(nb::handle h) { return PyDict_Check(h.ptr()) ? PyDict_Size(h.ptr()) : PyList_Size(h.ptr()); }
@@ -76,21 +78,29 @@ class Watched {
     return index < PyList_GET_SIZE(owner.ptr()) ? PyList_GET_ITEM(owner.ptr(), index) : nullptr;
   }
 
+  static nb::object attributes_of(nb::handle object) {
+    static PyObject* const name = PyUnicode_InternFromString("__dict__");
+    return nb::steal(PyObject_GetAttr(object.ptr(), name));
+  }
+
   static bool has_settings(nb::handle object, const Seen& was) {
-    const nb::object attributes = object.attr("__dict__");
+    const nb::object attributes = attributes_of(object);
+    if (PyDict_GET_SIZE(attributes.ptr()) != was.attributes) return false;  // else none was added
     for (const auto& [name, value] : was.settings) {
       const nb::handle now = PyDict_GetItem(attributes.ptr(), name.ptr());
-      if (now.ptr() != value.ptr() && (!now || !value || !now.equal(value))) return false;
+      if (now.ptr() != value.ptr() && (!now || !now.equal(value))) return false;
     }
     return true;
   }
 
   static void note_settings(nb::handle object, Seen& seen) {
     if (!nb::hasattr(object, "__dict__")) return;  // a dictionary, and no module
-    const nb::object attributes = object.attr("__dict__");
+    const nb::object attributes = attributes_of(object);
+    seen.attributes = PyDict_GET_SIZE(attributes.ptr());
     for (const char* setting : SETTINGS) {
       const nb::object name = nb::steal(PyUnicode_InternFromString(setting));
-      seen.settings.emplace_back(name, nb::borrow(PyDict_GetItem(attributes.ptr(), name.ptr())));
+      if (PyObject* value = PyDict_GetItem(attributes.ptr(), name.ptr()))
+        seen.settings.emplace_back(name, nb::borrow(value));
     }
   }
 
