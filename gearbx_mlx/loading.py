@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import io
 import os
 import re
@@ -48,6 +49,7 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
     "naïve ÀÉ 漢字 🙂 don't",
 )
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def load(
@@ -262,6 +264,30 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: cannot be downloaded ({one_line(error)})") from error
     return directory
+
+
+def fingerprint(*files: Path) -> str:
+    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(SAMPLE))
+            opened.seek(max(size - SAMPLE, 0))
+            digest.update(opened.read(SAMPLE))
+    return digest.hexdigest()[:16]
+
+
+def model_contents(model: str | None) -> str:
+    """The fingerprint of a model's files; None: the demo model."""
+    directory = find(model or DEMO_MODEL)
+    return fingerprint(*(file for pattern in ("*.safetensors", "*.json") for file in directory.glob(pattern)))
+
+
+def adapter_contents(directory: str | None) -> str | None:
+    """The fingerprint of an adapter's files; None: there is no adapter."""
+    return None if directory is None else fingerprint(*(file for file in Path(directory).glob("*") if file.is_file()))
 
 
 def read_config(directory: Path) -> dict:

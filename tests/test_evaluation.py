@@ -14,9 +14,9 @@ from test_commands import save_model
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.cli import terminal
-from gearbx_mlx.cli.tables import report_table
 from gearbx_mlx.evaluate import POLICIES
 from gearbx_mlx.evaluate import evaluate as run_evaluation
+from gearbx_mlx.evaluate.run import report_table
 from gearbx_mlx.evaluation.report import COLUMNS, FIRST, STYLES
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"

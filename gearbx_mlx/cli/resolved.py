@@ -6,16 +6,16 @@ from typing import Any
 
 from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, read_precision
+from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
 from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
-from ..evaluation.session import adapter_contents, fingerprint, model_contents, versions
 from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name
 from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
-from ..loading import DEMO_MODEL, find, gears_of
+from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, model_contents
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings

@@ -32,6 +32,11 @@ def is_tested() -> bool:
     return not untested()
 
 
+def versions() -> dict[str, str]:
+    """The versions of the programs that compute."""
+    return {name: metadata.version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}
+
+
 def warn_if_untested() -> None:
     """Say once what is off with the versions in use, if something is."""
     found = untested()

@@ -15,10 +15,10 @@ from ..evaluation import pair
 from ..evaluation.answers import TASKS, grouped, problem_files
 from ..evaluation.pair import draw_pair
 from ..evaluation.report import Report
-from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens, model_contents
+from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
 from ..gears.activations import model_dtype
-from ..loading import model_name
+from ..loading import fingerprint, model_contents, model_name
 from ..routing.pair import NAMES
 from . import WRITTEN, EvaluateSettings
 from .answers import answers_inputs, note_or_raise, problems_of, prompts_of

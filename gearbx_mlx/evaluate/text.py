@@ -12,11 +12,11 @@ from ..evaluation.answers import problem_files
 from ..evaluation.policies import entries
 from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown
 from ..evaluation.runs import Runs
-from ..evaluation.session import EvaluationSession, fingerprint, hash_of_tokens
+from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.ladder import Gear, Ladder
-from ..loading import model_name
+from ..loading import fingerprint, model_name
 from . import POLICIES, EvaluateSettings
 
 

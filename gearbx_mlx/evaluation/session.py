@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,12 +28,10 @@ from ..files.writing import (
     replacing,
     write_text,
 )
-from ..loading import DEMO_MODEL, find
 
 F = TypeVar("F")
 T = TypeVar("T")
 INPUTS, PARTS = "inputs.json", "recordings"
-SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet
 REMOVE = "remove it, and the same command begins anew"
 REMOVE_LINE = "remove this line, and the same command goes on"
@@ -232,35 +229,6 @@ def remove_session(directory: Path) -> None:
         directory.rmdir()
 
 
-def fingerprint(*files: Path) -> str:
-    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size} ".encode())
-        with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
-            digest.update(opened.read(SAMPLE))
-    return digest.hexdigest()[:16]
-
-
-def model_contents(model: str | None) -> str:
-    """The fingerprint of a model's files; None: the demo model."""
-    directory = find(model or DEMO_MODEL)
-    return fingerprint(*(file for pattern in ("*.safetensors", "*.json") for file in directory.glob(pattern)))
-
-
-def adapter_contents(directory: str | None) -> str | None:
-    """The fingerprint of an adapter's files; None: there is no adapter."""
-    return None if directory is None else fingerprint(*(file for file in Path(directory).glob("*") if file.is_file()))
-
-
 def hash_of_tokens(sequences: Sequence[Sequence[int]]) -> str:
     """16 hexadecimal digits of sequences of tokens, such as prompts or the windows of a text."""
     return hashlib.sha256(repr([list(tokens) for tokens in sequences]).encode()).hexdigest()[:16]
-
-
-def versions() -> dict[str, Any]:
-    """The versions of the programs that compute."""
-    return {name: version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}

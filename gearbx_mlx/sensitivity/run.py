@@ -23,8 +23,9 @@ from ..bit_selection.sensitivity import (
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
 from ..cli.terminal import messages, note, progress_bar, show_compiling
+from ..compat.versions import versions
 from ..errors import GearbxError
-from ..evaluation.session import JOURNAL, Journal, beside, hash_of_tokens, versions
+from ..evaluation.session import JOURNAL, Journal, beside, hash_of_tokens
 from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.discovery import Layer, discover
