@@ -1,13 +1,14 @@
 """What the server answers to clients of OpenAI's, Anthropic's and Prometheus's making."""
 
 import json
+import shutil
 import threading
 
 import anthropic
 import jsonschema
 import openai
 import pytest
-from http_server import WORD_PROBLEM, complete, error_of, served
+from http_server import TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, served
 from prometheus_client.parser import text_string_to_metric_families
 
 from gearbx_mlx.loading import DEMO_MODEL
@@ -45,6 +46,67 @@ def ours(client):
 @pytest.fixture(scope="module")
 def theirs(client):
     return anthropic.Anthropic(base_url=client.server.where, api_key="none", max_retries=0)
+
+
+ADD = TOOL["function"]["parameters"] | {"required": ["a", "b"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "add", "parameters": ADD}},
+    {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "additionalProperties": False}}},
+]
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    path = tmp_path_factory.mktemp("caller") / "demo"
+    shutil.copytree(DEMO_MODEL, path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
+    (path / "chat_template.jinja").unlink(missing_ok=True)
+    with served(model=str(path), gears="4,16", log_level="ERROR") as client:
+        yield client
+
+
+class TestForcedCalls:
+    """The demo model has never seen a tool: what it calls is the grammar's doing."""
+
+    @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
+    def test_one_of_the_tools(self, caller, gearbx):
+        asked = {"tools": TOOLS[:1], "tool_choice": "required", "max_tokens": 80, "gearbx": gearbx}
+        (choice,) = chat(caller, **asked)["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        jsonschema.validate(json.loads(call["function"]["arguments"]), ADD)
+
+    def test_the_tool_that_is_named(self, caller):
+        (choice,) = chat(caller, tools=TOOLS, tool_choice=NOW, max_tokens=80)["choices"]
+        assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == "{}"
+
+    def test_as_anthropic_asks(self, caller):
+        theirs = anthropic.Anthropic(base_url=caller.server.where, api_key="none", max_retries=0)
+        tools = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+        for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+            answer = theirs.messages.create(**ASKED | {"tools": tools, "tool_choice": choice, "max_tokens": 80})
+            assert answer.stop_reason == "tool_use"
+            assert {block.type for block in answer.content} == {"tool_use"}
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"tool_choice": "required"},
+            {"tools": TOOLS[:1], "tool_choice": NOW},
+            {"tools": [{}], "tool_choice": "required"},
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_called_is_refused(self, caller, asked):
+        answer = caller.post("/v1/chat/completions", json={"messages": MESSAGES, **asked})
+        assert "tool_choice" in error_of(answer)
+
+    def test_a_model_without_a_way_to_call(self, client):
+        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+        assert "tool_choice" in error_of(client.post("/v1/chat/completions", json=body))
 
 
 class TestSchemas:

@@ -1,4 +1,4 @@
-"""Answers that fit a schema: a grammar says which tokens may come next (llguidance), in any mode.
+"""Answers that fit a schema, or call a tool: a grammar says which tokens may come next (llguidance), in any mode.
 
 A `Constraint` is a logits processor of mlx-lm. Mode lossless calls processors for drafts and then for what was
 verified, so a constraint is a function of the tokens that it is called with: it goes back to where they agree with
@@ -7,9 +7,11 @@ those of the call before.
 To know which tokens may follow, the token before has to be known. So mlx-lm cannot run ahead of a constraint.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,7 @@ from ..files.reading import check_depth
 LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
 KEPT = 64  # grammars of one tokenizer
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
+FORMAT, CHOICE = "response_format", "tool_choice"
 FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
 # The bits of minus infinity, and the integers that have as many.
 MINUS_INFINITY = {
@@ -136,8 +139,16 @@ class JsonSchema:
 ResponseFormat = Annotated[Text | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
-def schema_text(response_format: ResponseFormat) -> str | None:
-    """The schema that an answer has to fit, as compact JSON; None for text.
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What an answer has to be. field: of the request. text: a JSON schema, or a Lark grammar of calls."""
+
+    field: str
+    text: str
+
+
+def schema_form(response_format: ResponseFormat) -> Form | None:
+    """The schema that an answer has to fit; None for text.
 
     Raises:
         GearbxError: a schema that is too large or nested too deeply.
@@ -145,17 +156,67 @@ def schema_text(response_format: ResponseFormat) -> str | None:
     if isinstance(response_format, Text):
         return None
     if isinstance(response_format, JsonObject):
-        return '{"type":"object"}'
-    schema = response_format.json_schema.schema
+        return Form(FORMAT, '{"type":"object"}')
+    return Form(FORMAT, checked_schema(FORMAT, response_format.json_schema.schema))
+
+
+def checked_schema(field: str, schema: Any) -> str:
+    """A schema as compact JSON. Raises GearbxError for one that is too large or nested too deeply."""
     try:
         check_depth(schema)
     except GearbxError as error:
-        raise GearbxError(f"response_format: the schema is {error}; give a flatter one") from error
+        raise GearbxError(f"{field}: the schema is {error}; give a flatter one") from error
     text = msgspec.json.encode(schema)
     if len(text) > LARGEST_SCHEMA:
         size = f"{len(text)} bytes, and at most {LARGEST_SCHEMA} are read"
-        raise GearbxError(f"response_format: the schema has {size}; give a smaller one")
+        raise GearbxError(f"{field}: the schema has {size}; give a smaller one")
     return text.decode()
+
+
+def call_form(tokenizer: Any, tools: Sequence[Any]) -> Form:
+    """A call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
+
+    Args:
+        tools: OpenAI's objects.
+
+    Raises:
+        GearbxError: tools without a name, or a model that has no way to call, or one in which arguments are no JSON.
+    """
+    calls = []
+    for tool in tools:
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or not name:
+            raise GearbxError(f"{CHOICE}: a tool has no function.name")
+        before, after = spelling_of_calls(tokenizer, name, tools)
+        parameters = function.get("parameters")
+        if not isinstance(parameters, dict):
+            parameters = {"type": "object"}
+        schema = checked_schema(CHOICE, parameters | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
+        calls.append(f"{json.dumps(before)} %json {schema} {json.dumps(after)}")
+    marks = [mark_of(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)]
+    return Form(CHOICE, f"start: {marks[0]} call {marks[1]}\ncall: " + "\n    | ".join(calls))
+
+
+def spelling_of_calls(tokenizer: Any, name: str, tools: Sequence[Any]) -> tuple[str, str]:
+    """What a model writes before and after the arguments of a call: what its own parser reads as that call."""
+    ways = (f'\n{{"name": {json.dumps(name)}, "arguments": ', "}\n"), (f"{name}[ARGS]", "")
+    for before, after in ways if tokenizer.tool_parser is not None else ():
+        with contextlib.suppress(Exception):  # a parser raises what it likes
+            call = tokenizer.tool_parser(f"{before}{{}}{after}", tools)
+            call = call[0] if isinstance(call, list) else call
+            if call["name"] == name and call["arguments"] in ({}, "{}"):
+                return before, after
+    raise GearbxError(f"{CHOICE}: nothing makes this model call a tool; leave it out, or give auto")
+
+
+def mark_of(tokenizer: Any, mark: str | None) -> str:
+    """A mark of calls in a Lark grammar: its text, or the token that no text is."""
+    own = own_tokenizer(tokenizer)
+    special = own.added_tokens_decoder.get(own.convert_tokens_to_ids(mark)) if mark else None
+    return (
+        f"<[{own.convert_tokens_to_ids(mark)}]>" if special is not None and special.special else json.dumps(mark or "")
+    )
 
 
 class Constraint:
@@ -168,13 +229,15 @@ class Constraint:
         matcher: of the grammar, at its beginning; of this constraint alone.
         ends: tokens that end a text.
         thinking: the part of the text before the grammar begins.
+        field: of the request that asks for the grammar.
 
     `error` says why the text could not be finished, such as a grammar that asks for too much time; else it is None. The
     text then ends: to raise would end the other texts of its batch.
     """
 
-    def __init__(self, matcher: Any, ends: frozenset[int], thinking: Thinking | None = None):
+    def __init__(self, matcher: Any, ends: frozenset[int], thinking: Thinking | None = None, field: str = FORMAT):
         self.error: str | None = None
+        self.field = field
         self._matcher, self._thinking = matcher, thinking
         self._first: int | None = None  # token of the text, after the prompt
         self._matched = np.zeros(0, np.int64)
@@ -223,7 +286,7 @@ class Constraint:
         return self._ended(one_line_of(self._matcher)) if self._matcher.is_error() else mask
 
     def _ended(self, why: str) -> np.ndarray:
-        self.error = f"response_format: the answer cannot be finished ({why})"
+        self.error = f"{self.field}: the answer cannot be finished ({why})"
         return self._only_ends
 
 
@@ -249,16 +312,13 @@ class Grammars:
         self._tokenizer = tokens_of(tokenizer, self._ends)
         self._compiled = functools.lru_cache(KEPT)(functools.partial(compiled, self._tokenizer))
 
-    def constraint(self, schema: str, thinking: Thinking | None = None) -> Constraint:
+    def constraint(self, form: Form, thinking: Thinking | None = None) -> Constraint:
         """A constraint for one text.
-
-        Args:
-            schema: JSON.
 
         Raises:
             GearbxError: a schema that cannot be kept, or asks for too much time or memory.
         """
-        return Constraint(self._compiled(schema).deep_copy(), self._ends, thinking)
+        return Constraint(self._compiled(form).deep_copy(), self._ends, thinking, form.field)
 
 
 def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
@@ -271,31 +331,33 @@ def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
         return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(ends))
     except Exception as error:
         raise GearbxError(
-            f"response_format: the model's tokenizer cannot be used for it ({one_line(error)}); leave it out"
+            f"the model's tokenizer can keep no response_format and no tool_choice ({one_line(error)}); leave it out"
         ) from error
 
 
-def compiled(tokens: Any, schema: str) -> Any:
-    """A matcher at the beginning of a schema's grammar.
+def compiled(tokens: Any, form: Form) -> Any:
+    """A matcher at the beginning of a grammar.
 
     Args:
         tokens: llguidance's view of a tokenizer.
-        schema: JSON.
 
     Raises:
         GearbxError: a schema that cannot be kept, or asks for too much time or memory.
     """
     remedy = "give another schema"
     try:
-        grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+        if form.field == CHOICE:
+            grammar = LLMatcher.grammar_from_lark(form.text)
+        else:
+            grammar = LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
-        raise GearbxError(f"response_format: the schema cannot be read ({one_line(error)}); {remedy}") from error
+        raise GearbxError(f"{form.field}: the schema cannot be read ({one_line(error)}); {remedy}") from error
     limits = LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # what no text can fit is found here
     if matcher.is_error():
-        raise GearbxError(f"response_format: no grammar for this schema ({one_line_of(matcher)}); {remedy}")
+        raise GearbxError(f"{form.field}: no grammar for this schema ({one_line_of(matcher)}); {remedy}")
     return matcher
 
 
@@ -307,21 +369,29 @@ def one_line_of(matcher: Any) -> str:
 _grammars: WeakKeyDictionary[Any, Grammars] = WeakKeyDictionary()
 
 
-def constraint_for(tokenizer: Any, response_format: ResponseFormat | None, thinking: bool = False) -> Constraint | None:
-    """A logits processor for one answer that has to fit a response_format; None for text, or without one.
+def constraint_for(
+    tokenizer: Any,
+    response_format: ResponseFormat | None,
+    thinking: bool = False,
+    calls: Sequence[Any] | None = None,
+) -> Constraint | None:
+    """A logits processor for one answer that has to fit a response_format, or to call a tool; None for plain text.
 
     It has to be the last of the logits processors.
 
     Args:
         tokenizer: of mlx-lm.
         thinking: the prompt ends within the thinking part. Where a model begins to think by itself is seen.
+        calls: the tools, one of which has to be called, whatever the response_format; None: none has to.
 
     Raises:
-        GearbxError: the schema cannot be kept, or llguidance cannot read the tokenizer.
+        GearbxError: the schema cannot be kept, no tool can be called, or llguidance cannot read the tokenizer.
     """
-    schema = None if response_format is None else schema_text(response_format)
-    if schema is None:
+    form = call_form(tokenizer, calls) if calls is not None else None
+    if calls is None and response_format is not None:
+        form = schema_form(response_format)
+    if form is None:
         return None
     if tokenizer not in _grammars:
         _grammars[tokenizer] = Grammars(tokenizer)
-    return _grammars[tokenizer].constraint(schema, thinking_of(tokenizer, thinking))
+    return _grammars[tokenizer].constraint(form, thinking_of(tokenizer, thinking))

@@ -187,7 +187,7 @@ class Job:
         max_tokens: of the answer.
 
     Raises:
-        GearbxError: a response_format that no text can have.
+        GearbxError: a response_format that no text can have, a tool_choice that nothing enforces.
     """
 
     def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, max_tokens: int):
@@ -198,7 +198,8 @@ class Job:
         self.spelling = Spelling(self.served.spelled)
         self.error: Exception | None = None
         thinking = prompt.state == "reasoning"
-        self.constraint = constraint_for(self.served.tokenizer, asked.request.response_format, thinking)
+        request, tokenizer = asked.request, self.served.tokenizer
+        self.constraint = constraint_for(tokenizer, request.response_format, thinking, request.must_call)
 
     @property
     def seed(self) -> int:
@@ -290,8 +291,9 @@ class Job:
     @property
     def failed(self) -> Refused | None:
         """Why the answer, which has ended, is not what was asked for; None if it is."""
-        why = self.constraint.error if self.constraint is not None else None
-        return None if why is None else Refused(400, why, param="response_format")
+        if self.constraint is None or self.constraint.error is None:
+            return None
+        return Refused(400, self.constraint.error, param=self.constraint.field)
 
 
 def processors_of(asked: BaseRequest) -> list[Callable[[mx.array, mx.array], mx.array]]:

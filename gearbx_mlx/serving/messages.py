@@ -99,13 +99,13 @@ class ClientTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether the model is shown tools. `any` is as `auto`: nothing makes a model call a tool."""
+    """Whether the model is shown tools, and may or has to (`any`) call one."""
 
     type: Literal["auto", "any", "none"]
 
 
 class OneTool(BaseModel):
-    """As `auto`: nothing makes a model call this tool."""
+    """The tool that the model has to call."""
 
     type: Literal["tool"]
     name: ToolName

@@ -13,6 +13,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
+from ..errors import GearbxError
 from .grammar import ResponseFormat
 from .web import Refused, misfit
 
@@ -142,6 +143,11 @@ class BaseRequest(BaseModel, frozen=True):
         """Whether an answer may have calls of tools; else they are text."""
         return False
 
+    @property
+    def must_call(self) -> list[dict[str, Any]] | None:
+        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
+        return None
+
 
 class ChatTurn(BaseModel, frozen=True):
     """What is checked of a message; the chat template gets all of it."""
@@ -162,10 +168,15 @@ class NamedTool(BaseModel, frozen=True):
     function: FunctionName
 
 
+def function_name(tool: dict[str, Any]) -> Any:
+    function = tool.get("function")
+    return function.get("name") if isinstance(function, dict) else None
+
+
 class ChatRequest(BaseRequest, frozen=True):
     """The body of /v1/chat/completions.
 
-    tool_choice: "none" hides the tools. "required" and a tool's name are as "auto": nothing makes a model call.
+    tool_choice: "none" hides the tools; "required" and a tool's name have a grammar make the model call.
     """
 
     messages: Annotated[list[ChatTurn], Field(min_length=1, max_length=10_000)]
@@ -199,6 +210,18 @@ class ChatRequest(BaseRequest, frozen=True):
     @property
     def takes_calls(self) -> bool:
         return self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> list[dict[str, Any]] | None:
+        if self.tool_choice in (None, "none", "auto"):
+            return None
+        tools = self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            tools = [tool for tool in tools if function_name(tool) == name]
+        if not tools:
+            raise GearbxError("tool_choice: the tool that has to be called is not among the tools; give it there")
+        return tools
 
 
 class TextRequest(BaseRequest, frozen=True):

@@ -61,7 +61,7 @@ class Scheduler(ResponseGenerator):
         """
         served = self.current(asked.request)
         if served is not None:  # here, so that the answers in the making need not wait for it
-            constraint_for(served.tokenizer, asked.request.response_format)
+            constraint_for(served.tokenizer, asked.request.response_format, calls=asked.request.must_call)
             asked.prompt = prompt_of(self, asked.request, served)
         self.requests.put(asked)
         if self.closed or not self.generation_available():
