@@ -7,7 +7,7 @@ import pytest
 from test_serving_structured import format_of
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, Constraint, Form, Grammars, constraint_for
+from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, AnswerForm, Constraint, Grammars, constraint_for
 from gearbx_mlx.serving.requests import TextRequest, parse
 from gearbx_mlx.serving.web import Refused
 
@@ -58,7 +58,7 @@ def test_a_response_format_that_is_none_is_refused(content, said):
 def test_a_schema_is_compiled_once(demo, monkeypatch):
     grammars = Grammars(demo.tokenizer)
     properties = {f"p{i}": {"type": "string"} for i in range(300)}
-    schema = Form("response_format", json.dumps({"type": "object", "properties": properties}))
+    schema = AnswerForm("response_format", json.dumps({"type": "object", "properties": properties}))
     first = grammars.constraint(schema)
     monkeypatch.setattr("gearbx_mlx.serving.grammar.compiled", None)
     assert isinstance(grammars.constraint(schema), Constraint)

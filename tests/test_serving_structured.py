@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.grammar import (
-    Form,
+    AnswerForm,
     Grammars,
     JsonObject,
     JsonSchema,
@@ -210,7 +210,7 @@ def test_a_grammar_begins_after_the_thinking_part(demo):
 
 
 def constraint_of(demo, thinking):
-    constraint = Grammars(demo.tokenizer).constraint(Form("response_format", json.dumps(CHOICE)), thinking)
+    constraint = Grammars(demo.tokenizer).constraint(AnswerForm("response_format", json.dumps(CHOICE)), thinking)
     constraint(mx.array([9]), mx.zeros((1, 4096)))
     return constraint
 

@@ -140,14 +140,14 @@ ResponseFormat = Annotated[Text | JsonObject | JsonSchema, Field(discriminator="
 
 
 @dataclasses.dataclass(frozen=True)
-class Form:
+class AnswerForm:
     """What an answer has to be. field: of the request. text: a JSON schema, or a Lark grammar of calls."""
 
     field: str
     text: str
 
 
-def schema_form(response_format: ResponseFormat) -> Form | None:
+def schema_form(response_format: ResponseFormat) -> AnswerForm | None:
     """The schema that an answer has to fit; None for text.
 
     Raises:
@@ -156,8 +156,8 @@ def schema_form(response_format: ResponseFormat) -> Form | None:
     if isinstance(response_format, Text):
         return None
     if isinstance(response_format, JsonObject):
-        return Form(FORMAT, '{"type":"object"}')
-    return Form(FORMAT, checked_schema(FORMAT, response_format.json_schema.schema))
+        return AnswerForm(FORMAT, '{"type":"object"}')
+    return AnswerForm(FORMAT, checked_schema(FORMAT, response_format.json_schema.schema))
 
 
 def checked_schema(field: str, schema: Any) -> str:
@@ -173,7 +173,7 @@ def checked_schema(field: str, schema: Any) -> str:
     return text.decode()
 
 
-def call_form(tokenizer: Any, tools: Sequence[Any]) -> Form:
+def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
     """A call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
 
     Args:
@@ -195,7 +195,7 @@ def call_form(tokenizer: Any, tools: Sequence[Any]) -> Form:
         schema = checked_schema(CHOICE, parameters | {"x-guidance": {"whitespace_pattern": WHITESPACE}})
         calls.append(f"{json.dumps(before)} %json {schema} {json.dumps(after)}")
     marks = [mark_of(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)]
-    return Form(CHOICE, f"start: {marks[0]} call {marks[1]}\ncall: " + "\n    | ".join(calls))
+    return AnswerForm(CHOICE, f"start: {marks[0]} call {marks[1]}\ncall: " + "\n    | ".join(calls))
 
 
 def spelling_of_calls(tokenizer: Any, name: str, tools: Sequence[Any]) -> tuple[str, str]:
@@ -312,7 +312,7 @@ class Grammars:
         self._tokenizer = tokens_of(tokenizer, self._ends)
         self._compiled = functools.lru_cache(KEPT)(functools.partial(compiled, self._tokenizer))
 
-    def constraint(self, form: Form, thinking: Thinking | None = None) -> Constraint:
+    def constraint(self, form: AnswerForm, thinking: Thinking | None = None) -> Constraint:
         """A constraint for one text.
 
         Raises:
@@ -335,7 +335,7 @@ def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
         ) from error
 
 
-def compiled(tokens: Any, form: Form) -> Any:
+def compiled(tokens: Any, form: AnswerForm) -> Any:
     """A matcher at the beginning of a grammar.
 
     Args:
