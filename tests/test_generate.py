@@ -363,6 +363,6 @@ class TestArguments:
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=Gearbox(tiny))
 
     def test_route_needs_a_model_that_can_shift(self, fresh_demo):
-        nn.quantize(fresh_demo.model, 64, 4)
+        observer = Observer(fresh_demo.model)
         with pytest.raises(GearbxError, match="needs a gearbox"):
-            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode="route")
+            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode="route", gearbox=observer)

@@ -33,9 +33,10 @@ from ..gears.activations import compute_in, model_dtype, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import choose_kernels, measure_gears
 from ..gears.ladder import DENSE, Ladder
-from ..gears.saved import saved_gears, without_gears
+from ..gears.saved import saved_gears
 from ..kernels import MEASURE
 from ..kernels.device import available_memory, recommended_memory
 from ..kernels.dispatch import on_cpu
@@ -81,7 +82,10 @@ class Loaded:
         """
         if not resolved.observes:
             warn_of_memory(resolved)
-        return cls(resolved, *load_model(resolved.model, chat_template))
+        model, tokenizer, config = load_model(resolved.model, chat_template)
+        if not resolved.observes:
+            resolved = in_own_codes(resolved, model)
+        return cls(resolved, model, tokenizer, config)
 
     @property
     def name(self) -> str:
@@ -96,12 +100,15 @@ class Loaded:
             resolved = layout_of_drafts(resolved, self.model)
         gearbox = make_gearbox(resolved, self.model)
         if isinstance(gearbox, Observer) and not resolved.observes:
-            note(f"{self.name} is quantized already: telemetry only, no layer changes gear")
+            note(f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear")
+        elif isinstance(gearbox, Gearbox) and gearbox.in_place:
+            note(f"{self.name} is quantized to {what_of_codes(gearbox)}")
         return Geared(self, gearbox)
 
     def gearbox(self) -> Gearbox:
         """As `in_gears`. Raises GearbxError for a model that has no gears, too."""
-        if without_gears(self.model):
+        codes = own_codes(self.model)
+        if without_gears(self.model) or (codes is not None and len(self.resolved.ladder) == 1):
             raise GearbxError(
                 f"{self.name}: is quantized already and has no gears to compare; give the model that it was made from"
             )
@@ -147,9 +154,44 @@ class Geared:
             yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
 
 
+def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
+    """The same with the gears that a quantized model's own codes have; as it is for another model.
+
+    Raises:
+        GearbxError: a ladder that the codes do not have, or a flag for what is made of original weights.
+    """
+    codes = own_codes(model)
+    if codes is None:
+        return resolved
+    refused = {
+        "--format": resolved.asked.format,
+        "--q-group-size": resolved.asked.q_group_size,
+        "--manifest": resolved.manifest,
+        "the floors": resolved.floors,
+        "--dequant-cache": resolved.dequant_cache,
+        "--low-model": resolved.low_model,
+        f"--residency {resolved.residency}": resolved.residency != "resident",
+    }
+    with about(model_name(resolved.model.model)):
+        for flag in (flag for flag, given in refused.items() if given):
+            raise GearbxError(
+                f"is quantized already, and its gears are the first bits of its codes; leave out {flag}, or give "
+                "the original"
+            )
+        return replace(resolved, ladder=codes.chosen(resolved.asked.gears))
+
+
+def what_of_codes(gearbox: Gearbox) -> str:
+    """What a quantized checkpoint can do, for a note."""
+    bits = gearbox.ladder.top.bits
+    if len(gearbox.ladder) > 1:
+        return f"{bits} bits: gears {gearbox.ladder} in place"
+    return f"{bits} bits: drafts come by lookup alone; for more, give the original with --low-model and this model"
+
+
 def takes_whole(resolved: Resolved, model: nn.Module) -> bool:
     """Whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
-    if without_gears(model) or stored_dtype(model) != mx.bfloat16:
+    if is_quantized(model) or stored_dtype(model) != mx.bfloat16:
         return False
     show_compiling()
     return choose_kernels(resolved.kernels, True, resolved.activations, ours_alone=True).native

@@ -47,7 +47,7 @@ class Resolved:
 
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
     whose tables the gears have. cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked
-    until the gear is left. takes_whole: a model of bfloat16 may have one
+    until the gear is left. asked: gears, format and group size as given. takes_whole: a model of bfloat16 may have one
     copy of its weights with the draft inside, format exact, where kernels of ours run.
     """
 
@@ -67,6 +67,7 @@ class Resolved:
     precision: PrecisionManifest | None
     cap_bits: tuple[int, ...]
     controller: ControllerSettings
+    asked: LayoutSettings = field(default_factory=LayoutSettings)
     kv_gears: tuple[int, ...] | None = None
     mode: ModeChoice = field(default_factory=ModeChoice)
     takes_whole: bool = False
@@ -160,6 +161,7 @@ def resolve_gears(
         precision=precision,
         cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
         controller=controller,
+        asked=layout,
     )
 
 

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
-from ..gears.saved import without_gears
+from ..gears.in_place import without_gears
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, highest
 from ..telemetry.summary import Tally
@@ -40,7 +40,7 @@ class Mode:
             gearbox = attached(model)
         if isinstance(gearbox, Observer) or (gearbox is None and without_gears(model)):
             raise GearbxError(
-                f"mode '{self.name}' needs a gearbox, and this model is quantized already: use 'telemetry-only'"
+                f"mode '{self.name}' needs a gearbox, and this model has an observer or no gears: use 'telemetry-only'"
             )
         return of_model(gearbox or Gearbox(model), model)
 

@@ -12,8 +12,8 @@ from mlx_lm.generate_utils import BatchStats
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
+from ..gears.in_place import without_gears
 from ..gears.ladder import check_kv_gears
-from ..gears.saved import without_gears
 from ..kernels.device import check_device
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from .batches import check_one_process

@@ -33,7 +33,7 @@ from ..kernels.bit_planes import (
 )
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
-from .base import Copies, StoredArray, whole_groups
+from .base import Copies, StoredArray, kind_for, whole_groups
 from .native import (
     Native,
     NativeQuantizedLinear,
@@ -148,6 +148,11 @@ class PlanesModule(nn.Module):
         """The weight (..., O, I) that these planes stand for, float32."""
         return self.planes.dequantize()
 
+    def rows(self, x: mx.array) -> mx.array:
+        """Rows x of the matrix, (..., I), for planes that were split from affine codes: as MLX dequantizes those."""
+        (codes,), scales, (biases,), (bits,), group_size = self.planes.taken(x.flatten()).joined()
+        return mx.dequantize(codes, scales, biases, group_size, bits).reshape(*x.shape, -1)
+
 
 class PlanesLinear(PlanesModule):
     """A linear layer (..., I) -> (..., O) over a prefix of bit planes."""
@@ -201,6 +206,33 @@ class PlanesMultiLinear(PlanesModule):
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         return planes_matmul(x, self.planes, transpose)
+
+
+class JoinedLinear(PlanesLinear):
+    """A linear layer over planes that were split from affine codes, which are joined again for MLX's own kernel."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        (codes,), scales, (biases,), (bits,), group_size = self.planes.joined()
+        y = mx.quantized_matmul(x, codes, scales, biases, True, group_size, bits)
+        return y + self["bias"] if "bias" in self else y
+
+
+class JoinedSwitchLinear(PlanesSwitchLinear):
+    """The same of a SwitchLinear; of many experts those that are used are joined."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        planes, chosen = self.planes, indices
+        if indices.size < self.num_experts:
+            planes = planes.taken(indices.flatten())
+            chosen = mx.arange(indices.size, dtype=mx.uint32).reshape(indices.shape)
+        return with_expert_bias(self, planes_gather_matmul(x, planes.joined(), chosen, sorted_indices), indices)
+
+
+class JoinedMultiLinear(PlanesMultiLinear):
+    """The same of a MultiLinear."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        return planes_matmul(x, self.planes.joined(), transpose)
 
 
 class Affine(Copies):
@@ -296,18 +328,20 @@ class NestedPlanes(Affine):
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size
 
 
-def planes_module(dense: nn.Module, planes: Planes) -> nn.Module:
-    """The module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
+def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.Module:
+    """The module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias.
+
+    Args:
+        joined: all planes of affine codes, which MLX's kernels get as they were.
+    """
     if len(planes.widths) == 1:
         return quantized_module(dense, planes)
-    native, one = isinstance(dense, Native), dense.weight.ndim == 2
-    kind: type[PlanesModule]
-    if isinstance(dense, MultiLinear):
-        kind = PlanesMultiLinear
-    elif native:
-        kind = NativePlanesLinear if one else NativePlanesSwitchLinear
-    else:
-        kind = PlanesLinear if one else PlanesSwitchLinear
+    kinds: Sequence[type[PlanesModule]] = PlanesLinear, PlanesSwitchLinear, PlanesMultiLinear
+    if isinstance(dense, Native):
+        kinds = NativePlanesLinear, NativePlanesSwitchLinear, PlanesMultiLinear
+    elif joined:
+        kinds = JoinedLinear, JoinedSwitchLinear, JoinedMultiLinear
+    kind: type[PlanesModule] = kind_for(dense, *kinds)
     return kind(planes, dense)
 
 

@@ -69,6 +69,7 @@ class GearCosts:
     storage: dict[str, mx.Dtype]
     head: str | None
     source: Source
+    in_place: bool  # whether the gears are those of a quantized checkpoint's own codes
     _modules: GearModules
     _shapes: Mapping[str, tuple[int, ...]]
     _biases: Mapping[str, int]
@@ -138,7 +139,12 @@ class GearCosts:
         return managed
 
     def original_bytes_per_token(self) -> int:
-        """Bytes of weights that one token would read if every layer had its original weight."""
+        """Bytes of weights that one token would read if every layer had its original weight.
+
+        Of a checkpoint that is quantized already, its own codes.
+        """
+        if self.in_place:
+            return self.weight_bytes_per_token(self.ladder.top)
         managed = {
             layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
             for layer in self.layers
@@ -182,7 +188,8 @@ class GearCosts:
         for path, reason in self.unmanaged.items():
             holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
             kernels = kernels_of(modules[holder], self.kernels, None)
-            found.append(LayerPath(path, (DENSE,) * len(self.ladder), *kernels, fixed=reason))
+            own = getattr(modules[holder], "bits", DENSE)
+            found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))
         parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
         return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
 

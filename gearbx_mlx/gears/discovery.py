@@ -27,7 +27,7 @@ from ..formats import DEFAULT_FORMAT, OF_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear
 from ..formats.native import NativeDense, NativeEmbedding, NativeMultiLinear, NativeSwitchLinear
-from ..formats.planes import PlanesLinear, PlanesMultiLinear, PlanesSwitchLinear
+from ..formats.planes import PlanesModule
 from ..formats.tied import TiedEmbedding, linear_with
 from .activations import STORED
 from .adapters import adapters_of, layers_of, own_arrays, places_of, put_modules
@@ -49,9 +49,7 @@ QUANTIZED = (
     nn.QuantizedAllToShardedLinear,
     nn.QuantizedShardedToAllLinear,
     nn.QuantizedEmbedding,
-    PlanesLinear,
-    PlanesSwitchLinear,
-    PlanesMultiLinear,
+    PlanesModule,
     ExactLinear,
     ExactSwitchLinear,
     ExactMultiLinear,

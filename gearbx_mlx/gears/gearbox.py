@@ -40,6 +40,7 @@ from .ownership import own, why_unsaveable
 from .saved import saved_gears
 from .sharding import sharding_of
 from .sources import (
+    FromCodes,
     FromFiles,
     FromWeights,
     GearModules,
@@ -123,7 +124,8 @@ class Gearbox(GearCosts):
         self.fingerprint = model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
         self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
-        if self.format.ladders:
+        self.in_place = layout.codes is not None
+        if self.format.ladders or self.in_place:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(
@@ -132,7 +134,9 @@ class Gearbox(GearCosts):
         self._places = places_of(model)
         use_kernels(model, self.kernels)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
-        computed = compute_model_in(model, self._changing, layout, dtype, bool(quantized))
+        # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
+        in_float32 = bool(quantized) and (self.kernels.native or not self.in_place)
+        computed = compute_model_in(model, self._changing, layout, dtype, in_float32)
         self.compute_dtype, self.storage, scales = computed
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
@@ -142,11 +146,11 @@ class Gearbox(GearCosts):
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
             self._take_low_gear(low_model, residency)
-        if quantized and self.saved is None:
+        if quantized and self.saved is None and not self.in_place:
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
         made = self._made()  # after which fewer layers may change
-        with giving_back(self._changing, made):
+        with giving_back(self._changing, None if self.in_place else made):
             self._attach(made)
 
     def _attach(self, made: dict[str, dict[int, nn.Module]] | None) -> None:
@@ -166,6 +170,8 @@ class Gearbox(GearCosts):
             if isinstance(self.residency, Stream):
                 return StreamedFiles(*of_files, self.residency.reader)
             return FromFiles(*of_files)
+        if layout.codes is not None:
+            return FromCodes.of(layout.codes, layout.ladder, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
         return FromWeights(*settings, self._tables, widths)
@@ -178,6 +184,8 @@ class Gearbox(GearCosts):
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
         """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
+        if isinstance(self.source, FromCodes):
+            return self.source.make_all(self._changing)
         if self.saved is not None or not self.format.ladders:
             return {layer.path: {} for layer in self._changing} if self.saved else None
         assert isinstance(self.source, FromWeights)
@@ -219,6 +227,7 @@ class Gearbox(GearCosts):
         """The bits of a layer in a gear: its table's or its own, or the next that the layer is stored at; capped."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
+        bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
         return min(bits, at_most(widths, self._caps.get(layer.path, bits)))
 
     def cap(self, bits: Mapping[str, int]) -> None:

@@ -17,6 +17,7 @@ from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
+from .in_place import OwnCodes, own_codes, take_layers
 from .ladder import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -63,17 +64,26 @@ def check_tables(
 
 @dataclass(frozen=True)
 class Layout:
-    """How gears are stored. saved: the gears of a geared checkpoint; None: they are made of the model's weights."""
+    """How gears are stored. saved: the gears of a geared checkpoint. codes: of a checkpoint that is quantized already.
+
+    Without both they are made of the model's weights.
+    """
 
     ladder: Ladder
     format: Format
     group_size: int
-    saved: SavedGears | None
+    saved: SavedGears | None = None
+    codes: OwnCodes | None = None
 
     @property
     def stored_ladder(self) -> tuple[int, ...]:
         """Bits of all gears that are stored, of which a geared checkpoint may have more than the ladder."""
         return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
+
+    @property
+    def drops_originals(self) -> bool:
+        """Whether layers have no weights beside their gears."""
+        return self.saved is not None or self.codes is not None or bool(self.format.ladders)
 
 
 def layout_of(
@@ -94,17 +104,20 @@ def layout_of(
         check_settings(manifest, format=format, manage=manage, group_size=group_size)
         return Layout(manifest.chosen(ladder), saved.format, manifest.group_size, saved)
     if is_quantized(model):
-        raise GearbxError(
-            "the model is quantized already, by its checkpoint or by another gearbox: "
-            "run it with telemetry only, or load the original"
-        )
+        codes = own_codes(model)
+        if codes is None:
+            raise GearbxError(
+                "the model is quantized already, by another gearbox or in parts of several ranks: "
+                "run it with telemetry only, or load the original"
+            )
+        return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
     if group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {group_size} is not supported; choose from {', '.join(map(str, GROUP_SIZES))}")
     chosen = get_format(DEFAULT_FORMAT if format is None else format)
     if ladder is None or isinstance(ladder, str):
         ladder = Ladder.parse(ladder or (WHOLE_LADDER if chosen.name == WHOLE else DEFAULT_LADDER))
-    return Layout(ladder, chosen, group_size, None)
+    return Layout(ladder, chosen, group_size)
 
 
 def managed_layers(
@@ -116,6 +129,8 @@ def managed_layers(
     formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any gear.
     """
     put_adapters_over_gears(model)
+    if layout.codes is not None:
+        return take_layers(model, layout.codes, manage or "all")
     if layout.saved is None:
         layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
         wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
@@ -137,6 +152,8 @@ def quantized_widths(
     Raises:
         GearbxError: bits that the format does not support, or no layer to store at them.
     """
+    if layout.codes is not None:
+        return list(layout.ladder.quantized_bits)
     in_tables = {bits for table in tables.values() for bits in table.values()}
     quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
     check_ladder(layout.format, layout.stored_ladder, [*in_tables, *widths])
@@ -173,7 +190,7 @@ def compute_model_in(
         it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
-    unread = [layer.module for layer in layers if layout.saved or layout.format.ladders]  # unread, or to be dropped
+    unread = [layer.module for layer in layers if layout.drops_originals]  # unread, or to be dropped
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):
@@ -184,6 +201,6 @@ def compute_model_in(
     scales = dict.fromkeys(storage, compute_dtype)
     scales |= {layer.path: storage[layer.path] for layer in layers if isinstance(layer.module, Native)}
     for layer in layers:
-        if layout.saved is not None and "bias" in layer.module:
+        if (layout.saved or layout.codes) is not None and "bias" in layer.module:
             layer.module.bias = layer.module.bias.astype(scales[layer.path])
     return compute_dtype, storage, scales

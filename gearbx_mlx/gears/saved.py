@@ -6,7 +6,7 @@ What gears.json says is compared with the arrays in the files, and with the mode
 import copy
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..kernels.bit_planes import Planes, side_by_side
 from ..kernels.products import panel_rows
 from .activations import DTYPES
 from .adapters import layers_of, places_of, put_modules, tree_of
-from .discovery import Layer, is_quantized
+from .discovery import Layer
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .ownership import own
@@ -51,9 +51,18 @@ def saved_gears(model: nn.Module) -> "SavedGears | None":
     return getattr(model, ATTACHED, None)
 
 
-def without_gears(model: nn.Module) -> bool:
-    """Whether a model is quantized and its checkpoint has no gears, so that a `Gearbox` cannot make any."""
-    return is_quantized(model) and saved_gears(model) is None
+def blank(kind: type[nn.Module], shape: Sequence[int], dtype: mx.Dtype, now: nn.Module) -> nn.Module:
+    """A dense layer without a weight, in the place of a module that has its bias.
+
+    Args:
+        kind: of the dense layer, or of the quantized one that it stands for.
+    """
+    dense = bare(next((one for one, quantized in KINDS.values() if quantized is kind), kind))
+    dense.weight = mx.zeros(shape, dtype)  # never evaluated
+    if "bias" in now:
+        dense.bias = now.bias
+    dense.train(now.training)
+    return dense
 
 
 class SavedGears:
@@ -202,15 +211,10 @@ class SavedGears:
 
     def _blanks(self, model: nn.Module, wanted: Mapping[str, SavedLayer]) -> list[Layer]:
         modules = layers_of(model)
-        return [Layer(path, self._blank(path, one, modules[path]), one.lowest_bits) for path, one in wanted.items()]
-
-    def _blank(self, path: str, saved: SavedLayer, now: nn.Module) -> nn.Module:
-        dense = bare(KINDS[saved.kind][0])
-        dense.weight = mx.zeros(saved.shape, self.storage(path))  # never evaluated
-        if "bias" in now:
-            dense.bias = now.bias
-        dense.train(now.training)
-        return dense
+        return [
+            Layer(path, blank(KINDS[one.kind][0], one.shape, self.storage(path), modules[path]), one.lowest_bits)
+            for path, one in wanted.items()
+        ]
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
         """An array of the files, as it is or in another type (uint16: the bits of halves), and in panels of `rows`."""

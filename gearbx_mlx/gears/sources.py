@@ -1,4 +1,4 @@
-"""Sources make the modules of gears: from the loaded weights, from a geared checkpoint, or from another model.
+"""Sources make the modules of gears: from the loaded weights, a geared checkpoint, quantized codes or another model.
 
 Formats whose top gear contains the original have all gears of a layer made at once, and the original dropped
 (`make_all`). Every module is made when it is first needed, and given up where memory is short (`GearModules`). Weights
@@ -25,21 +25,24 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
-from ..formats.base import Format, check_quantized, dense_weight, stored_bits
+from ..formats.base import Format, check_quantized, dense_weight, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
-from ..formats.native import Native, affine_planes, with_kernels
-from ..formats.planes import quantized_module
+from ..formats.native import Native, affine_planes, for_kernels, with_kernels
+from ..formats.planes import plane_widths, planes_module, quantized_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
+from ..kernels.bit_planes import split_affine
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
+from .in_place import OwnCodes, SharedZeros, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
 from .offload import EMPTY, Residency, Resident
 from .saved import SavedGears
 
+Gears = dict[int, nn.Module]  # by their bits
 FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
 
 
@@ -196,6 +199,76 @@ class FromFiles(Source):
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])
+
+
+@dataclass(frozen=True)
+class FromCodes(Source):
+    """Splits the codes of a checkpoint that is quantized already (in_place.py)."""
+
+    codes: OwnCodes
+    ladder: Ladder
+    compute_dtype: mx.Dtype
+    bits: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    @classmethod
+    def of(cls, codes: OwnCodes, ladder: Ladder, compute_dtype: mx.Dtype) -> "FromCodes":
+        bits = {path: module.bits for path, module in codes.modules.items()}
+        sizes = {path: module.group_size for path, module in codes.modules.items()}
+        return cls(codes, ladder, compute_dtype, bits, sizes)
+
+    def widths(self, layer: Layer) -> tuple[int, ...]:
+        return widths_in(layer, self.bits[layer.path], [gear.bits for gear in self.ladder])
+
+    def for_ladder(self, ladder: Ladder) -> "FromCodes":
+        return dataclasses.replace(self, ladder=ladder)
+
+    def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
+        weight = layer.module.weight  # the biases of other planes than the first one are zeros, which all layers share
+        return math.prod(weight.shape) * bits // 8 + 2 * weight.size // self.sizes[layer.path] * weight.dtype.size
+
+    def rows_at(self, layer: Layer, bits: int) -> int:
+        return bits
+
+    def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
+        raise AssertionError(f"{layer.path} has all of its gears from the start")
+
+    def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
+        for path, modules in made.items():
+            arrays = [module.parameters() for module in modules]
+            mx.eval(arrays)
+            if not all(is_finite(array) for name, array in tree_flatten(arrays) if "scales" in name):
+                raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
+
+    def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
+        """All gears of all layers; of each layer the array of the checkpoint leaves when its planes are made."""
+        zeros, made = SharedZeros(self.codes.modules), dict[str, Gears]()
+        for layer in layers:
+            made[layer.path] = self._gears(layer, self.codes.modules.pop(layer.path), zeros)
+            self.read({layer.path: made[layer.path].values()}, {})
+        return made
+
+    def _gears(self, layer: Layer, stored: nn.Module, zeros: SharedZeros) -> Gears:
+        widths, dense, native = self.widths(layer), linear_of(layer.module), isinstance(layer.module, Native)
+        if len(widths) == 1 and not native:
+            return {widths[0]: stored}
+        affine = affine_planes(stored)
+        if layer.is_table:
+            return {widths[0]: quantized_table(affine, self.compute_dtype)}
+        split = split_affine(affine, plane_widths(widths))
+        mx.eval(split.weights, split.scales)
+        del affine, stored.weight  # before the planes are put in order
+        split = for_kernels(dense, split)
+        others = [zeros.like(split.biases[0])] * (len(widths) - 1)
+        split = split._replace(biases=[split.biases[0], *others])
+        *low, top = widths
+        linears = {bits: planes_module(dense, split.prefix(bits)) for bits in low}
+        linears[top] = planes_module(dense, split, joined=not native)
+        if not isinstance(layer.module, nn.Embedding):
+            return linears
+        if not low:
+            return {top: QuantizedTied(linears[top], self.compute_dtype)}
+        return {bits: ExactTied(linear, linears[top], self.compute_dtype) for bits, linear in linears.items()}
 
 
 AFFINE_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
@@ -403,7 +476,6 @@ class GearModules:
         self.residency.leave(idle, model)
 
 
-Gears = dict[int, nn.Module]
 Advance = Callable[[int], object]
 
 
@@ -421,6 +493,14 @@ def refuse_other_codes(
 ) -> None:
     """Raises GearbxError for settings that give gears other codes than those of the format, or need the originals."""
     name = layout.format.name
+    if layout.codes is not None:
+        others = {"tables": tables, "low_model": low_model, f"residency '{residency}'": residency != "resident"}
+        for given in (what for what, value in others.items() if value):
+            raise GearbxError(
+                f"the model is quantized already, and its gears are the first bits of its codes: leave out {given}, "
+                "or give the original"
+            )
+        return
     if tables:
         raise GearbxError(f"format {name} has the same bits in every layer; leave out tables")
     if low_model is not None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 CODES = 32
+BLOCK = 2**19  # words of codes that are split at a time
 IN_PANELS = ((4,), (8,), (4, 4))  # widths of stacks whose rows native kernels of a CPU take side by side
 
 # The smallest scale: groups of equal weights have no range.
@@ -73,13 +74,24 @@ class Planes(NamedTuple):
 
     def dequantize(self) -> mx.array:
         """The weights (..., O, I), float32."""
-        grouped = (*self.scales.shape, self.group_size)
-        scale = self.scales.astype(mx.float32)[..., None]
-        total = mx.zeros(grouped)
-        for words, bias, width, shift in zip(self.weights, self.biases, self.widths, plane_shifts(self.widths)):
-            codes = unpack_mlx_codes(words, width).reshape(grouped).astype(mx.float32)
-            total = total + (scale * codes + bias.astype(mx.float32)[..., None]) * 2.0**-shift
-        return total.reshape(self.shape)
+        shifts = plane_shifts(self.widths)
+        bias = sum((b.astype(mx.float32) * 2.0**-shift for b, shift in zip(self.biases, shifts)), mx.zeros(()))
+        step = self.scales.astype(mx.float32) * 2.0 ** -shifts[-1]
+        codes = joined_codes(self.weights, self.widths)
+        return mx.dequantize(codes, step, bias, self.group_size, sum(self.widths))
+
+    def joined(self) -> "Planes":
+        """One plane with the codes, scales and biases that `split_affine` made this stack of, bit for bit."""
+        planes, shift = self.by_row(), plane_shifts(self.widths)[-1]
+        codes = joined_codes(planes.weights, planes.widths)
+        return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
+
+    def prefix(self, bits: int) -> "Planes":
+        """Of a stack from `split_affine` the first `bits`: its bias is in the middle of what the others select from."""
+        planes, rest = self.gear(bits), sum(self.widths) - bits
+        middle = self.scales.astype(mx.float32) * (2.0 ** -sum(self.widths[1:]) * (2**rest - 1) / 2)
+        bias = (self.biases[0].astype(mx.float32) + middle).astype(self.scales.dtype)
+        return planes._replace(biases=[bias, *planes.biases[1:]])
 
 
 class PanelPlanes(Planes):
@@ -168,6 +180,61 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
         )
 
     return sum_planes(product, planes)
+
+
+def split_affine(affine: Planes, widths: Sequence[int]) -> Planes:
+    """An affine weight of one plane as a stack that stands for exactly the same numbers.
+
+    The first plane has all of the bias, and its scale is a power of two above that of the codes. The biases of the
+    other planes are 0.
+
+    Args:
+        widths: of the planes, most significant first; together as many bits as a code has.
+    """
+    (words,), (bias,), (bits,) = affine.weights, affine.biases, affine.widths
+    none = mx.zeros_like(bias)
+    return Planes(
+        split_codes(words, bits, widths),
+        affine.scales * 2.0 ** (bits - widths[0]),
+        [bias, *[none] * (len(widths) - 1)],
+        tuple(widths),
+        affine.group_size,
+    )
+
+
+def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.array]:
+    """Packed codes (..., n * bits / 32) as packed planes of these widths."""
+    if tuple(widths) == (bits,):
+        return [words]
+    if words.ndim > 1 and words.size > BLOCK and len(words) > 1:  # unpacked, codes take several times their size
+        half = len(words) // 2
+        parts = [split_codes(rows, bits, widths) for rows in (words[:half], words[half:])]
+        mx.eval(parts)
+        return [mx.concatenate(list(planes)) for planes in zip(*parts)]
+    if tuple(widths) == (4, 4):  # the halves of two bytes side by side are those of one byte
+        pairs = words.view(mx.uint16)
+        high, low = pairs >> 4, pairs
+        halves = (((each & 0x0F) | ((each >> 4) & 0xF0)).astype(mx.uint8) for each in (high, low))
+        return [half.view(mx.uint32) for half in halves]
+    codes, planes, unread = unpack_mlx_codes(words, bits), [], bits
+    for width in widths:
+        unread -= width
+        planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
+    return planes
+
+
+def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array:
+    """The inverse of `split_codes`."""
+    if len(widths) == 1:
+        return weights[0]
+    if tuple(widths) == (4, 4):
+        high, low = (plane.view(mx.uint8).astype(mx.uint16) for plane in weights)
+        low = (low & 0x0F) | ((low & 0xF0) << 4)
+        return (low | ((high & 0x0F) << 4) | ((high & 0xF0) << 8)).view(mx.uint32)
+    codes = unpack_mlx_codes(weights[0], widths[0])
+    for plane, width in zip(weights[1:], widths[1:]):
+        codes = (codes << width) | unpack_mlx_codes(plane, width)
+    return pack_mlx_codes(codes, sum(widths))
 
 
 def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:

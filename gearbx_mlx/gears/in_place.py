@@ -1,0 +1,142 @@
+"""A checkpoint that is quantized already: which of its layers have gears in place, and which ladders it allows.
+
+The upper bits of an affine code are a coarser affine code. So a layer of 8, 6 or 5 bits has lower gears without an
+original: its codes are split into planes, and a lower gear reads the first ones. The top gear is the checkpoint as it
+is. A layer of fewer bits than a gear is the same in both.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.mla import QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from ..compat.read_weights import readers
+from ..errors import GearbxError
+from .adapters import layers_of, places_of, put_modules, tree_of
+from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
+from .ladder import DENSE, QUANTIZED, Ladder
+from .saved import blank, saved_gears
+from .sharding import sharding_of
+
+SPLIT = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear, nn.QuantizedEmbedding)
+LOW = 4  # bits of the lower gear by default, where codes have more
+AFFINE = "affine"
+
+
+@dataclass(frozen=True)
+class OwnCodes:
+    """The quantized layers of a checkpoint.
+
+    modules: path to the module as loaded; it leaves when its codes are split. bits: those that hold the most weights.
+    """
+
+    modules: dict[str, nn.Module]
+    bits: int
+
+    @property
+    def group_size(self) -> int:
+        """That of most layers; each keeps its own."""
+        sizes = collections.Counter(module.group_size for module in self.modules.values())
+        return sizes.most_common(1)[0][0] if sizes else 0
+
+    def chosen(self, ladder: Ladder | str | None) -> Ladder:
+        """The ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below that.
+
+        Raises:
+            GearbxError: one whose top gear is not the checkpoint, with the ladders that there are.
+        """
+        splits = self.bits > LOW and bool(self.modules)
+        if ladder is None or ladder == "":
+            return Ladder([LOW, self.bits] if splits else [self.bits])
+        ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
+        if ladder.top.bits != self.bits or (len(ladder) > 1 and not self.modules):
+            lower = [bits for bits in QUANTIZED if bits < self.bits] if self.modules else []
+            pairs = "".join(f"{bits},{self.bits}, " for bits in reversed(lower))
+            raise GearbxError(
+                f"gears {ladder}: the model is quantized to {self.bits} bits, of which a gear has the first ones; "
+                f"choose from {pairs}{'or ' if pairs else ''}{self.bits} alone, or give the original"
+            )
+        return ladder
+
+
+def own_codes(model: nn.Module) -> OwnCodes | None:
+    """The layers of a quantized model that a gearbox can take as they are; None for another model.
+
+    Layers with codes that are no affine ones, as of mxfp4, stay what they are.
+    """
+    if saved_gears(model) is not None or sharding_of(model) is not None or not is_quantized(model):
+        return None
+    found = {path: module for path, module in layers_of(model).items() if is_quantized_as_stored(module)}
+    if len(found) < sum("scales" in module or "record" in vars(module) for module in layers_of(model).values()):
+        return None  # some have gears of a gearbox already
+    weights: collections.Counter[int] = collections.Counter()
+    for module in found.values():
+        weights[module.bits] += module.weight.size * 32 // module.bits
+    read_by = readers(model)
+    affine = {path: one for path, one in found.items() if one.mode == AFFINE and path not in read_by}
+    counted = weights if not affine else {one.bits: weights[one.bits] for one in affine.values()}
+    return OwnCodes(affine, max(counted, key=lambda bits: counted[bits]))
+
+
+def is_quantized_as_stored(module: nn.Module) -> bool:
+    """Whether mlx-lm loaded a quantized module like this one."""
+    return type(module) in SPLIT
+
+
+def without_gears(model: nn.Module) -> bool:
+    """Whether a model is quantized in a way that a `Gearbox` cannot make gears of."""
+    return is_quantized(model) and saved_gears(model) is None and own_codes(model) is None
+
+
+def take_layers(
+    model: nn.Module, codes: OwnCodes, manage: str | Predicate
+) -> tuple[list[Layer], list[Layer], dict[str, str]]:
+    """The layers, the embeddings and path to reason of the others, as `managed_layers`.
+
+    They take their places in the model as dense ones without weights. What `manage` does not select keeps its bits.
+    """
+    head, predicate = tied_head(model), get_predicate(manage)
+    _, unmanaged = discover(model, lambda path, module: False)
+    unmanaged = {path: reason for path, reason in unmanaged.items() if path not in codes.modules}
+    unmanaged |= dict.fromkeys((p for p, reason in unmanaged.items() if "selected" in reason), "not quantized")
+    layers = []
+    for path, module in sorted(codes.modules.items(), key=lambda item: natural_order(item[0])):
+        floor = 0 if predicate(path, module) else DENSE
+        is_table = isinstance(module, nn.QuantizedEmbedding) and path != head
+        layers.append(Layer(path, blank_of(module), floor, is_table=is_table))
+    put_modules(model, tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
+    return [layer for layer in layers if not layer.is_table], [layer for layer in layers if layer.is_table], unmanaged
+
+
+def blank_of(module: nn.Module) -> nn.Module:
+    """The dense layer that a quantized one stands for, without its weight."""
+    *rows, width = module.weight.shape
+    return blank(type(module), (*rows, width * 32 // module.bits), module.scales.dtype, module)
+
+
+def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]:
+    """The bits, ascending, that a layer with codes of `bits` has in gears of this ladder; the top one has its codes."""
+    lower = (max(gear, layer.lowest_bits) for gear in ladder[:-1])
+    return (bits,) if layer.is_table else tuple(sorted({*(min(gear, bits) for gear in lower), bits}))
+
+
+class SharedZeros:
+    """Arrays of zeros that share their memory: biases of the planes after the first one.
+
+    Args:
+        modules: whose scales say how many are needed.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self._most = max((module.scales.size for module in modules.values()), default=0)
+        self._of: dict[mx.Dtype, mx.array] = {}
+
+    def like(self, array: mx.array) -> mx.array:
+        if array.dtype not in self._of:
+            self._of[array.dtype] = mx.zeros(self._most, array.dtype)
+            mx.eval(self._of[array.dtype])
+        return self._of[array.dtype][: array.size].reshape(array.shape)

@@ -1,0 +1,190 @@
+"""Checkpoints that are quantized already: their own codes are the top gear, and the upper bits of them lower gears."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from conftest import save_model, tiny_model
+from mlx_lm.utils import quantize_model
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.kernels.bit_planes import Planes, split_affine
+
+PROMPT = mx.array([[1, 2, 3, 4, 5]])
+TYPES = (mx.float16, mx.bfloat16, mx.float32)
+
+
+def quantized(bits=8, group_size=64, dtype=mx.bfloat16, architecture="llama", predicate=None, **change):
+    model = tiny_model(architecture, dtype=dtype, **change)
+    return quantize_model(model, {}, group_size, bits, quant_predicate=predicate)[0]
+
+
+def codes_of(model):
+    return {
+        path: [module[name] for name in ("weight", "scales", "biases")]
+        for path, module in model.named_modules()
+        if "scales" in module
+    }
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (5, 3), (3, 5), (4, 2, 2), (4, 2), (3, 3), (4, 1), (2, 3)])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_planes_stand_for_the_same_numbers(widths, dtype):
+    bits = sum(widths)
+    codes, scales, biases = mx.quantize(mx.random.normal((48, 256), key=mx.random.key(1)).astype(dtype), 64, bits)
+    planes = split_affine(Planes([codes], scales, [biases], (bits,), 64), widths)
+    (joined,), own_scales, (own_biases,), *_ = planes.joined()
+    assert mx.array_equal(joined, codes)
+    assert mx.array_equal(own_scales, scales)
+    assert mx.array_equal(own_biases, biases)
+    wide = scales.astype(mx.float32), biases.astype(mx.float32)
+    assert mx.array_equal(planes.dequantize(), mx.dequantize(codes, *wide, 64, bits))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_prefix_lies_in_the_middle_of_what_it_leaves_open(dtype):
+    codes, scales, biases = mx.quantize(mx.random.normal((48, 256), key=mx.random.key(1)).astype(dtype), 64, 8)
+    planes = split_affine(Planes([codes], scales, [biases], (8,), 64), (4, 4))
+    error = (planes.prefix(4).dequantize() - planes.dequantize()).reshape(48, 4, 64)
+    steps = mx.abs(error / scales.astype(mx.float32)[..., None])
+    assert 7 < steps.max().item() < 9  # 7.5, and what the bias is rounded by
+    assert abs(error.mean().item()) < 0.1 * mx.abs(scales.astype(mx.float32)).mean().item()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral", "phi3"])
+@pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (5, "4,5"), (8, "3,5,8")])
+def test_the_top_gear_is_mlx_lms_model(architecture, bits, ladder):
+    """Logits of MLX's kernels and weights of ours, bit for bit, however often gears are shifted."""
+    dtype = mx.float32 if architecture == "mixtral" else mx.bfloat16  # experts on a CPU
+    model = quantized(bits, 32, dtype, architecture)
+    stock, before = model(PROMPT), codes_of(model)
+    mx.eval(stock, before)
+    gearbox = Gearbox(model, ladder, kernels="mlx")
+    assert str(gearbox.ladder) == ladder
+    low = gearbox.ladder[0]
+    assert mx.array_equal(model(PROMPT), stock)
+    gearbox.shift(low)
+    assert not mx.array_equal(model(PROMPT), stock)
+    gearbox.shift(gearbox.ladder.top)
+    assert mx.array_equal(model(PROMPT), stock)
+    modules = dict(model.named_modules())
+    for layer in gearbox.layers:
+        codes, scales, biases = before[layer.path]
+        expected = mx.dequantize(codes, scales.astype(mx.float32), biases.astype(mx.float32), 32, bits)
+        assert mx.array_equal(dense_weight(linear_of(modules[layer.path])), expected)
+    assert gearbox.weight_bytes_per_token(low) < gearbox.weight_bytes_per_token(gearbox.ladder.top)
+
+
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_native_kernels_compute_the_same_weights(group_size, dtype, native):
+    shape = {"hidden_size": 256, "intermediate_size": 512}
+    model = quantized(8, group_size, dtype, **shape)
+    before = codes_of(model)
+    gearbox = Gearbox(model, kernels="native", activations="float")
+    exact = quantized(8, group_size, dtype, **shape)
+    exact.set_dtype(mx.float32)
+    expected = exact(PROMPT)
+    assert mx.abs(model(PROMPT) - expected).max().item() < 1e-3 * mx.abs(expected).max().item()
+    for layer in gearbox.layers:
+        codes, scales, biases = before[layer.path]
+        wide = scales.astype(mx.float32), biases.astype(mx.float32)
+        module = linear_of(dict(model.named_modules())[layer.path])
+        assert mx.array_equal(dense_weight(module), mx.dequantize(codes, *wide, group_size, 8))
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_lossless_writes_the_text_of_static(kernels, architecture, request):
+    if kernels == "native":
+        request.getfixturevalue("native")
+    texts = {}
+    _, tokenizer = gearbx_mlx.load()
+    for mode in (Static(), Lossless(draft_length=3), Lossless(cost="bytes")):
+        model = quantized(8, 32, architecture=architecture, vocab_size=4096)
+        box = Gearbox(model, kernels=kernels)
+        responses = [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)]
+        texts[str(mode)] = [response.token for response in responses]
+    assert len({tuple(text) for text in texts.values()}) == 1
+    if kernels == "mlx":
+        stock = quantized(8, 32, architecture=architecture, vocab_size=4096)
+        expected = [response.token for response in mlx_lm.stream_generate(stock, tokenizer, [1, 2, 3], 24)]
+        assert expected in texts.values()
+
+
+def test_a_layer_of_few_bits_is_the_same_in_every_gear():
+    def choose(path, module):
+        return {"bits": 4, "group_size": 32} if "v_proj" in path else "gate_proj" not in path
+
+    model = quantized(8, 64, predicate=choose)
+    stock = model(PROMPT)
+    gearbox = Gearbox(model)
+    assert mx.array_equal(model(PROMPT), stock)
+    bits = {layer.path.split(".")[-1]: layer.bits for layer in gearbox.layer_paths()}
+    assert (bits["v_proj"], bits["q_proj"], bits["gate_proj"]) == ((4, 4), (4, 8), (16, 16))
+
+
+def test_no_second_copy_is_kept():
+    model = quantized(8, 64, hidden_size=512, intermediate_size=1024)
+    stored = sum(array.nbytes for arrays in codes_of(model).values() for array in arrays)
+    gearbox = Gearbox(model)
+    before = mx.get_active_memory()
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        model(PROMPT)
+    made = {id(a): a.nbytes for g in gearbox._modules.made.values() for m in g.values() for a in arrays_of(m)}
+    assert sum(made.values()) < 1.1 * stored  # biases of the lower gear, and zeros
+    assert mx.get_active_memory() < before + stored
+
+
+def arrays_of(module):
+    from mlx.utils import tree_flatten
+
+    return [array for _, array in tree_flatten(module.parameters()) if isinstance(array, mx.array)]
+
+
+@pytest.mark.parametrize(("bits", "ladder"), [(6, "5,8"), (8, "4,16"), (8, "4,6"), (4, "4,8")])
+def test_a_ladder_that_the_codes_do_not_have(bits, ladder):
+    with pytest.raises(GearbxError, match=f"gears {ladder}: the model is quantized to {bits} bits") as caught:
+        Gearbox(quantized(bits), ladder)
+    assert f"{bits} alone" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"residency": "host"}, {"tables": {"low": {"lm_head": 5}}}])
+def test_what_needs_the_original_is_refused(change):
+    with pytest.raises(GearbxError, match="quantized already"):
+        Gearbox(quantized(8), **change)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
+def test_other_codes_stay_mlx_lms(mode):
+    model = tiny_model(dtype=mx.bfloat16)
+    sizes = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+    model = quantize_model(model, {}, *sizes[mode], mode=mode)[0]
+    stock = model(PROMPT)
+    gearbox = Gearbox(model)
+    assert str(gearbox.ladder) == str(sizes[mode][1])
+    assert mx.array_equal(model(PROMPT), stock)
+
+
+def test_the_command(command, tmp_path):
+    save_model(tiny_model(vocab_size=4096, dtype=mx.bfloat16), tmp_path / "original")
+    for bits in (8, 4):
+        mlx_lm.convert(str(tmp_path / "original"), str(tmp_path / str(bits)), quantize=True, q_bits=bits)
+    flags = "-p", "Once", "--ignore-chat-template", "-m", 8, "--summary", tmp_path / "s.json"
+    done = command("generate", "--model", tmp_path / "8", *flags, "--mode", "lossless")
+    assert "gears 4,8 in place" in done.err
+    assert [gear["bits"] for gear in json.loads((tmp_path / "s.json").read_text())["ladder"]] == [4, 8]
+    done = command("generate", "--model", tmp_path / "4", *flags)
+    assert "--low-model" in done.err
+    done = command("generate", "--model", tmp_path / "8", *flags, "--gears", "4,16")
+    assert done.status == 2
+    assert "4,8" in done.err
+    assert done.err.count("\n") == 1
+    done = command("generate", "--model", tmp_path / "8", *flags, "--format", "exact")
+    assert done.status == 2
+    assert "--format" in done.err
