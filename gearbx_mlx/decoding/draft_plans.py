@@ -137,7 +137,7 @@ class Learning:
         kept = self._kept = {} if anew else self._cache.times.get(self._name, {})
         if measured is None and kept.keys() >= {self.STEP, *self.ROWS}:
             measured = kept[self.STEP], [kept[rows] for rows in self.ROWS]
-        self.costs = LearnedCosts(measured, texts)
+        self.costs = LearnedCosts(measured, texts, drafts=draft != gearbox.ladder.top)
         left = int(kept[self.LEFT]) if self.LEFT in kept else None
         self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left)
 
@@ -251,7 +251,7 @@ class DraftPlans:
 
     def _rounds(self, costs: PassCosts, texts: int) -> Rounds:
         most = self.most_looked_up // texts  # all texts together may propose as many as one
-        return Rounds(costs, most, texts, self.agreement)
+        return Rounds(costs, most, texts, self.agreement, drafts=self.draft != self.gearbox.ladder.top)
 
 
 def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float]:
@@ -364,8 +364,12 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
-    """The gear that drafts, the lowest if none is named. Raises GearbxError for the top one."""
+    """The gear that drafts, the lowest if none is named; of one gear that one, and then the text alone proposes tokens.
+
+    Raises:
+        GearbxError: the top one of several.
+    """
     gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-    if gear == gearbox.ladder.top:
+    if gear == gearbox.ladder.top and len(gearbox.ladder) > 1:
         raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
     return gear

@@ -103,7 +103,9 @@ class Lossless(SharedMode):
         plan, gear = plans.of(1), plans.draft
         # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
         ahead = self.draft_ahead
-        if ahead is None:
+        if ahead is None and gear == gearbox.ladder.top:
+            ahead = 0
+        elif ahead is None:
             ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
         wrapped = LosslessModel(
             gearbox,

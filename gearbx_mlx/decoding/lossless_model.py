@@ -68,7 +68,7 @@ class LosslessModel(ModelWrapper):
     """A model that computes the top gear's logits, those of a whole draft in one pass.
 
     Args:
-        gearbox: of the model, with two gears or more.
+        gearbox: of the model; of one gear, the text alone proposes tokens.
         rule: when to stop drafting; the uncalibrated one if not given.
         draft: the gear that drafts; the lowest if not given.
         rounds: where to look up tokens and where to draft; always to draft, and nothing else, if not given.
@@ -80,7 +80,7 @@ class LosslessModel(ModelWrapper):
         draft_ahead: steps of a draft that are queued beyond the one whose entropy is read.
 
     Raises:
-        GearbxError: a ladder of one gear, a draft gear that is the top one.
+        GearbxError: a draft gear that is the top one of several.
     """
 
     def __init__(

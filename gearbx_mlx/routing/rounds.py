@@ -156,11 +156,15 @@ class LearnedCosts(PassCosts):
     Args:
         seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
         texts: that share the passes; rows are those of one of them.
+        drafts: whether there is a gear that drafts.
     """
 
     measured, row_share = True, 0.0
 
-    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1):
+    def __init__(
+        self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1, drafts: bool = True
+    ):
+        self._drafts = drafts
         self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
         self._rows: dict[int, LatestTimes] = {}
@@ -178,7 +182,7 @@ class LearnedCosts(PassCosts):
     @property
     def seconds(self) -> tuple[float, Sequence[float]] | None:
         """What another text may begin with; None as long as drafts and the top gear alone were not both measured."""
-        return (self.draft(), self._costs) if self.ready and self._draft.value else None
+        return (self.draft(), self._costs) if self.ready and (self._draft.value or not self._drafts) else None
 
     def draft(self) -> float:
         return self._draft.value or 0.0
@@ -243,6 +247,7 @@ class Rounds:
         most_looked_up: tokens of a proposal of a text; 0: none.
         texts: that share the passes.
         agreement: of proposals of the texts.
+        drafts: whether there is a gear that drafts; without it the texts alone propose.
     """
 
     def __init__(
@@ -251,7 +256,9 @@ class Rounds:
         most_looked_up: int = MOST_DRAFTED,
         texts: int = 1,
         agreement: LookupAgreement | None = None,
+        drafts: bool = True,
     ):
+        self._drafts = drafts
         self.costs, self.most_looked_up, self._texts = costs, most_looked_up, texts
         self.agreement = agreement or LookupAgreement()
         self._counts = RoundCounts(KEPT_ROUNDS)
@@ -297,6 +304,8 @@ class Rounds:
 
         Call it once for each round in which the low gear might draft.
         """
+        if not self._drafts:
+            return False
         if not self.costs.measured:
             return True
         if not self.costs.ready:
