@@ -197,7 +197,6 @@ class TestCommands:
     def test_flags_that_no_answer_can_have_are_refused_before_the_chat(self, command, tmp_path):
         for flags, complaint in (
             (("--mode", "lossless", "--curve", tmp_path / "none.json"), "cannot be read as a drafting file"),
-            (("--mode", "lossless", "--gears", "16"), "the top gear cannot draft for itself"),
             (("--mode", "kickdown", "--draft-model", DEMO_MODEL), "takes no draft model"),
         ):
             done = command("chat", *flags)

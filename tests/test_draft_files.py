@@ -94,7 +94,6 @@ class TestDraftingFiles:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            (("--mode", "lossless", "--gears", "16"), "cannot draft for itself"),
             (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
             (("--mode", "lossless", "--draft-length", 2, "--curve", "x"), "exclude each other"),
             (

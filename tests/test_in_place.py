@@ -188,3 +188,16 @@ def test_the_command(command, tmp_path):
     done = command("generate", "--model", tmp_path / "8", *flags, "--format", "exact")
     assert done.status == 2
     assert "--format" in done.err
+
+
+def test_without_a_lower_gear_the_text_itself_proposes():
+    """The text of a tiny model soon repeats itself; what it proposed is verified by the one gear that there is."""
+    _, tokenizer = gearbx_mlx.load()
+    told = {}
+    for mode in (Static(), Lossless(cost="bytes")):
+        model = quantized(4, 32, vocab_size=4096)
+        made = [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 60, gearbox=Gearbox(model), mode=mode)]
+        told[mode.name] = [response.token for response in made], sum(response.looked_up or 0 for response in made)
+    assert told["lossless"][0] == told["static"][0]
+    assert told["lossless"][1] > 0
+    assert not any(response.drafted for response in made)

@@ -16,6 +16,7 @@ from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
 from ..formats import get_format
+from ..gears.discovery import is_quantized
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..routing.acceptance import DraftFile
@@ -45,6 +46,8 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     check_ladder(ladders[0], "nothing to draft with")
     texts = prompts_of(settings.calibration)
     loaded = Loaded.of(replace(resolved, ladder=ladders[0]))
+    if is_quantized(loaded.model):
+        ladders = [loaded.resolved.ladder]
     prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
     compared = {"gears": [str(ladder) for ladder in ladders]}
     journal = Journal(place, inputs_of(settings, resolved, prompts) | compared, list[GearRecord])
@@ -92,7 +95,8 @@ def files_of(
     resolved = loaded.resolved
     bits = [gear.bits for gear in ladder]
     # The originals stay in the model, even where the top gear has fewer bits: the next ladder is made from them.
-    stored = bits if bits[-1] == DENSE or resolved.saved else [*bits, DENSE]
+    whole = bits[-1] == DENSE or resolved.saved or is_quantized(loaded.model)
+    stored = bits if whole else [*bits, DENSE]
     gearbox = replace(loaded, resolved=replace(resolved, ladder=Ladder(stored))).gearbox()
     top = gearbox.ladder.find(bits[-1])
     below = [gear for gear in gearbox.ladder if gear.bits < top.bits]

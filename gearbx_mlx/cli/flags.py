@@ -375,7 +375,7 @@ class ModeSettings(Settings):
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
         "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
         f"{WHOLE} with gears {WHOLE_LADDER}. static: one gear throughout. pair: --model and --small-model take "
-        "turns. Default: pair where there is a --small-model, telemetry-only for quantized checkpoints, lossless for "
+        "turns. Default: pair where there is a --small-model, lossless for "
         "geared ones of format exact, else route",
         choices=tuple(MODES),
     )

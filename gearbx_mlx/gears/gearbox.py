@@ -36,7 +36,7 @@ from .layout import (
     quantized_widths,
     use_kernels,
 )
-from .ownership import own, why_unsaveable
+from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import sharding_of
 from .sources import (
@@ -54,8 +54,6 @@ from .sources import (
 )
 from .streaming import Stream, StreamedFiles, residency_of
 from .tensor_files import fingerprint, with_adapters
-
-ATTACHED = "attached_gearbox"  # attribute of a model that has one
 
 
 class Gearbox(GearCosts):

@@ -19,6 +19,7 @@ from ..errors import GearbxError
 from .adapters import layers_of, places_of, put_modules, tree_of
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
 from .ladder import DENSE, QUANTIZED, Ladder
+from .ownership import ATTACHED
 from .saved import blank, saved_gears
 from .sharding import sharding_of
 
@@ -68,7 +69,8 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
 
     Layers with codes that are no affine ones, as of mxfp4, stay what they are.
     """
-    if saved_gears(model) is not None or sharding_of(model) is not None or not is_quantized(model):
+    others = saved_gears(model), sharding_of(model), getattr(model, ATTACHED, None)
+    if any(other is not None for other in others) or not is_quantized(model):
         return None
     found = {path: module for path, module in layers_of(model).items() if is_quantized_as_stored(module)}
     if len(found) < sum("scales" in module or "record" in vars(module) for module in layers_of(model).values()):

@@ -19,6 +19,7 @@ from .adapters import adapters_of, layers_of, places_of
 from .ladder import DENSE
 from .sharding import sharding_of
 
+ATTACHED = "attached_gearbox"  # attribute of a model that has one
 BEFORE = "do that before the model gets a gearbox"
 
 

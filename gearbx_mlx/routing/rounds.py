@@ -161,9 +161,7 @@ class LearnedCosts(PassCosts):
 
     measured, row_share = True, 0.0
 
-    def __init__(
-        self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1, drafts: bool = True
-    ):
+    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1, drafts: bool = True):
         self._drafts = drafts
         self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
