@@ -57,7 +57,7 @@ def color_at(line: Text, column: int) -> str:
     return next((style.color.name for style in reversed(styles) if style.color), FOREGROUND)
 
 
-COMMAND = ["gearbx_mlx.chat", "--max-tokens", "48"]
+COMMAND = ["gearbx_mlx.chat", "--mode", "route", "--max-tokens", "48"]
 TYPED = (
     "Tom has 3 apples and buys 4 more. How many has he?",
     "/mode lossless",
@@ -91,8 +91,9 @@ def write_both(text: Text, path: Path) -> None:
 
 @study(writes="images/generate.png, images/generate.txt")
 def terminal() -> Found:
-    """What `python -m gearbx_mlx.generate` shows in a terminal, for the README."""
-    return Found(pictures={"generate.png": partial(write_both, terminal_text(["--max-tokens", "200"]))})
+    """What `python -m gearbx_mlx.generate --mode route` shows in a terminal, for the README."""
+    flags = ["--mode", "route", "--max-tokens", "200"]
+    return Found(pictures={"generate.png": partial(write_both, terminal_text(flags))})
 
 
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")

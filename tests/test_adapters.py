@@ -104,7 +104,7 @@ def test_with_mlxs_kernels_the_top_gear_is_mlx_lms(adapted, kind, architecture):
     source, adapter = adapted(kind, architecture)
     expected, without = mlx_lms(source, adapter)(PROMPT), loaded(source)(PROMPT)
     model = loaded(source, adapter)
-    gearbox = Gearbox(model, "4,16")
+    gearbox = Gearbox(model, "4,16", kernels="mlx")
     gearbox.shift("low")
     gearbox.shift("high")
     assert far(expected, without) > 0.1
@@ -136,7 +136,7 @@ def test_an_affine_gear_is_mlx_lms_adapter_over_the_quantized_model(adapted, kin
     quantized["lm_head"] = nn.QuantizedLinear.from_linear(reference.lm_head, 64, 4)
     reference.update_modules(tree_unflatten(list(quantized.items())))
     model = loaded(source, adapter)
-    Gearbox(model, "4,16", format="affine").shift("low")
+    Gearbox(model, "4,16", format="affine", kernels="mlx").shift("low")
     assert far(model(PROMPT), reference(PROMPT)) < 2e-6
 
 
@@ -294,8 +294,8 @@ def test_of_an_embedding_a_token_reads_a_row_and_of_experts_the_chosen_ones(tmp_
 def test_tables_and_caps_name_layers_as_without_it(adapted):
     source, adapter = adapted("dora")
     path = "model.layers.0.mlp.up_proj"
-    gearbox = Gearbox(loaded(source, adapter), "4,16", tables={"low": {path: 16}}, widths=(8,))
-    plain = Gearbox(loaded(source), "4,16")
+    gearbox = Gearbox(loaded(source, adapter), "4,16", tables={"low": {path: 16}}, widths=(8,), kernels="mlx")
+    plain = Gearbox(loaded(source), "4,16", kernels="mlx")
     assert [layer.path for layer in gearbox.layers] == [layer.path for layer in plain.layers]
     assert [row.path for row in gearbox.layer_paths()] == [row.path for row in plain.layer_paths()]
     gearbox.shift("low")

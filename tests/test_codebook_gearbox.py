@@ -19,7 +19,7 @@ class TestGearbox:
     def test_every_architecture_runs_and_comes_back(self, architecture):
         model = tiny_model(architecture)
         before, logits = weights_of(model), model(PROMPT)
-        gearbox = Gearbox(model, "2,4,16", format="codebook")
+        gearbox = Gearbox(model, "2,4,16", format="codebook", kernels="mlx")
         for gear in ("low", "mid"):
             gearbox.shift(gear)
             found = model(PROMPT)

@@ -26,6 +26,7 @@ SUMMARY_FIELDS = {
     "gear_tokens",
     "shifts",
     "shift_seconds",
+    "making_seconds",
     "mean_entropy_bits",
     "effective_bits_per_weight",
     "weight_bytes_per_token",
@@ -82,7 +83,15 @@ def flags_in(text: str) -> set[str]:
 class TestGenerate:
     def test_writes_a_worked_text_trace_and_summary(self, command, tmp_path):
         result = command(
-            "generate", "--max-tokens", 60, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
+            "generate",
+            "--mode",
+            "route",
+            "--max-tokens",
+            60,
+            "--summary",
+            tmp_path / "s.json",
+            "--trace",
+            tmp_path / "t.jsonl",
         )
         assert result.status == 0
         summary, trace = read_json(tmp_path / "s.json"), read_trace(tmp_path / "t.jsonl")

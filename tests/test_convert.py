@@ -152,7 +152,7 @@ class TestTheBase:
         text = mlx_lm.generate(model, tokenizer, "a b c", max_tokens=8)
         kinds = {type(module) for module in model.modules()}
         assert nn.QuantizedLinear in kinds
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format)
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format, kernels="mlx")
         made.shift("low")
         ours, theirs = weights_of(model), weights_of(made.model)
         for layer in made.layers:

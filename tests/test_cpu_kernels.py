@@ -227,7 +227,7 @@ class TestModel:
         model, untouched = tiny_model(dtype=mx.bfloat16), tiny_model(dtype=mx.bfloat16)
         Gearbox(model, kernels="native")
         Gearbox(model, kernels="mlx")
-        Gearbox(untouched)
+        Gearbox(untouched, kernels="mlx")
         assert not any(isinstance(m, NativeDense) for m in model.modules())
         assert mx.array_equal(model(PROMPT), untouched(PROMPT)).item()
         assert {p: a.dtype for p, a in weights_of(model).items()} == {

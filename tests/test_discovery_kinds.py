@@ -69,8 +69,8 @@ class TestHeads:
         save_model(latent(vocab_size=4096), source)
         layout = {"q_group_size": 32, "format": format, "gears": "4,8,16"}
         gearbx_mlx.convert(hf_path=str(source), mlx_path=str(out), embeddings="keep", **layout)
-        saved = Gearbox(gearbx_mlx.load(out)[0], residency=residency)
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format, group_size=32)
+        saved = Gearbox(gearbx_mlx.load(out)[0], residency=residency, kernels="mlx")
+        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format, group_size=32, kernels="mlx")
         for gear in ("low", "high", "mid", "low"):
             saved.shift(gear)
             made.shift(gear)

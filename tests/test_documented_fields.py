@@ -36,9 +36,10 @@ def runs(tmp_path_factory):
     }
     tale = "--ignore-chat-template", "--prompt", "Once upon a time", "--max-tokens", "60"  # enough to try both ways
     found = []
-    for mode, flags in [*modes.items(), ("lossless", ("--cost", "time", *tale))]:
-        path = tmp_path_factory.mktemp(mode)
-        command = [sys.executable, "-m", "gearbx_mlx", "generate", "--mode", mode, "--max-tokens", "12", *flags]
+    named = [("--mode", mode, *flags) for mode, flags in modes.items()]
+    for flags in [*named, ("--cost", "time", *tale), ("--gear", "low")]:
+        path = tmp_path_factory.mktemp("run")
+        command = [sys.executable, "-m", "gearbx_mlx", "generate", "--max-tokens", "12", *flags]
         command += ["--trace", path / "t.jsonl", "--summary", path / "s.json"]
         subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
         records = [json.loads(line) for line in (path / "t.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -102,7 +102,7 @@ class TestDraftingFiles:
             ),
             (("--mode", "lossless", "--curve", "no such file"), "no such file: cannot be read as a drafting file"),
             (("--mode", "lossless", "--curve", __file__), "not JSON"),
-            (("--curve", "x"), "--curve is for --mode lossless"),
+            (("--mode", "route", "--curve", "x"), "--curve is for --mode lossless"),
             (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
             (("--mode", "lossless", "--telemetry-only"), "exclude each other"),
         ],

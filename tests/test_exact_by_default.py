@@ -1,4 +1,4 @@
-"""Where commands take format exact without being asked, and start in mode lossless."""
+"""Where commands take format exact without being asked, and the mode that they start in."""
 
 import json
 
@@ -49,7 +49,7 @@ class TestAGearedCheckpoint:
     @pytest.mark.slow
     def test_starts_in_mode_lossless(self, summary):
         assert summary("exact")["mode"] == "lossless"
-        assert summary("planes")["mode"] == "route"
+        assert summary("planes")["mode"] == "lossless"
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ class TestAGearedCheckpoint:
             (["--draft-length", "2"], "lossless"),
             (["--thresholds", "1.5"], "route"),
             (["--initial-gear", "low"], "route"),
-            (["--gears", "4"], "route"),
+            (["--gears", "4"], "lossless"),
             (["--target-tps", "1"], "route"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else value,
@@ -110,9 +110,9 @@ class TestModeLossless:
         assert bits(run) == ladder
         assert "weight_bytes_per_token_original" not in run
 
-    def test_without_the_mode_nothing_changes(self, summary):
+    def test_is_what_a_model_starts_in(self, summary):
         run = summary("bfloat16", "--q-group-size", GROUP)
-        assert (run["mode"], bits(run)) == ("route", [4, 8, 16])
+        assert (run["mode"], bits(run)) == ("lossless", [4, 16])
 
     @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16")])
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):

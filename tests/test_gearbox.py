@@ -116,7 +116,7 @@ class TestShift:
     def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture, format):
         model = tiny_model(architecture)
         before, logits = weights_of(model), model(PROMPT)
-        gearbox = Gearbox(model, "4,8,16", format=format)
+        gearbox = Gearbox(model, "4,8,16", format=format, kernels="mlx")
         errors = {}
         for gear in ("low", "mid", "high"):
             gearbox.shift(gear)
@@ -262,7 +262,7 @@ class TestShift:
 
     def test_originals_that_no_gear_uses_are_given_up(self, tiny):
         layer = tiny.model.layers[0].mlp.up_proj
-        Gearbox(tiny, "4,8")
+        Gearbox(tiny, "4,8", kernels="mlx")
         assert layer.weight.size == 0
         assert mx.isfinite(tiny(PROMPT)).all().item()
 

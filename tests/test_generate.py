@@ -95,7 +95,9 @@ class TestHeldInOneGear:
         theirs = tokens_and_logprobs(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
         other, _ = gearbx_mlx.load()
         other.set_dtype(mx.float32)
-        gearbox = Gearbox(other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear))
+        gearbox = Gearbox(
+            other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear), kernels="mlx"
+        )
         ours = tokens_and_logprobs(
             stream_generate(
                 other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Route(gate=Script([0] * 20), initial_gear="low")
@@ -177,7 +179,7 @@ class TestRouting:
             def peek(self, level):
                 return 1
 
-        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine")
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine", kernels="mlx")
         gate = Foreseeing([0] * 8)
         list(
             stream_generate(
@@ -308,7 +310,7 @@ class TestArguments:
         high = list(stream_generate(model, tokenizer, TALE, 6, mode=Route((11.0, 11.5), initial_gear="high")))
         assert low[-1].gear == "low"
         assert high[0].gear == "high"
-        assert type(model.model.layers[0].mlp.up_proj) is nn.QuantizedLinear  # back to low after four tokens
+        assert isinstance(model.model.layers[0].mlp.up_proj, nn.QuantizedLinear)  # back to low after four tokens
         assert not np.array_equal(np.array(low[0].logprobs), np.array(high[0].logprobs))
 
     @pytest.mark.processes

@@ -115,7 +115,7 @@ def test_bytes_read_are_those_of_the_arrays(shape):
 def test_every_architecture_runs_in_its_gear_and_comes_back(architecture):
     model = tiny_model(architecture)
     before, logits = weights_of(model), model(PROMPT)
-    gearbox = Gearbox(model, "4,16", format="groupwise")
+    gearbox = Gearbox(model, "4,16", format="groupwise", kernels="mlx")
     gearbox.shift("low")
     reference = tiny_model(architecture)  # the same, with dense weights that are what the gear stands for
     modules = dict(reference.named_modules())
@@ -131,7 +131,7 @@ def test_every_architecture_runs_in_its_gear_and_comes_back(architecture):
 
 
 def test_a_shift_drops_what_was_cached(tiny):
-    gearbox = Gearbox(tiny, "4,16", format=Groupwise(cache=True))
+    gearbox = Gearbox(tiny, "4,16", format=Groupwise(cache=True), kernels="mlx")
     gearbox.shift("low")
     module = tiny.model.layers[0].mlp.up_proj
     tiny(PROMPT)

@@ -37,8 +37,6 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
         ("evaluate", ("--data", DATA, "--task", "gsm8k", "--out", LONG)),
         ("sensitivity", ("--out", LONG)),
         ("sensitivity", ("--data", LONG)),
-        ("sensitivity", ("--sensitivities", LONG)),
-        ("sensitivity", ("--write-sensitivities", LONG)),
         ("allocate", ("--manifest", LONG)),
         ("benchmark", ("kernels", "--json", LONG)),
     ],

@@ -56,7 +56,7 @@ class TestDtype:
 class TestResidency:
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
     def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
-        gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL)
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL, kernels="mlx")
         dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
         before = mx.get_active_memory()
         gearbox.shift("low")

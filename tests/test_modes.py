@@ -13,6 +13,7 @@ from conftest import mlx_lm_loop
 from gearbx_mlx import (
     Gearbox,
     GearbxError,
+    Governor,
     Kickdown,
     Lossless,
     Observer,
@@ -20,6 +21,8 @@ from gearbx_mlx import (
     Route,
     Static,
     TelemetryOnly,
+    batch_generate,
+    convert,
     entropy_bits,
     stream_generate,
 )
@@ -49,14 +52,18 @@ class TestRegistry:
     @pytest.mark.parametrize(
         ("flags", "message"),
         [
-            (["--gear", "low"], "--gear is for --mode static; leave it out, or give that mode"),
+            (
+                ["--gear", "low", "--thresholds", "1,2"],
+                "--thresholds is for --mode route or kickdown or telemetry-only; leave it out, or give that mode",
+            ),
+            (["--mode", "route", "--gear", "low"], "--gear is for --mode static; leave it out, or give that mode"),
             (
                 ["--mode", "static", "--thresholds", "1,2"],
                 "--thresholds is for --mode route or kickdown or telemetry-only",
             ),
             (["--mode", "lossless", "--initial-gear", "low"], "--initial-gear is for --mode route or telemetry-only"),
             (["--mode", "kickdown", "--hysteresis", "0.5"], "--hysteresis is for --mode route or telemetry-only"),
-            (["--curve", "x.json"], "--curve is for --mode lossless"),
+            (["--thresholds", "1,2", "--draft-length", "2"], "--draft-length is for --mode lossless"),
             (["--mode", "static", "--gear", "reverse"], "no gear 'reverse' in the ladder 4,8,16"),
             (["--mode", "static", "--gear", ""], "--gear is empty"),
             (["--model", ""], "--model is empty"),
@@ -84,6 +91,94 @@ class First(Mode):
 
     def stream(self, model, tokenizer, prompt, *, gearbox, **kwargs):
         return Static(gearbox.ladder[0].name).stream(model, tokenizer, prompt, gearbox=gearbox, **kwargs)
+
+
+class TestWithoutAMode:
+    @pytest.mark.parametrize(
+        ("flags", "mode", "by"),
+        [
+            ((), "lossless", None),
+            (("--cost", "bytes"), "lossless", None),
+            (("--gears", "16"), "static", None),
+            (("--gear", "low"), "static", "--gear"),
+            (("--draft-model", DEMO_MODEL), "static", "--draft-model"),
+            (("--thresholds", "1,2"), "route", "--thresholds"),
+            (("--hysteresis", "0.5"), "route", "--hysteresis"),
+            (("--target-tps", "1"), "route", "--target-tps"),
+            (("--telemetry-only",), "telemetry-only", None),
+        ],
+        ids=str,
+    )
+    def test_the_command_drafts_or_takes_the_mode_that_a_flag_is_of(self, command, tmp_path, flags, mode, by):
+        done = command("generate", "-m", 3, *flags, "--summary", tmp_path / "s.json")
+        assert done.status == 0, done.err
+        summary = json.loads((tmp_path / "s.json").read_text())
+        assert (summary["mode"], summary.get("mode_chosen_by")) == (mode, by)
+
+    def test_a_program_drafts_where_a_model_can(self, demo, fresh_demo):
+        def mode_of(model, **keywords):
+            responses = stream_generate(model, demo.tokenizer, TALE, 6, **keywords)
+            assert len(list(responses)) == 6
+            return responses.summary()["mode"]
+
+        gearbox = Gearbox(fresh_demo.model)
+        assert mode_of(fresh_demo.model) == "lossless"
+        assert mode_of(fresh_demo.model, draft_model=load()[0]) == "static"
+        assert mode_of(fresh_demo.model, controller=Governor(gearbox, 1)) == "route"
+        assert mode_of(fresh_demo.model, gearbox=Gearbox(fresh_demo.model, "16")) == "static"
+        observed, _ = load()
+        assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
+
+    def test_a_batch_drafts_too(self, fresh_demo):
+        written = batch_generate(fresh_demo.model, fresh_demo.tokenizer, [TALE, "The cat"], max_tokens=12)
+        assert any(response.source == "draft" for trace in written.traces for response in trace)
+
+    def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
+        convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")
+        model, tokenizer = load(tmp_path / "geared")
+        responses = stream_generate(model, tokenizer, TALE, 12)
+        assert any(response.source == "draft" for response in responses)
+        assert responses.summary()["mode"] == "lossless"
+
+
+class TestSummary:
+    @pytest.mark.parametrize("flags", [("--mode", "route"), ("--mode", "lossless")], ids=str)
+    def test_of_a_program_is_the_commands(self, command, demo, tmp_path, flags):
+        """Of the same gears, without what depends on the clock."""
+        prompt = ("--prompt", TALE, "--ignore-chat-template", "-m", 30, "--gears", "4,8,16", "--format", "planes")
+        done = command("generate", *flags, *prompt, "--summary", tmp_path / "s.json")
+        assert done.status == 0, done.err
+        theirs = json.loads((tmp_path / "s.json").read_text())
+        model, tokenizer = load()
+        responses = stream_generate(model, tokenizer, TALE, 30, mode=flags[1])
+        assert responses.summary()["tokens"] == 0
+        text = "".join(response.text for response in responses)
+        ours = responses.summary("demo")
+        assert text in done.out
+        assert ours.keys() == theirs.keys()
+        for name in ("model", "ladder", "tokens", "weight_bytes_per_token_top", "managed_layers", "compute_dtype"):
+            assert ours[name] == theirs[name], name
+        assert ours["tokens_per_second"] > 0
+        if flags[1] == "route":
+            assert all(ours[name] == theirs[name] for name in ("gear_tokens", "shifts", "weight_bytes_per_token"))
+
+    def test_of_a_pair(self, demo):
+        model, _ = load()
+        responses = stream_generate(model, demo.tokenizer, TALE, 9, mode=Pair(model, threshold=2.0))
+        tokens = len(list(responses))
+        summary = responses.summary(beside="the small one")
+        assert (summary["tokens"], summary["model"], summary["small_model"]) == (tokens, "llama", "the small one")
+        assert summary["parameters"]["small"] == summary["parameters"]["large"]
+
+    def test_shifting_and_making_are_two_times(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16")
+        first = gearbox.shift("low")
+        assert gearbox.making_seconds + gearbox.shift_seconds == pytest.approx(first)
+        assert gearbox.making_seconds > gearbox.shift_seconds > 0
+        made = gearbox.making_seconds
+        again = gearbox.shift("high") + gearbox.shift("low")
+        assert gearbox.making_seconds - made < again
+        assert gearbox.shifts == 3
 
 
 class TestStatic:

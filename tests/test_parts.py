@@ -123,7 +123,9 @@ def test_a_gear_of_a_part_is_the_part_of_the_gear(format, number):
     model = divisible("qwen3_moe", dtype=mx.bfloat16)
     other = copy.deepcopy(model)
     divide(model, Ranks(rank(number)))
-    own, whole = (Gearbox(each, LADDERS[format], format=format, group_size=32) for each in (model, other))
+    own, whole = (
+        Gearbox(each, LADDERS[format], format=format, group_size=32, kernels="mlx") for each in (model, other)
+    )
     assert check_gears(own, whole) == 14
     assert model_fingerprint(model) == model_fingerprint(other)
 
@@ -133,7 +135,9 @@ def test_columns_are_cut_between_groups(format):
     model = divisible()
     other = copy.deepcopy(model)
     divide(model, Ranks(rank(1), gather=False))
-    own, whole = (Gearbox(each, LADDERS[format], format=format, group_size=32) for each in (model, other))
+    own, whole = (
+        Gearbox(each, LADDERS[format], format=format, group_size=32, kernels="mlx") for each in (model, other)
+    )
     assert check_gears(own, whole) == 14
     assert sharding_of(model).parts["model.layers.0.mlp.down_proj"].columns == ((64, 128),)
 
@@ -174,9 +178,9 @@ def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_pa
     source, geared = tmp_path / "original", tmp_path / "geared"
     save_model(divisible(dtype=mx.bfloat16), source)
     convert(source, geared, gears=SAVED[format], format=format, q_group_size=32)
-    whole = Gearbox(load(geared)[0])
+    whole = Gearbox(load(geared)[0], kernels="mlx")
     model = load(geared, group=rank(1), shard_sums="gather" if gather else "sum")[0]
-    own = Gearbox(model)
+    own = Gearbox(model, kernels="mlx")
     begun = own.saved.reader.bytes_read  # of the base; a gear that it is may be read once more, when it is engaged
     assert check_gears(own, whole) == 14
     assert own.fingerprint == whole.fingerprint

@@ -108,7 +108,7 @@ def test_it_is_the_low_gear(made, name):
     quantized, _ = gearbx_mlx.load(made / name)
     original, tokenizer = gearbx_mlx.load(made / "original")
     alone, above = run(quantized), run(original)
-    gearbox = gearbx_mlx.Gearbox(original, "4,8,16", low_model=gearbx_mlx.load(made / name)[0])
+    gearbox = gearbx_mlx.Gearbox(original, "4,8,16", low_model=gearbx_mlx.load(made / name)[0], kernels="mlx")
     for gear in ("low", "high", "low", "mid", "high"):
         gearbox.shift(gear)
         assert mx.array_equal(run(original), alone).item() == (gear == "low")

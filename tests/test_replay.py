@@ -104,7 +104,7 @@ class TestReplay:
         def entropy(place: int, q: np.ndarray) -> float:
             return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
 
-        pair = Gearbox(tiny_model(), "2,16", group_size=32)
+        pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
         low, top = pair.ladder
         threshold = float(
             np.median([entropy(0, s.logprobs) for s in replay.driven(pair, WINDOWS[:1], StaticPolicy(low))])

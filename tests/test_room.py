@@ -71,7 +71,7 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(command, room)
     files, planes = read_files(DEMO_MODEL), get_format("planes")
     all_gears, low = (needed_memory(files, bits, planes, 64, resident=True) for bits in ([4, 8, 16], [4, 8]))
     room(low + 1)
-    done = command("generate", "--max-tokens", 1, "--verbose", "False")
+    done = command("generate", "--mode", "route", "--max-tokens", 1, "--verbose", "False")
     assert done.status == 0
     most = f"and this GPU should have at most {low / 1e6:.3g} MB"
     remedies = f"--gears 4,8 ({low / 1e6:.3g} MB) would fit"  # and with --residency disk the original alone would not
@@ -81,7 +81,7 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(command, room)
 @pytest.mark.slow
 def test_one_gear_at_a_time_fits_where_all_do_not(command, room):
     room(needed_memory(read_files(DEMO_MODEL), [16], get_format("planes"), 64, resident=True))
-    done = command("generate", "--max-tokens", 1, "--verbose", "False")
+    done = command("generate", "--mode", "route", "--max-tokens", 1, "--verbose", "False")
     assert "or --residency disk would fit" in done.err
     done = command("generate", "--max-tokens", 1, "--verbose", "False", "--residency", "disk")
     assert "needs about" not in done.err

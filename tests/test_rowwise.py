@@ -226,7 +226,7 @@ class TestGearbox:
     def test_every_architecture_runs_in_every_gear_and_comes_back(self, architecture):
         model = tiny_model(architecture)
         before, logits = weights_of(model), model(PROMPT)
-        gearbox = Gearbox(model, "4,8,16", format="rowwise")
+        gearbox = Gearbox(model, "4,8,16", format="rowwise", kernels="mlx")
         errors = {}
         for name in ("low", "mid", "high"):
             gearbox.shift(name)
@@ -237,8 +237,8 @@ class TestGearbox:
     @pytest.mark.parametrize("residency", ["resident", "host"])
     def test_a_shift_drops_what_was_cached_and_changes_nothing(self, residency):
         model, plain = tiny_model(), tiny_model()
-        gearbox = Gearbox(model, "2,6,16", format=Rowwise(cache=True), residency=residency)
-        other = Gearbox(plain, "2,6,16", format="rowwise")
+        gearbox = Gearbox(model, "2,6,16", format=Rowwise(cache=True), residency=residency, kernels="mlx")
+        other = Gearbox(plain, "2,6,16", format="rowwise", kernels="mlx")
         up = model.model.layers[0].mlp
         for name in ("low", "mid", "low", "high"):
             engaged = up.up_proj

@@ -212,7 +212,7 @@ def test_models_and_health(client):
     assert [model["id"] for model in listed] == ["demo"]
     modes = ["route", "kickdown", "lossless", "static"]
     about = listed[0]["gearbx"]
-    assert (about["modes"], about["gears"], about["mode"]) == (modes, ["low", "mid", "high"], "route")
+    assert (about["modes"], about["gears"], about["mode"]) == (modes, ["low", "mid", "high"], "lossless")
     assert client.get("/v1/models/demo").json()["id"] == "demo"
     assert client.get("/health").json() == {"status": "ok"}
 

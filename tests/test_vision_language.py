@@ -89,7 +89,7 @@ def test_route_and_kickdown_shift_over_an_image(tokenizer):
 
 def test_the_layers_that_read_images_keep_their_precision():
     model = seeing_model()
-    gearbox = Gearbox(TextModel(model), "4,16")
+    gearbox = Gearbox(TextModel(model), "4,16", kernels="mlx")
     before = {path: type(module) for path, module in model.vision_tower.named_modules()}
     gearbox.shift("low")
     assert {path: type(module) for path, module in model.vision_tower.named_modules()} == before

@@ -15,9 +15,10 @@ from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
 from ..cli.prompt import encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears
-from ..cli.tables import RunSpeed, server_table, summary_of, summary_table
+from ..cli.tables import server_table, summary_table
 from ..decoding.route import Route, TelemetryOnly
 from ..decoding.stream import stream_generate
+from ..decoding.summary import RunSpeed, summary_of
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..gears.ladder import Ladder
@@ -81,8 +82,7 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     trace = make_output(out)
     mx.reset_peak_memory()
     found = record_prompts(prompts, observer, tokenizer, mode, trace)
-    peak_memory = mx.get_peak_memory()
-    result = summary_of(model_name(settings.model.model), observer, mode, found.tally, found.speed, peak_memory)
+    result = summary_of(model_name(settings.model.model), observer, mode, found.tally, found.speed)
     result |= {
         "prompts": len({entry["prompt"] for entry in found.records}),
         "thresholds": list(thresholds),

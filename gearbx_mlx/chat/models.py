@@ -78,7 +78,7 @@ class GearedChat:
     def __init__(self, settings: ChatSettings, stack: ExitStack):
         resolved = resolve(settings)
         loaded = Loaded.of(resolved)
-        self._settings, self._saved, self._start = settings, resolved.saved, resolved.mode
+        self._settings, self._saved = settings, resolved.saved
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
         self._geared = loaded.in_gears()
@@ -87,12 +87,13 @@ class GearedChat:
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
+        self._start = resolved.mode.of(self._observes)
         self._choice, self._held = self._start, ""
-        self._check(replace(self._start, mode=self.mode))
+        self._check(self._start)
 
     @property
     def mode(self) -> str:
-        return STATIC if self._held else self._choice.mode or (TELEMETRY_ONLY if self._observes else ROUTE)
+        return STATIC if self._held else self._choice.mode
 
     def new_cache(self) -> list[Any]:
         draft, size = self._keywords["draft_model"], self._settings.cache.max_kv_size
@@ -120,7 +121,7 @@ class GearedChat:
         self._held = name
 
     def change(self, mode: str, words: Sequence[str]) -> None:
-        choice = replace(self._start, mode=mode)
+        choice = replace(self._start, mode=mode, asked=True)
         if words:  # else the flags that the chat was started with
             check_mode(mode, MODES)
             choice, _ = choose_mode(replace(self._settings, **vars(parse_mode(mode, words))), self._saved)
@@ -128,12 +129,11 @@ class GearedChat:
         self._choice, self._held = choice, ""
 
     def _held_choice(self, gear: str) -> ModeChoice:
-        return replace(self._start, mode=STATIC, gear=gear)
+        return replace(self._start, mode=STATIC, asked=True, gear=gear)
 
     def _check(self, choice: ModeChoice) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
         gearbox, ladder = self._geared.gearbox, self._geared.gearbox.ladder
-        assert choice.mode is not None
         if self._observes and choice.mode != TELEMETRY_ONLY:
             raise GearbxError(f"mode '{choice.mode}' needs gears, and no layer of this model changes gear; {OBSERVED}")
         check_mode(choice.mode, self.modes)

@@ -371,16 +371,18 @@ class ModeSettings(Settings):
 
     mode: str | None = flag(
         None,
-        "route: the entropy of past tokens shifts. kickdown: a token in doubt is computed again in a higher gear. "
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
         "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
-        f"{WHOLE} with gears {WHOLE_LADDER}. static: one gear throughout. pair: --model and --small-model take "
-        "turns. Default: pair where there is a --small-model, lossless for "
-        "geared ones of format exact, else route",
+        f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
+        "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
+        "Default: the mode that the other flags are of (--thresholds: route, --gear: static, --small-model: pair), "
+        "else lossless",
         choices=tuple(MODES),
     )
     telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.", rare=True)
-    gear: str | None = flag(None, "For --mode static: name or bits of the gear. Default: the top gear", named=True)
+    gear: str | None = flag(
+        None, "The gear of --mode static, which it implies: name or bits. Default: the top gear", named=True
+    )
     curve: str | None = flag(
         None,
         "For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears are "

@@ -84,8 +84,8 @@ class RoutingSettings(Settings):
 
     thresholds: str | None = flag(
         None,
-        "File from gearbx_mlx.calibrate, whose gate settings are then the defaults, bits such as 1.8,3.5, or auto: "
-        "found on the first prompt.",
+        "Of --mode route, which it implies: a file from gearbx_mlx.calibrate, whose gate settings are then the "
+        "defaults, bits such as 1.8,3.5, or auto: found on the first prompt.",
         metavar="FILE|BITS|auto",
         named=True,
     )

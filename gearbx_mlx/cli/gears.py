@@ -246,7 +246,7 @@ class GearFlags(Settings):
     @property
     def keeps_originals(self) -> bool:
         """Whether format exact is no default: other codes, originals that are read again, MLX's kernels."""
-        return self.other_codes or self.residency == "disk" or self.kernels == "mlx"
+        return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
 
 
 def quality_ladder(format: str, by_quality: bool, default: str = DEFAULT_LADDER) -> Ladder:

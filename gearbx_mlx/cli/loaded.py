@@ -13,23 +13,22 @@ import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
-from mlx_lm.utils import get_total_parameters
 
 from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, fit
-from ..compat.arrays import dtype_name
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
-from ..decoding.pair import Pair, bytes_read
+from ..decoding.pair import bytes_read
 from ..decoding.sampling import sampler_for
+from ..decoding.summary import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing
 from ..formats import get_format, with_cache
-from ..gears.activations import compute_in, model_dtype, stored_dtype
+from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
@@ -43,8 +42,6 @@ from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
-from ..routing.pair import NAMES, parameter_ratio
-from ..telemetry.summary import Tally, summarize
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
@@ -57,7 +54,7 @@ from .flags import (
 from .gate import initial_gear, route_fields, routing_for
 from .resolved import OF_LOSSLESS, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
-from .tables import RunSpeed, kernels_table
+from .tables import kernels_table
 from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
 
 ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
@@ -301,7 +298,7 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     Raises:
         GearbxError: thresholds that do not fit the ladder or the model.
     """
-    kind = mode_class(choice.mode or (TELEMETRY_ONLY if isinstance(gearbox, Observer) else ROUTE))
+    kind = mode_class(choice.of(isinstance(gearbox, Observer)).mode)
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
     given = {name: getattr(choice, name) for name in ("gear", *OF_LOSSLESS)}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -605,8 +602,7 @@ class LoadedPair:
     @property
     def parameters(self) -> tuple[int, int]:
         """Numbers of parameters; quantized ones count as the weights that they stand for."""
-        small, large = (int(get_total_parameters(model)) for model in self.models)
-        return small, large
+        return parameters_of(self.models)
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
@@ -626,38 +622,3 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     for model in (small, large):
         compute_in(model, settings.dtype, is_quantized(model))
     return LoadedPair(small, large, tokenizer, config)
-
-
-def summary_of_pair(
-    names: tuple[str, str | None], pair: LoadedPair, mode: Pair, tally: Tally, speed: RunSpeed, peak_memory: int
-) -> dict[str, Any]:
-    """The summary of one run.
-
-    Args:
-        names: of the small and the large model, as given.
-        mode: with its threshold.
-        peak_memory: bytes.
-    """
-    read, parameters = dict(zip(NAMES, pair.weight_bytes)), dict(zip(NAMES, pair.parameters))
-    bits = {name: 8 * read[name] / parameters[name] for name in NAMES}
-    return summarize(
-        tally,
-        model=model_name(names[1]),
-        small_model=names[0],
-        mode=mode.name,
-        ladder=[{"name": name, "bits": bits[name], "bytes_per_weight": bits[name] / 8} for name in NAMES],
-        bits_per_weight=bits,
-        weight_bytes=read,
-        of_mode=mode.summary(tally),
-        parameters=parameters,
-        parameter_ratio=parameter_ratio(tally.mean(tally.gear_tokens["large"]), pair.parameters),
-        threshold_bits=mode.threshold,
-        window=mode.window,
-        min_gear_duration=mode.min_gear_duration,
-        tokens_per_second=speed.tokens_per_second,
-        prompt_tokens=speed.prompt_tokens,
-        prompt_tokens_per_second=speed.prompt_tokens_per_second,
-        peak_memory_bytes=peak_memory,
-        compute_dtype=dtype_name(model_dtype(pair.large)),
-        storage_dtype=dtype_name(stored_dtype(pair.large)),
-    )

@@ -11,7 +11,7 @@ from ..decoding.caches import check_kv_mode
 from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
-from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name
+from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, split_name
 from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
@@ -23,15 +23,23 @@ from .gate import AUTO, GateSettings, RoutingSettings, check_routing
 from .gears import FloorSettings, GearFlags, LayoutSettings, quality_ladder
 from .settings import flag_of
 
-ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
+ROUTE, KICKDOWN, LOSSLESS, STATIC = "route", "kickdown", "lossless", "static"
+GOVERNING = "target_tps", "watch_machine", "machine", "max_memory"  # flags of what caps gears, which route has
+TOP_ALONE = "draft_model", "kv_gear"  # flags that lossless does not take, and the top gear alone does
 NO_FLAGS, NO_FLOORS, UNGOVERNED = GearFlags(), FloorSettings(), ControllerSettings()
 
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """The mode (None: route, or telemetry-only for a quantized model), and what belongs to it, files followed."""
+    """The mode, and what belongs to it, files followed.
 
-    mode: str | None = None
+    by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether it has to be this mode;
+    else nothing shifts where a model turns out to have no gears.
+    """
+
+    mode: str = LOSSLESS
+    by: str = ""
+    asked: bool = False
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     gear: str | None = None
@@ -39,6 +47,10 @@ class ModeChoice:
     draft_length: int | None = None
     cost: str | None = None
     lookup_tokens: int | None = None
+
+    def of(self, observes: bool) -> "ModeChoice":
+        """The choice for a model. observes: it has no gears."""
+        return replace(self, mode=TELEMETRY_ONLY) if observes and not self.asked else self
 
 
 @dataclass(frozen=True)
@@ -103,7 +115,7 @@ def resolve(settings: GearedSettings) -> Resolved:
     check_governing(settings.controller, mode.mode, settings.cache.draft_model)
     kv_gears = settings.cache.kv_gears
     if kv_gears is not None:
-        check_kv_mode(mode.mode or "", settings.cache.kv_gear)
+        check_kv_mode(mode.mode, settings.cache.kv_gear)
     found = resolve_gears(settings.model, layout, settings.gears, settings.floors, settings.controller)
     check_routing(mode.routing, found.ladder)
     if mode.gear is not None:
@@ -198,7 +210,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
         GearbxError: flags that exclude each other, a flag of another mode, a file that is no drafting file.
     """
     own, routing, layout = settings.mode, settings.routing, settings.layout
-    mode, curve = TELEMETRY_ONLY if own.observes else own.mode, own.curve
+    mode, by, curve = TELEMETRY_ONLY if own.observes else own.mode, "", own.curve
     made = calibrated(routing)
     if isinstance(made, DraftFile):
         if mode not in (None, LOSSLESS):
@@ -208,18 +220,38 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
     elif made is not None and made.mode != ROUTE:
         layout = replace(layout, gears=layout.gears or Ladder(made.gears))
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
-            mode = KICKDOWN
+            mode, by = KICKDOWN, "thresholds"
     of_one_mode = own.gear, curve, own.draft_length, own.cost, own.lookup_tokens
-    choice = ModeChoice(mode, routing, settings.gate, *of_one_mode)
-    if mode is None and saved is not None and drafts_by_default(settings, choice, layout.gears or saved.ladder, saved):
-        choice = replace(choice, mode=LOSSLESS)
-    if layout.gears is None and choice.mode == LOSSLESS:
+    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, *of_one_mode)
+    if mode is None:
+        ladder = layout.gears or (saved.ladder if saved is not None else None)
+        choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
+    if layout.gears is None and choice.mode == LOSSLESS and not settings.floors.wanted:
         file = default_drafting(curve, settings)
         if file is not None:
             stored = file.format if saved is None and not settings.gears.other_codes else None
             layout = replace(layout, gears=Ladder(file.gears), format=layout.format or stored)
     check_flags(choice)
     return choice, layout
+
+
+def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> ModeChoice:
+    """The choice where no mode is named: the one that the flags are of, else lossless, or the top gear alone.
+
+    Args:
+        whole: the original weights are the only gear, which is mlx-lm bit for bit.
+    """
+    flags, controller = given_flags(choice), settings.controller
+    asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
+    governed = [name for name in GOVERNING if getattr(controller, name)]
+    others = flags - settings_of_mode(LOSSLESS)
+    if governed or others:
+        mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
+        return replace(choice, mode=mode, by=min(others or governed, key=(*FLAGS, *GOVERNING).index), asked=asked)
+    alone = [name for name in TOP_ALONE if getattr(settings.cache, name) is not None]
+    if alone or (whole and not flags):
+        return replace(choice, mode=STATIC, by=min(alone, default=""), asked=asked)
+    return replace(choice, asked=asked)
 
 
 def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
@@ -232,21 +264,11 @@ def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
         return routing.source if isinstance(routing.source, ThresholdFile) else None
 
 
-def drafts_by_default(settings: GearedSettings, choice: ModeChoice, ladder: Ladder, saved: Manifest) -> bool:
-    """Whether a geared checkpoint starts in mode lossless: it has one copy of the original weights (format exact).
-
-    Not where one gear alone is asked for, or something that this mode does not have.
-    """
-    whole = bool(get_format(saved.format).ladders)
-    others = settings.controller.wanted or settings.cache.draft_model is not None
-    return whole and len(ladder) > 1 and not others and given_flags(choice) <= settings_of_mode(LOSSLESS)
-
-
 def default_drafting(curve: str | None, settings: GearedSettings) -> DraftFile | None:
     """The drafting file whose gears are the default: the one given, or for the demo model the one that saves most."""
     if curve is not None:
         return read_draft_file(curve)
-    if settings.model.model is not None:
+    if settings.model.model is not None or settings.gears.manifest is not None:
         return None
     format = DEFAULT_FORMAT if settings.gears.keeps_originals else settings.layout.format
     return max((file for file in shipped() if format in (None, file.format)), key=saving, default=None)
@@ -257,11 +279,11 @@ def saving(file: DraftFile) -> float:
     return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_of_original / file.weight_bytes_per_token
 
 
-def check_governing(settings: ControllerSettings, mode: str | None, draft_model: str | None) -> None:
+def check_governing(settings: ControllerSettings, mode: str, draft_model: str | None) -> None:
     """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed."""
     if not settings.wanted:
         return
-    if mode is not None and (reason := mode_class(mode).uncapped):
+    if reason := mode_class(mode).uncapped:
         raise GearbxError(f"--mode {mode} {reason}; leave out --target-tps and --watch-machine, or use --mode route")
     if draft_model is not None:
         raise GearbxError("with --draft-model tokens come several at a time and cannot be timed; leave it out")
@@ -269,7 +291,7 @@ def check_governing(settings: ControllerSettings, mode: str | None, draft_model:
 
 def check_flags(choice: ModeChoice) -> None:
     """Raises GearbxError for a flag that the mode does not have."""
-    has = settings_of_mode(choice.mode or ROUTE)
+    has = settings_of_mode(choice.mode)
     for name in FLAGS:
         if name in given_flags(choice) - has:
             modes = [mode for mode in MODES if name in settings_of_mode(mode) and mode != "pair"]

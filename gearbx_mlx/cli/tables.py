@@ -1,27 +1,18 @@
 """The tables of a run: its summary, and what each layer of the model runs on."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import mlx.nn as nn
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..compat.arrays import dtype_name
-from ..decoding.draft_plans import seconds_of_ways
-from ..decoding.governor import Governor
-from ..decoding.mode import Mode
-from ..decoding.pair import bytes_read
-from ..gears.gearbox import Gearbox, Observer
-from ..gears.streaming import Stream
 from ..kernels.dispatch import STOCK
 from ..kernels.tuner import FAILED, Times
 from ..routing.pair import NAMES
 from ..telemetry.report import UNDECIDED
-from ..telemetry.summary import Tally, kv_rows, kv_summary, summarize
+from ..telemetry.summary import Tally, kv_rows
 from ..telemetry.trace import gear_color
 from .settings import human_bytes
 
@@ -92,89 +83,6 @@ def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
     return any({name in STOCK for name in times} == {True, False} for _, times in used.values())
 
 
-@dataclass
-class RunSpeed:
-    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
-
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def add(self, last: Any) -> None:
-        """Take the last response of a run, or None of one that had none."""
-        if last is not None:
-            self.prompt_tokens += last.prompt_tokens
-            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
-            self.tokens += last.generation_tokens
-            self.seconds += last.generation_tokens / last.generation_tps
-
-    @property
-    def prompt_tokens_per_second(self) -> float:
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Draft:
-    """mlx-lm's draft model, by the name that it was asked for."""
-
-    name: str
-    model: nn.Module
-
-    def summary(self, tally: Tally) -> dict[str, Any]:
-        """Its name, its passes, one for each token that it drafted, and the bytes of weights that they read."""
-        return {"name": self.name, "passes": tally.drafted, "weight_bytes": tally.drafted * bytes_read(self.model)}
-
-
-def summary_of(
-    name: str,
-    gearbox: Gearbox | Observer,
-    mode: Mode,
-    tally: Tally,
-    speed: RunSpeed,
-    peak_memory: int,
-    controller: Governor | None = None,
-    draft: Draft | None = None,
-) -> dict[str, Any]:
-    """The summary of one run; `peak_memory` in bytes. With a controller, gears had fewer bits at times than by name."""
-    further: dict[str, Any] = {} if draft is None else {"draft_model": draft.summary(tally)}
-    if controller is not None:
-        further |= {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
-    stream = getattr(gearbox, "residency", None)
-    if isinstance(stream, Stream):
-        further["streaming"] = stream.summary(tally.tokens)
-    further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
-    reasons: dict[str, int] = {}
-    for reason in gearbox.unmanaged.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
-    return summarize(
-        tally,
-        model=name,
-        mode=mode.name,
-        of_mode=mode.summary(tally),
-        ladder=gearbox.ladder_report(),
-        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
-        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
-        original_bytes=gearbox.original_bytes_per_token(),
-        tokens_per_second=speed.tokens_per_second,
-        prompt_tokens=speed.prompt_tokens,
-        prompt_tokens_per_second=speed.prompt_tokens_per_second,
-        shift_seconds=gearbox.shift_seconds,
-        peak_memory_bytes=peak_memory,
-        active_memory_bytes=gearbox.active_memory,
-        managed_layers=len(gearbox.layers),
-        unmanaged_layers=len(gearbox.unmanaged),
-        unmanaged_reasons=reasons,
-        compute_dtype=dtype_name(gearbox.compute_dtype),
-        storage_dtype=dtype_name(gearbox.storage[""]),
-        **further,
-    )
-
-
 if TYPE_CHECKING:
     from ..gears.cost import LayerPath
     from ..gears.ladder import Ladder
@@ -193,7 +101,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
     controller = summary.get("controller")
     return two_columns(
         [
-            ("model", Text(f"{summary['model']}  ({summary['mode']})")),
+            ("model", Text(f"{summary['model']}  ({mode_line(summary)})")),
             *speed_rows(summary),
             ("gears it would use" if watching else "gears", gear_shares(summary)),
             shifts_row(summary, watching),
@@ -211,6 +119,12 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             *dtype_rows(summary),
         ]
     )
+
+
+def mode_line(summary: dict[str, Any]) -> str:
+    """The mode, and the flag that chose it, where --mode did not."""
+    by = summary.get("mode_chosen_by")
+    return f"{summary['mode']}, as {by} asks" if by else summary["mode"]
 
 
 def draft_model_rows(summary: dict[str, Any]) -> list[Row]:
@@ -278,7 +192,8 @@ def gear_shares(summary: dict[str, Any]) -> Text:
 def shifts_row(summary: dict[str, Any], watching: bool) -> Row:
     if watching:
         return "would shift", f"{summary['shifts']} times"
-    return "shifts", f"{summary['shifts']}, {1000 * summary['shift_seconds']:.1f} ms in all"
+    shifting, making = (f"{1000 * summary[name]:.1f} ms" for name in ("shift_seconds", "making_seconds"))
+    return "shifts", f"{summary['shifts']}, {shifting} in all; gears were made in {making}"
 
 
 def controller_line(summary: dict[str, Any]) -> str:

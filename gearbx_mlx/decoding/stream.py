@@ -1,6 +1,6 @@
 """The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -14,15 +14,17 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
 from ..gears.ladder import check_kv_gears
+from ..gears.saved import saved_gears
 from ..kernels.device import check_device
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from .batches import check_one_process
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
 from .mode import Mode
-from .modes import mode_class
+from .modes import default_mode, mode_class
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler
+from .summary import Responses
 from .texts import check_known, encoded, in_turn, making, turn, vocabulary_of
 
 NO_LOGPROBS = mx.zeros(0)
@@ -43,7 +45,7 @@ def stream_generate(
     kv_gears: str | Sequence[int] | None = None,
     kv_gear: int | None = None,
     **kwargs: Any,
-) -> Iterator[GearResponse]:
+) -> Responses:
     """Generate text while the gearbox changes the precision of the weights.
 
     Several texts may be begun with one gearbox, in several threads as well: they take turns, and each keeps its gears.
@@ -51,36 +53,37 @@ def stream_generate(
     Args:
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
-            TelemetryOnly, or its name for the default settings. Without one Route, or TelemetryOnly for a checkpoint
-            that is quantized already.
+            TelemetryOnly, or its name for the default settings. Without one Lossless; TelemetryOnly for an
+            Observer, Static for a ladder of 16 alone and with a draft_model, Route with a controller.
         gearbox: without one, the model's, else a new one with the default ladder; for a quantized model, an Observer.
         controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md), which a `prompt_cache` gets in place.
         kv_gear: bits of the one that all passes read; without it, it follows the gear of the weights.
 
-    Yields:
-        GearResponse for each token.
+    Returns:
+        Responses, which yields a GearResponse for each token; its `summary()` is the run so far.
 
     Raises:
         GearbxError: arguments that do not fit together; unknown tokens; a gearbox of another device.
     """
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
-    chosen = choose_mode(model, gearbox, mode)
+    drafted = kwargs.get("draft_model") is not None
+    chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
     with making:
         box = chosen.gearbox_for(model, gearbox)
     check_tokens(prompt, box)
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
     check_kv_bits((model, getattr(chosen, "small_model", None), kwargs.get("draft_model")), kwargs)
     if controller is not None:
-        chosen.check_controller(controller, box, kwargs.get("draft_model") is not None)
+        chosen.check_controller(controller, box, drafted)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
-        return chosen.stream(model, tokenizer, prompt, **keywords)
+        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None)
     check_device(box.device)
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return in_turn(responses, box)
+    return Responses(in_turn(responses, box), model, chosen, box, controller, kwargs.get("draft_model"))
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
@@ -106,8 +109,18 @@ def print_figures(last: GearResponse | None) -> None:
     print(f"Peak memory: {last.peak_memory:.3f} GB")
 
 
-def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode | str | None) -> Mode:
-    """The mode that is named; without a name telemetry-only for what cannot shift, else route.
+def choose_mode(
+    model: nn.Module,
+    gearbox: Gearbox | Observer | None,
+    mode: Mode | str | None,
+    governed: bool = False,
+    draft_model: bool = False,
+) -> Mode:
+    """The mode that is named; without a name what `default_mode` says.
+
+    Args:
+        governed: a controller caps the gears.
+        draft_model: mlx-lm's draft model drafts.
 
     Raises:
         GearbxError: a mode that does not exist.
@@ -115,9 +128,10 @@ def choose_mode(model: nn.Module, gearbox: Gearbox | Observer | None, mode: Mode
     if isinstance(mode, Mode):
         return mode
     if mode is None:
-        observed = isinstance(gearbox, Observer)
-        quantized = gearbox is None and without_gears(model) and attached(model) is None
-        mode = "telemetry-only" if observed or quantized else "route"
+        box, saved = gearbox or attached(model), saved_gears(model)
+        observed = isinstance(box, Observer) or (box is None and without_gears(model))
+        ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
+        mode = default_mode(observed, governed, draft_model or (ladder is not None and ladder[0].dense))
     return mode_class(mode)()
 
 

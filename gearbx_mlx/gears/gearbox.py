@@ -199,7 +199,7 @@ class Gearbox(GearCosts):
         self._caps: dict[str, int] = {}
         self._token_bytes: dict[tuple[Gear, int], int] = {}
         self._caches: dict[Gear, list[nn.Module]] = {}  # what has reconstructions to forget when its gear is left
-        self.shifts, self.shift_seconds = 0, 0.0
+        self.shifts, self.shift_seconds, self.making_seconds = 0, 0.0, 0.0
         first = self.ladder.top if self.saved is None else self.ladder[0]
         as_loaded = first.dense and self._modules.has_originals and not self._tables.get(DENSE)
         self.gear = first if as_loaded else Gear(len(self.ladder), "original", DENSE)
@@ -207,7 +207,7 @@ class Gearbox(GearCosts):
         self._trees, self.active_memory = {self.gear: tree_of(now, self._places)}, dict[str, int]()
         if self.gear != first:
             self.shift(first)
-            self.shifts, self.shift_seconds = 0, 0.0
+            self.shifts, self.shift_seconds = 0, 0.0  # to be read from files at first is to be made
             if self.saved is not None:  # what no gear changes: another thread could not read it
                 self.saved.read(self.model.parameters())
         else:
@@ -273,14 +273,14 @@ class Gearbox(GearCosts):
         check_attached(self)
         if gear == self.gear:
             return 0.0
-        start = time.perf_counter()
+        start, made = time.perf_counter(), self.making_seconds
         before = self.gear
         self._engage(gear)
         for module in self._caches.get(before, ()):
             module.forget()
         seconds = time.perf_counter() - start
         self.shifts += 1
-        self.shift_seconds += seconds
+        self.shift_seconds += seconds - (self.making_seconds - made)
         self.active_memory[gear.name] = mx.get_active_memory()
         return seconds
 
@@ -291,10 +291,12 @@ class Gearbox(GearCosts):
     def _complete(self, gear: Gear) -> None:
         """See to it that all modules of a gear are made, evaluated and in memory."""
         if gear not in self._trees:
+            start = time.perf_counter()
             modules = self._modules.complete(self._bits_in(gear))
             further = self._further.get(gear == self.ladder[0], {})
             self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
+            self.making_seconds += time.perf_counter() - start
         if not self._modules.keeps_all:
             self._modules.enter(self._bits_in(gear))
 
@@ -372,7 +374,7 @@ class Observer:
         self._token_bytes = token_bytes(model, {}, self.storage, tied_head(model))
         self.gear = self.ladder.top
         self.shifts = 0
-        self.shift_seconds = 0.0
+        self.shift_seconds = self.making_seconds = 0.0
         self.active_memory = {"as loaded": mx.get_active_memory()}
 
     def prepare(self, gear: Gear) -> None:

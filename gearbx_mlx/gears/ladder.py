@@ -110,7 +110,7 @@ class Ladder(Sequence[Gear]):
 
 DEFAULT_LADDER = "4,8,16"
 WHOLE, WHOLE_LADDER = "exact", "4,16"  # format and gears of bfloat16 weights in mode lossless
-DEFAULT_KERNELS = "mlx"
+DEFAULT_KERNELS = "auto"
 DEFAULT_ACTIVATIONS = "int16"
 DEFAULT_GROUP_SIZE = 64
 GROUP_SIZES = (32, 64, 128)

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,26 +25,27 @@ from ..cli.loaded import (
     load_pair,
     room_for,
     show_kernels,
-    summary_of_pair,
 )
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.resolved import resolve
 from ..cli.settings import flag_of
-from ..cli.tables import Draft, RunSpeed, layers_table, pair_table, summary_of, summary_table
+from ..cli.tables import layers_table, pair_table, summary_table
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
 from ..decoding.stream import stream_generate
+from ..decoding.summary import Responses
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..loading import model_name
 from ..machine.energy import Energy, counted
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
 from ..routing.pair import NAMES
-from ..telemetry.summary import Tally, as_json
+from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record
 from . import GenerateSettings
 
@@ -60,28 +61,10 @@ def run_pair(
     mode = Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=settings.routing.initial_gear)
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    written = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
-    names = small_model, settings.model.model
-    result = summary_of_pair(names, pair, mode, written.tally, written.speed, mx.get_peak_memory())
-    result |= written.energy_fields()
+    status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
+    result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
-    return written.status
-
-
-@dataclass(frozen=True)
-class WrittenRun:
-    """Exit status, what adds up over the tokens, mlx-lm's figures, and the machine's energy."""
-
-    status: int
-    tally: Tally
-    speed: RunSpeed
-    energy: Energy
-
-    def energy_fields(self) -> dict[str, Any]:
-        """Fields of the summary: joules per token, and of what; none where the machine does not say."""
-        if self.energy.joules is None:
-            return {}
-        return {"energy_joules_per_token": self.tally.mean(self.energy.joules), "energy_of": self.energy.name}
+    return status
 
 
 def write_out(
@@ -90,33 +73,36 @@ def write_out(
     fields: Sequence[str],
     output: OutputSettings,
     trace: Path | None,
-) -> WrittenRun:
-    """Write text and trace as they come; Ctrl-C ends both whole.
+) -> tuple[int, Energy]:
+    """Write text and trace as they come; Ctrl-C ends both whole. The exit status, and what the machine used.
 
     Args:
         gears: names, lowest first.
         fields: of a response, that the mode adds to the trace.
     """
-    tally, speed, text, last = Tally.of(gears), RunSpeed(), "", None
-    energy = Energy()
+    text, energy = "", Energy()
     out = terminal.TintedText(gears, output.color if output.verbose else "never")
     status = 0
     mx.reset_peak_memory()
     try:
         with TraceWriter(trace) as writer, counted() as energy:
-            for response in responses:
-                writer.write(record(tally.tokens, response, fields=fields))
-                tally.add(response)
-                last = response
+            for number, response in enumerate(responses):
+                writer.write(record(number, response, fields=fields))
                 text += response.text
                 if output.verbose:
                     out.write(response.text, response.gear)
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
-    speed.add(last)
     with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
         print(text if not output.verbose else "", flush=True)
-    return WrittenRun(status, tally, speed, energy)
+    return status, energy
+
+
+def energy_fields(energy: Energy, responses: Responses) -> dict[str, Any]:
+    """Fields of the summary: joules per token, and of what; none where the machine does not say."""
+    if energy.joules is None:
+        return {}
+    return {"energy_joules_per_token": responses.tally.mean(energy.joules), "energy_of": energy.name}
 
 
 def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:
@@ -270,15 +256,14 @@ def run(settings: GenerateSettings) -> int:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         names = [gear.name for gear in gearbox.ladder]
-        written = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
-    draft_path, draft_model = settings.cache.draft_model, keywords["draft_model"]
-    draft = Draft(draft_path, draft_model) if draft_path is not None else None
-    counted = written.tally, written.speed, mx.get_peak_memory()
-    result = summary_of(loaded.name, gearbox, mode, *counted, controller, draft) | written.energy_fields()
+        status, energy = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
+    result = responses.summary(loaded.name, settings.cache.draft_model) | energy_fields(energy, responses)
+    if resolved.mode.by:
+        result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
-    return written.status
+    return status
 
 
 def to_read(

@@ -70,8 +70,7 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
         return GOVERNED
     if has_draft_model:
         return ("route", "static")
-    alone = len(geared.gearbox.ladder) == 1
-    return tuple(mode for mode in SHIFTING if not (alone and mode == "lossless"))
+    return SHIFTING
 
 
 def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options: Options, prompt: str) -> Mode:
@@ -81,12 +80,12 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
         GearbxError: a mode or a gear that the server was not started for, options of another mode.
     """
     choice = geared.loaded.resolved.mode
-    wanted = options.mode or ("static" if options.gear is not None else None)
+    wanted = options.mode or mode_of_options(options, mode_class(default_mode))
     if wanted is not None and wanted not in modes:
         raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
     if wanted is not None:
-        choice = replace(choice, mode=wanted)
-    kind = mode_class(choice.mode or default_mode)
+        choice = replace(choice, mode=wanted, asked=True)
+    kind = mode_class(wanted or default_mode)
     if options.gear is not None:
         refuse_unless(kind.name == "static", "gear", kind.name)
         choice = replace(choice, gear=geared.gearbox.ladder.find(options.gear).name)
@@ -99,6 +98,15 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
         refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
         mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]
     return mode
+
+
+def mode_of_options(options: Options, default: type[Mode]) -> str | None:
+    """The mode that a request's other options are of, where it names none; None: the server's own."""
+    if options.gear is not None:
+        return "static"
+    if options.thresholds is not None and not hasattr(default, "thresholds"):
+        return "route"
+    return "lossless" if options.draft is not None and default is not Lossless else None
 
 
 def refuse_unless(fits: bool, field: str, mode: str) -> None:
