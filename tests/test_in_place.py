@@ -122,7 +122,7 @@ def test_a_layer_of_few_bits_is_the_same_in_every_gear():
 
     model = quantized(8, 64, predicate=choose)
     stock = model(PROMPT)
-    gearbox = Gearbox(model)
+    gearbox = Gearbox(model, kernels="mlx")
     assert mx.array_equal(model(PROMPT), stock)
     bits = {layer.path.split(".")[-1]: layer.bits for layer in gearbox.layer_paths()}
     assert (bits["v_proj"], bits["q_proj"], bits["gate_proj"]) == ((4, 4), (4, 8), (16, 16))
@@ -166,7 +166,7 @@ def test_other_codes_stay_mlx_lms(mode):
     sizes = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
     model = quantize_model(model, {}, *sizes[mode], mode=mode)[0]
     stock = model(PROMPT)
-    gearbox = Gearbox(model)
+    gearbox = Gearbox(model, kernels="mlx")
     assert str(gearbox.ladder) == str(sizes[mode][1])
     assert mx.array_equal(model(PROMPT), stock)
 
