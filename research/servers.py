@@ -1,4 +1,4 @@
-"""Servers: what the proxy adds, what listed log-probabilities decide, and the tables of `benchmark server`."""
+"""Servers: what the proxy adds, and the table of `benchmark server`."""
 
 import contextlib
 import json
@@ -17,23 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import mlx.core as mx
-import mlx_lm
-import numpy as np
 from pages import table
 from rich.progress import track
 
-from gearbx_mlx.cli.gate import GateValues
-from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.decoding.route import TelemetryOnly
-from gearbx_mlx.decoding.stream import stream_generate
-from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.gears.gearbox import Observer
-from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.bounds import BoundedRouting, entropy_bounds, rounding_of
-from gearbx_mlx.routing.gates import Monitor, ThresholdGate, default_thresholds
-
-from .studies import HELD_OUT, Found, read_report, spread, study, table_here
+from .studies import Found, read_report, spread, study, table_here
 
 WORDS = 40
 PAUSE = 0.002  # seconds between two words of the server that answers at once
@@ -182,67 +169,6 @@ def row_of(kind: Kind, found: Sequence[tuple[float, ...]]) -> list[str]:
     return [kind.name, form, directly, through, added, between]
 
 
-LISTED = (5, 11, 20)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A token: its entropy in bits, the gear of mode route, and its largest log-probabilities by type."""
-
-    entropy: float
-    gear: int
-    largest: dict[str, list[float]]
-
-
-def texts(model: Any, tokenizer: Any, prompts: Sequence[str], max_tokens: int) -> Iterator[list[Seen]]:
-    """The tokens after each prompt."""
-    observer = Observer(model)
-    for prompt in prompts:
-        responses = stream_generate(
-            model, tokenizer, prompt, max_tokens, mode=TelemetryOnly(initial_gear="low"), gearbox=observer
-        )
-        yield [
-            Seen(response.entropy, observer.ladder.find(response.gear).index, largest(response.logprobs))
-            for response in responses
-        ]
-
-
-def largest(logprobs: mx.array) -> dict[str, list[float]]:
-    """The largest log-probabilities, as they are, and as a server in float32 has them."""
-    exact = logprobs.astype(mx.float32)
-    lists = {"bfloat16": logprobs.astype(mx.bfloat16), "float32": exact - mx.logsumexp(exact)}
-    return {
-        name: np.sort(-np.array(values.astype(mx.float32)))[: max(LISTED)].tolist() for name, values in lists.items()
-    }
-
-
-def row(found: Sequence[Sequence[Seen]], size: int, kind: str, listed: int) -> list[object]:
-    """A row of the table."""
-    widths, outside, agreed, agreed_wrong, decided, wrong = [], 0, 0, 0, 0, 0
-    gate = GateValues()
-    thresholds = default_thresholds(3, size)
-    for tokens in found:
-        routing = BoundedRouting(
-            lambda: Monitor(size, gate.window),
-            lambda: ThresholdGate(thresholds, gate.hysteresis, gate.min_gear_duration),
-            0,
-        )
-        for token in tokens:
-            logprobs = [-value for value in token.largest[kind][:listed]]
-            low, high = entropy_bounds(logprobs, size, rounding_of(logprobs))
-            seen = routing.update((low, high))
-            widths.append(high - low)
-            outside += not low <= token.entropy <= high
-            agrees, certain = len(set(seen.gears)) == 1, len(seen.possible) == 1
-            agreed += agrees
-            agreed_wrong += agrees and seen.gears[0] != token.gear
-            decided += certain
-            wrong += certain and token.gear not in seen.possible
-    total = len(widths)
-    figures = (listed, kind, f"{statistics.median(widths):.2f}", outside, f"{agreed / total:.0%}", agreed_wrong)
-    return [*figures, f"{decided / total:.0%}", wrong]
-
-
 SERVER_HEAD = ["part", "kernels", "measure", "value", "spread", "aim", "count"]
 
 
@@ -282,21 +208,6 @@ def proxy_time(trials: int = 200, server: str | None = None, model: str | None =
         rows = measure(direct, trials, model)
     head = ["who decides", "answer", "directly", "through the proxy", "added (quartiles)"]
     return Found({"proxy": table_here([*head, "between events, directly / through the proxy"], rows)})
-
-
-@study(minutes=1)
-def bounds(num_prompts: int = 20, max_tokens: int = 80) -> Found:
-    """How close the bounds are that k log-probabilities give, and how many gears they decide (docs/servers.md).
-
-    The demo model writes; of each token's log-probabilities only the largest k are looked at, in the model's type as of
-    mlx_lm.server, or in float32 as of llama.cpp.
-    """
-    model, tokenizer = mlx_lm.load(str(DEMO_MODEL))[:2]
-    found = list(texts(model, tokenizer, read_prompts(HELD_OUT)[:num_prompts], max_tokens))
-    print(f"{sum(map(len, found))} tokens")
-    rows = [row(found, vocabulary(model), kind, listed) for kind in ("bfloat16", "float32") for listed in LISTED]
-    head = ["k", "type", "median width, bits", "outside", "bounds agree", "of them wrong", "decided", "of them wrong"]
-    return Found({"bounds": table(head, rows)})
 
 
 @study("docs/performance.md")
