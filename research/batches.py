@@ -25,7 +25,7 @@ from gearbx_mlx.evaluation.replay import next_logprobs
 from gearbx_mlx.routing.gates import Monitor, OneGear, ThresholdGate, policy_named
 
 from .lossless import encode, widened
-from .studies import HELD_OUT, Found, read_report, run_python, spread, study, table_here
+from .studies import HELD_OUT, Found, spread, study, table_here
 
 GEARS = "4,16"
 SIZES = (1, 2, 4, 8)
@@ -253,24 +253,3 @@ def batch_lossless(
             lines.append([stored, size, spread(row["clock"]), spread(row["cpu"]), *cells])
             print(*lines[-1], flush=True)
     return Found({"lossless": table_here(SPEED_HEAD, lines)}, rows)
-
-
-@study("docs/batches.md", minutes=5)
-def batch_speed(rows: Path, keep: bool = False) -> Found:
-    """Our batches beside mlx-lm's, in one gear, by `python -m research.decoding_costs batch`.
-
-    Args:
-        rows: Its JSON file.
-        keep: Take the file that is there.
-    """
-    if not keep:
-        run_python("-m", "research.decoding_costs", "batch", "--batch-size", "1,4,8", "--json", rows.resolve())
-    lines = [
-        [
-            *(row["batch_size"], row["bits"], f"{row['tokens_per_second']:.0f}"),
-            *(f"{row['tokens_per_second_of_mlx_lm']:.0f}", f"{row['ratio']:.2f}"),
-            "-".join(f"{value:.2f}" for value in row["spread"]),
-        ]
-        for row in read_report(rows)["rows"]
-    ]
-    return Found({"beside": table_here(["texts", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"], lines)})

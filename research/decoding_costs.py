@@ -1,35 +1,29 @@
 """What writing tokens costs besides the passes: routing, shifts of a mixture, and batches beside mlx-lm's.
 
-    python -m research.decoding_costs routing --shape 1024x24
-    python -m research.decoding_costs mixture --shape 1024x24
-    python -m research.decoding_costs batch --batch-size 1,4,8 --json batch.json
-
 routing: what entropy, monitor, gate and record add to a token. mixture: tokens in all gears beside tokens in the top
 gear, measured, and as GEARBX 9 predicts it: T = S t_shift + sum of n_g t_g, the speedup is N t_top / T; times are those
-of the gears by themselves, in the same run. batch: texts that share passes, in one gear, by our batch generator beside
-mlx-lm's own over the same model with the same kernels.
+of the gears by themselves, in the same run. batch-speed: texts that share passes, in one gear, by our batch generator
+beside mlx-lm's own over the same model with the same kernels.
 """
 
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import batch_generate as mlx_batch_generate
 from mlx_lm.models.cache import make_prompt_cache
+from rich.progress import track
 
-from gearbx_mlx.benchmark import MOST, ModelBenchmark, parse_counts, parsed, with_kinds
-from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of, trials
-from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, measured_rows, spread_of, timed
-from gearbx_mlx.cli.settings import FlagParser, flag, parse_shares
-from gearbx_mlx.cli.start import start
-from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.benchmark import ModelBenchmark
+from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of
+from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, cell, spread_of, timed
+from gearbx_mlx.cli.settings import parse_shares
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
 from gearbx_mlx.errors import GearbxError
@@ -39,6 +33,17 @@ from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import load
 from gearbx_mlx.routing.gates import ThresholdGate
+
+from .studies import Found, study, table_here
+
+
+def engaged(model: str | None, shape: str, gears: str | None) -> Gearbox:
+    """A gearbox of the model, or of a random Llama."""
+    return gearbox_of(ModelBenchmark(model=model, shape=shape, gears=None if gears is None else Ladder.parse(gears)))
+
+
+def as_table(columns: Sequence[str], rows: Rows) -> str:
+    return table_here(columns, [[cell(row[name]) for name in columns] for row in rows])
 
 
 def in_turn(first: Callable[[], float], second: Callable[[], float], count: int) -> tuple[list[float], list[float]]:
@@ -77,13 +82,6 @@ def ratio_row(gear: Gear, ratios: Sequence[float], figures: dict[str, Any], read
 ROUTING_COLUMNS = ("gear", "bits", "seconds", "seconds_of_mlx_lm", "ratio", "spread")
 
 
-@dataclass(frozen=True)
-class RoutingBenchmark(ModelBenchmark):
-    """What routing adds to a token."""
-
-    what: ClassVar[str] = "routing"
-
-
 class Stay(ThresholdGate):
     """Does all the work of a gate, and stays in the gear."""
 
@@ -94,32 +92,37 @@ class Stay(ThresholdGate):
         return gear
 
 
-def benchmark_routing(settings: RoutingBenchmark) -> Rows:
-    """A row for each gear: seconds of a token that is routed, beside one of mlx-lm's own loop.
+@study(minutes=3)
+def routing(
+    model: str | None = None, shape: str = "1024x8", gears: str | None = None, tokens: int = 16, trials: int = 5
+) -> Found:
+    """What routing adds to a token, in each gear, beside one of mlx-lm's own loop (docs/performance.md).
 
-    Raises:
-        GearbxError: a model that cannot be loaded, or more than memory allows.
+    Args:
+        model: If not given, a random Llama.
+        shape: Of the random Llama: WIDTHxLAYERS.
     """
-    gearbox, read_bandwidth, tokenizer = gearbox_of(settings), bandwidth_meter(), load()[1]
-    model, tokens, rows = gearbox.model, settings.tokens, []
+    gearbox, read_bandwidth, tokenizer = engaged(model, shape, gears), bandwidth_meter(), load()[1]
+    rows = []
 
     def plain() -> float:
-        return seconds_per_token(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=tokens + 1), tokens)
+        return seconds_per_token(
+            mlx_lm.stream_generate(gearbox.model, tokenizer, PROMPT, max_tokens=tokens + 1), tokens
+        )
 
     def routed() -> float:
         gate = Stay(tuple(map(float, range(1, len(gearbox.ladder)))))
         mode = Route(gate=gate, initial_gear=gearbox.gear.name)
         return seconds_per_token(
-            stream_generate(model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox), tokens
+            stream_generate(gearbox.model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox), tokens
         )
 
-    with progress_bar() as progress:
-        for gear in progress.track(gearbox.ladder, description="gears"):
-            gearbox.shift(gear)
-            theirs, ours = in_turn(plain, routed, settings.trials)
-            figures = {"seconds": statistics.median(ours), "seconds_of_mlx_lm": statistics.median(theirs)}
-            rows.append(ratio_row(gear, [mine / other for mine, other in zip(ours, theirs)], figures, read_bandwidth))
-    return rows
+    for gear in track(gearbox.ladder, "gears"):
+        gearbox.shift(gear)
+        theirs, ours = in_turn(plain, routed, trials)
+        figures = {"seconds": statistics.median(ours), "seconds_of_mlx_lm": statistics.median(theirs)}
+        rows.append(ratio_row(gear, [mine / other for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+    return Found({"routing": as_table(ROUTING_COLUMNS, rows)}, rows)
 
 
 def seconds_per_token(steps: Iterator, tokens: int) -> float:
@@ -136,41 +139,34 @@ MIXTURE_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class MixtureBenchmark(ModelBenchmark):
-    """Tokens in all gears beside the top gear alone, as measured and as GEARBX 9 predicts."""
+@study(minutes=3)
+def mixture(
+    model: str | None = None,
+    shape: str = "1024x8",
+    gears: str | None = None,
+    tokens: int = 120,
+    shares: str = "0.55,0.25,0.2",
+    run: int = 10,
+    trials: int = 5,
+) -> Found:
+    """Tokens in all gears beside the top gear alone, as measured and as GEARBX 9 predicts.
 
-    what: ClassVar[str] = "mixture"
-
-    tokens: int = flag(120, "Tokens in a trial.", least=1, most=MOST)
-    shares: str = flag("0.55,0.25,0.2", "Of the tokens in each gear, lowest gear first.")
-    run: int = flag(10, "Tokens in a gear between two shifts, about.", least=1, most=MOST)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.shares_of()
-
-    def shares_of(self) -> list[float]:
-        """Raises GearbxError for what are no parts of 1."""
-        return parse_shares(self.shares)
-
-
-def benchmark_mixture(settings: MixtureBenchmark) -> Rows:
-    """One row.
-
-    Raises:
-        GearbxError: another number of shares than of gears, a model that cannot be loaded, or more than memory allows.
+    Args:
+        model: If not given, a random Llama.
+        shape: Of the random Llama: WIDTHxLAYERS.
+        shares: Of the tokens in each gear, lowest gear first.
+        run: Tokens in a gear between two shifts, about.
     """
-    gearbox, read_bandwidth = gearbox_of(settings), bandwidth_meter()
-    plan = plan_of(gearbox.ladder, settings.shares_of(), settings.tokens, settings.run)
+    gearbox, read_bandwidth = engaged(model, shape, gears), bandwidth_meter()
+    plan = plan_of(gearbox.ladder, parse_shares(shares), tokens, run)
     plans = {gear.name: [gear] * len(plan) for gear in gearbox.ladder} | {MIXED: plan}
     measured = []
-    for trial in trials(settings.trials):
-        found = {name: seconds_of(gearbox, gears) for name, gears in plans.items()}
-        if trial:
-            measured.append(found)
+    for _ in track(range(trials + 1), "trials"):
+        measured.append({name: seconds_of(gearbox, each) for name, each in plans.items()})
+    del measured[0]  # a warm-up
     shared = {"read_bandwidth_gigabytes_per_second": read_bandwidth()} | read_bandwidth.row
-    return [mixture_row(gearbox, plan, measured) | shared]
+    rows = [mixture_row(gearbox, plan, measured) | shared]
+    return Found({"mixture": as_table(MIXTURE_COLUMNS, rows)}, rows)
 
 
 def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> list[Gear]:
@@ -235,56 +231,53 @@ def mixture_row(
 
 # Batches
 
-PROMPT_TOKENS, MOST_TEXTS = 16, 256
-BATCH_COLUMNS = (
-    *("gear", "bits", "batch_size", "tokens_per_second", "tokens_per_second_of_mlx_lm", "ratio", "spread"),
-)
+PROMPT_TOKENS = 16
 
 
-@dataclass(frozen=True)
-class BatchBenchmark(ModelBenchmark):
-    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model."""
+@study("docs/batches.md", minutes=5)
+def batch_speed(
+    model: str | None = None,
+    shape: str = "1024x8",
+    gears: str | None = None,
+    tokens: int = 16,
+    batch_size: list[int] = [1, 4, 8],  # noqa: B006
+    trials: int = 5,
+) -> Found:
+    """Texts that share passes, in one gear, beside mlx-lm's own batches of the same model.
 
-    what: ClassVar[str] = "batch"
-
-    batch_size: str = flag("1,4,8", "Numbers of texts, with commas between.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _ = self.sizes
-
-    @property
-    def sizes(self) -> list[int]:
-        return parse_counts("batch-size", self.batch_size, MOST_TEXTS)
-
-
-def benchmark_batch(settings: BatchBenchmark) -> Rows:
-    """A row for each gear and number of texts: tokens per second of ours, beside mlx-lm's.
-
-    Raises:
-        GearbxError: a model that cannot be loaded, or more than memory allows.
+    Args:
+        model: If not given, a random Llama.
+        shape: Of the random Llama: WIDTHxLAYERS.
+        batch_size: Numbers of texts.
     """
-    gearbox, read_bandwidth = gearbox_of(settings), bandwidth_meter()
-    never_ends = EndlessTokenizer(load(settings.model)[1])
-    cases = [(gear, size) for gear in gearbox.ladder for size in settings.sizes]
+    gearbox, read_bandwidth = engaged(model, shape, gears), bandwidth_meter()
+    never_ends = EndlessTokenizer(load(model)[1])
+    cases = [(gear, size) for gear in gearbox.ladder for size in batch_size]
     rows = []
-    with progress_bar() as progress:
-        for gear, size in progress.track(cases, description="batches"):
-            ours, theirs = time_batches(gearbox, never_ends, gear, size, settings)
-            figures = {
-                "batch_size": size,
-                "tokens_per_second": size / statistics.median(ours),
-                "tokens_per_second_of_mlx_lm": size / statistics.median(theirs),
-            }
-            rows.append(ratio_row(gear, [other / mine for mine, other in zip(ours, theirs)], figures, read_bandwidth))
-    return rows
+    for gear, size in track(cases, "batches"):
+        ours, theirs = time_batches(gearbox, never_ends, gear, size, tokens, trials)
+        figures = {
+            "batch_size": size,
+            "tokens_per_second": size / statistics.median(ours),
+            "tokens_per_second_of_mlx_lm": size / statistics.median(theirs),
+        }
+        rows.append(ratio_row(gear, [other / mine for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+    lines = [
+        [
+            *(row["batch_size"], row["bits"], f"{row['tokens_per_second']:.0f}"),
+            *(f"{row['tokens_per_second_of_mlx_lm']:.0f}", f"{row['ratio']:.2f}", cell(row["spread"])),
+        ]
+        for row in rows
+    ]
+    head = ["texts", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"]
+    return Found({"beside": table_here(head, lines)}, rows)
 
 
 def time_batches(
-    gearbox: Gearbox, never_ends: "EndlessTokenizer", gear: Gear, size: int, settings: BatchBenchmark
+    gearbox: Gearbox, never_ends: "EndlessTokenizer", gear: Gear, size: int, tokens: int, trials: int
 ) -> tuple[list[float], list[float]]:
     """Seconds per step of a batch by ours and by mlx-lm's, trial by trial, in turn."""
-    model, tokens = gearbox.model, settings.tokens
+    model = gearbox.model
     prompts = random_prompts(model, size)
 
     def ours() -> Any:
@@ -294,7 +287,7 @@ def time_batches(
         gearbox.shift(gear)
         return mlx_batch_generate(model, never_ends, prompts, max_tokens=tokens)
 
-    return in_turn(lambda: timed(ours) / tokens, lambda: timed(theirs) / tokens, settings.trials)
+    return in_turn(lambda: timed(ours) / tokens, lambda: timed(theirs) / tokens, trials)
 
 
 def random_prompts(model: nn.Module, size: int) -> list[list[int]]:
@@ -313,34 +306,3 @@ class EndlessTokenizer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
-
-
-KINDS = {"routing": RoutingBenchmark, "mixture": MixtureBenchmark, "batch": BatchBenchmark}
-MEASURES: dict[str, tuple[tuple[str, ...], Callable[[Any], Rows]]] = {
-    "routing": (ROUTING_COLUMNS, benchmark_routing),
-    "mixture": (MIXTURE_COLUMNS, benchmark_mixture),
-    "batch": (BATCH_COLUMNS, benchmark_batch),
-}
-
-
-def run(settings: ModelBenchmark) -> int:
-    measured_rows(settings, *MEASURES[settings.what])
-    return 0
-
-
-def main() -> None:
-    start("decoding_costs", parse, lambda settings: run)
-
-
-def parse() -> Any:
-    return parsed(setup_arg_parser(), KINDS)
-
-
-def setup_arg_parser() -> FlagParser:
-    return with_kinds(
-        FlagParser(prog="python -m research.decoding_costs", description="What tokens cost besides the passes."), KINDS
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Products on a CPU: dense weights, rounded activations, choosing kernels, and threads."""
+"""Products on a CPU: dense weights, rounded activations, and choosing kernels."""
 
 import json
 import tempfile
@@ -23,7 +23,7 @@ from gearbx_mlx.kernels import ACTIVATIONS, cpu, tuner
 from gearbx_mlx.kernels.products import stack_product
 from gearbx_mlx.kernels.tuner import Tuner
 
-from .studies import Found, native_kernels, read_report, run_python, study, table_here
+from .studies import Found, native_kernels, study
 
 ROWS, WIDTHS, BYTES = 1024, (1024, 4096), 160 << 20
 VECTORS = (1, 2, 4, 8, 12, 16, 64, 512)
@@ -166,52 +166,3 @@ def choices(shape: str = "1024x32", gears: str = "4,8,16") -> None:
     print(f"{first.cache.machine}\n{shape}, gears {gears}: {len(first.used)} kinds of products")
     print(f"measured in {first.seconds:.2f} s, at the second start in {second.seconds:.2f} s")
     print(f"the worst choice takes {max(off):.1%} longer than the best candidate")
-
-
-@study("docs/performance.md", writes="images/threads.svg, images/w4a8.png", minutes=8)
-def threads(results: Path, trials: int = 7, keep: bool = False) -> Found:
-    """Products on more and more threads, and AION's cost model, by `python -m research.products_on_threads`.
-
-    Args:
-        results: Directory for its JSON files and pictures.
-        keep: Take the files that are there.
-    """
-    pictures = {"threads": results / "threads.svg", "w4a8": results / "w4a8.png"}
-    files = {what: results / f"{what}.json" for what in pictures}
-    for what, picture in {} if keep else pictures.items():
-        flags = ("--trials", trials, "--json", files[what].resolve(), "--picture", picture.resolve())
-        run_python("-m", "research.products_on_threads", what, *flags)
-    found = read_report(files["w4a8"])
-    of_threads = [
-        [
-            *(row["bits"], row["threads"], f"{row['products_per_second']:.0f}", f"{row['speedup']:.2f}"),
-            *(span(row["spread"]), f"{row['bandwidth_ratio']:.2f}"),
-        ]
-        for row in read_report(files["threads"])["rows"]
-    ]
-    of_ways = [
-        [
-            *(row["implementation"], row["threads"], f"{row['products_per_second']:.0f}"),
-            *(f"{row['times_float32']:.2f}", span(row["spread"])),
-        ]
-        for row in found["rows"]
-    ]
-    terms = [
-        [row["term"], row["meaning"], f"{row['picoseconds_per_weight']:.1f}", span(row["spread"])]
-        for row in found["terms"]
-    ]
-    head = ["bits", "threads", "products/s", "speedup", "spread", "of the read bandwidth"]
-    tables = {
-        "threads": table_here(head, of_threads),
-        "w4a8": table_here(["implementation", "threads", "products/s", "times float32", "spread"], of_ways),
-        "terms": table(["term", "meaning", "ps a weight", "spread"], terms),
-    }
-    return Found(tables, pictures={each.name: partial(copy, each) for each in pictures.values()})
-
-
-def span(values: list[float]) -> str:
-    return " to ".join(f"{value:.2f}" for value in values)
-
-
-def copy(source: Path, place: Path) -> None:
-    place.write_bytes(source.read_bytes())

@@ -54,13 +54,8 @@ SHORTER = {
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
-    "products_on_threads w4a8": "--rows 64 --cols 128 --megabytes 1 --trials 1 --most 1",
-    "products_on_threads threads": "--rows 256 --cols 256 --megabytes 1 --trials 1",
     "benchmark token": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
-    "decoding_costs routing": "--shape 256x2 --tokens 2 --trials 1",
-    "decoding_costs mixture": "--shape 256x2 --tokens 6 --run 1 --trials 1",
-    "decoding_costs batch": "--shape 256x2 --tokens 2 --trials 1 --batch-size 2",
     "benchmark server": "--tokens 8 --trials 1 --kernels native",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()

@@ -8,10 +8,12 @@ import pytest
 
 from gearbx_mlx import Gearbox, Ladder, load
 from gearbx_mlx.benchmark import measuring, token
+from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
-from research.decoding_costs import plan_of
+from research.decoding_costs import batch_speed, mixture, plan_of, routing
+from research.threads import threads
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -67,18 +69,17 @@ def test_kernels(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_threads(command, tmp_path):
-    file, picture = tmp_path / "t.json", tmp_path / "t.svg"
-    sizes = "--rows", 64, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
-    result = command("research.products_on_threads", "threads", *sizes, "--json", file, "--picture", picture)
-    assert result.status == 0, result.err
-    rows = json.loads(file.read_text())["rows"]
+def test_threads(tmp_path):
+    found = threads(rows=64, cols=128, megabytes=1, most=2, trials=2)
+    rows = found.data
     assert [(row["bits"], row["threads"]) for row in rows] == [(4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)]
     for row in rows:
         assert row["spread"][0] <= row["speedup"] <= row["spread"][1]
         assert row["products_per_second"] > 0
         assert row["bandwidth_ratio"] > 0
         assert row["speedup"] == 1 or row["threads"] > 1
+    picture = tmp_path / "t.svg"
+    found.pictures["threads.svg"](picture)
     assert "share of the read bandwidth" in texts_of(picture)
 
 
@@ -127,11 +128,8 @@ def texts_of(picture: Path) -> str:
     return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
 
-def test_routing(command, tmp_path):
-    file = tmp_path / "r.json"
-    arguments = "--model", DEMO_MODEL, "--gears", "4,8,16", "--tokens", 3, "--trials", 2, "--json", file
-    assert command("research.decoding_costs", "routing", *arguments).status == 0
-    rows = json.loads(file.read_text())["rows"]
+def test_routing():
+    rows = routing(model=DEMO_MODEL, gears="4,8,16", tokens=3, trials=2).data
     assert [(row["gear"], row["bits"]) for row in rows] == [("low", 4), ("mid", 8), ("high", 16)]
     for row in rows:
         assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
@@ -139,12 +137,8 @@ def test_routing(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_mixture(command, tmp_path):
-    file = tmp_path / "m.json"
-    arguments = "--model", DEMO_MODEL, "--tokens", 40, "--run", 5, "--trials", 3, "--json", file
-    done = command("research.decoding_costs", "mixture", *arguments)
-    assert done.status == 0, done.err
-    (row,) = json.loads(file.read_text())["rows"]
+def test_mixture():
+    (row,) = mixture(model=DEMO_MODEL, tokens=40, run=5, trials=3).data
     assert (row["tokens"], row["shifts"]) == (40, 8)  # three rounds of three gears
     assert row["spread"][0] <= row["speedup"] <= row["spread"][1]
     model = load(DEMO_MODEL)[0]
@@ -165,14 +159,14 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--shares", "0.5,0.5"), "--shares has 2 numbers, and there are 3 gears; give one for each"),
-        (("--shares", "a,b,c"), "--shares 'a,b,c' are not numbers with commas between, such as 0.6,0.3,0.1"),
-        (("--shares", "0.5,0.5,0.5"), "shares must be parts of 1, one per gear, got 0.5, 0.5, 0.5"),
+        ({"shares": "0.5,0.5"}, "--shares has 2 numbers, and there are 3 gears; give one for each"),
+        ({"shares": "a,b,c"}, "--shares 'a,b,c' are not numbers with commas between, such as 0.6,0.3,0.1"),
+        ({"shares": "0.5,0.5,0.5"}, "shares must be parts of 1, one per gear, got 0.5, 0.5, 0.5"),
     ],
 )
-def test_a_mixture_that_cannot_be(command, flags, message):
-    done = command("research.decoding_costs", "mixture", *flags)
-    assert (done.status, done.err) == (2, f"error: {message}\n")
+def test_a_mixture_that_cannot_be(flags, message):
+    with pytest.raises(GearbxError, match=re.escape(message)):
+        mixture(**flags)
 
 
 @pytest.mark.slow
@@ -249,17 +243,9 @@ def test_bad_input_is_one_line(command, arguments, words):
     check_refused(command("benchmark", *arguments), words)
 
 
-@pytest.mark.parametrize(
-    ("study", "arguments", "words"),
-    [
-        ("decoding_costs", ("routing", "--shape", "65536x100000"), "of memory, and"),
-        ("products_on_threads", ("threads", "--cols", 100), "--cols is 100; give a multiple of 64"),
-        ("products_on_threads", ("threads", "--most", 0), "--most is 0"),
-        ("products_on_threads", ("threads", "--picture", "t.pdf"), "t.pdf: give a file that ends in .png or .svg"),
-    ],
-)
-def test_bad_input_of_a_study_is_one_line(command, study, arguments, words):
-    check_refused(command(f"research.{study}", *arguments), words)
+def test_a_matrix_that_groups_do_not_divide_is_no_study():
+    with pytest.raises(GearbxError, match="--cols is 100; give a multiple of 64"):
+        threads(cols=100)
 
 
 def check_refused(result, words: str) -> None:
@@ -269,18 +255,10 @@ def check_refused(result, words: str) -> None:
 
 
 @pytest.mark.slow
-def test_batches_beside_mlx_lms(command, tmp_path):
-    arguments = "batch", "--shape", "256x2", "--gears", "4,16", "--tokens", 3, "--trials", 1, "--batch-size", "1,2"
-    done = command("research.decoding_costs", *arguments, "--json", tmp_path / "batch.json")
-    assert done.status == 0
-    rows = json.loads((tmp_path / "batch.json").read_text())["rows"]
+def test_batches_beside_mlx_lms():
+    found = batch_speed(shape="256x2", gears="4,16", tokens=3, trials=1, batch_size=[1, 2])
+    rows = found.data
     assert [(row["gear"], row["batch_size"]) for row in rows] == [("low", 1), ("low", 2), ("high", 1), ("high", 2)]
     for row in rows:
         assert row["ratio"] == pytest.approx(row["tokens_per_second"] / row["tokens_per_second_of_mlx_lm"])
-
-
-@pytest.mark.parametrize("sizes", ["0", "4,x", "257", ""])
-def test_numbers_of_texts_that_no_batch_has(command, sizes):
-    done = command("research.decoding_costs", "batch", "--batch-size", sizes)
-    assert done.status == 2
-    assert f"--batch-size '{sizes}'" in done.err
+    assert found.tables["beside"].startswith("| texts | bits |")

@@ -8,8 +8,10 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.benchmark import measuring
+from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
+from research.threads import threads
 
 KERNELS = "kernels", "--rows", 64, "--cols", 128, "--megabytes", 1, "--trials", 1
 MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
@@ -45,7 +47,6 @@ def no_compiler(monkeypatch):
         ("benchmark", *KERNELS),
         ("benchmark", "decode", *MODEL),
         ("benchmark", "token", *MODEL),
-        ("research.decoding_costs", "routing", *MODEL),
     ],
 )
 def test_a_gpu_needs_no_compiler(command, tmp_path, what):
@@ -79,7 +80,6 @@ def test_parts_of_a_token_are_those_that_there_are(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("research.products_on_threads", "threads", "--cols", 128), "this benchmark times kernels of the CPU"),
         (("benchmark", *KERNELS, "--native-only"), "leave --native-only out"),
     ],
 )
@@ -103,7 +103,6 @@ def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path):
 
 
 @pytest.mark.usefixtures("no_compiler")
-def test_threads_need_a_compiler(command):
-    result = command("research.products_on_threads", "threads", "--rows", 64, "--cols", 128)
-    assert result.status == 2
-    assert "no native kernels to compare with: no C++ compiler was found" in result.err
+def test_threads_need_a_compiler():
+    with pytest.raises(GearbxError, match="no native kernels to compare with"):
+        threads(rows=64, cols=128)

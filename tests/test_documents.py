@@ -60,9 +60,7 @@ def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
 
 
 def with_flags(name: str) -> ModuleType:
-    """The module that parses the flags of a command, or of a study."""
-    if (ROOT / "research" / f"{name}.py").exists():
-        return import_module(f"research.{name}")
+    """The module that parses the flags of a command."""
     return import_module(f"gearbx_mlx.{name}")
 
 
@@ -140,7 +138,7 @@ def known_flags() -> set[str]:
     load_all()
     studies = [parser_of(each) for each in STUDIES.values()]
     found = {option for parser in studies for action in parser._actions for option in action.option_strings}
-    for command in {*COMMANDS, "decoding_costs", "products_on_threads"} - {"lm_eval"}:
+    for command in {*COMMANDS} - {"lm_eval"}:
         parsers = [with_flags(command).setup_arg_parser()]
         while parsers:
             for action in parsers.pop()._actions:

@@ -40,7 +40,7 @@ def test_a_study_shows_its_flags(name, capsys):
 
 def test_every_module_of_research_is_known():
     files = {path.stem for path in (ROOT / "research").glob("*.py")}
-    own = {"__init__", "__main__", "studies", "on_rank", "decoding_costs", "products_on_threads"}
+    own = {"__init__", "__main__", "studies", "on_rank"}
     assert files - own == {*MODULES}
     for name in own - {"__main__"}:
         importlib.import_module(f"research.{name}")

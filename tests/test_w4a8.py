@@ -1,6 +1,4 @@
-"""AION's products: its baselines multiply, its terms add up, and the command writes what it says."""
-
-import json
+"""AION's products: its baselines multiply, its terms add up, and the study says what it measured."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 from gearbx_mlx.formats import groupwise
 from gearbx_mlx.formats.rowwise import pack_symmetric_codes
 from gearbx_mlx.kernels import cpu
-from research.products_on_threads import emulated, terms_of_trial
+from research.threads import emulated, terms_of_trial, w4a8
 
 
 @pytest.fixture(scope="module")
@@ -71,23 +69,18 @@ def test_the_terms_are_differences_of_what_was_timed():
 
 
 @pytest.mark.slow
-def test_the_command(command, tmp_path):
-    file, picture = tmp_path / "w.json", tmp_path / "w.svg"
-    sizes = "--rows", 48, "--cols", 128, "--megabytes", 1, "--most", 2, "--trials", 2
-    result = command("research.products_on_threads", "w4a8", *sizes, "--json", file, "--picture", picture)
-    assert result.status == 0, result.err
-    report = json.loads(file.read_text())
+def test_the_study(tmp_path):
+    found = w4a8(rows=48, cols=128, megabytes=1, most=2, trials=2)
+    rows, terms = found.data["rows"], found.data["terms"]
     names = ["4 bits, numpy", "4 bits, scalar"]
     names += [name for name in ("float32", "4 bits, weight-only", "W4A16", "W4A8") for _ in range(2)]
-    assert [row["implementation"] for row in report["rows"]] == names
-    assert [row["threads"] for row in report["rows"]] == [1, 1, 1, 2, 1, 2, 1, 2, 1, 2]
-    for row in report["rows"]:
+    assert [row["implementation"] for row in rows] == names
+    assert [row["threads"] for row in rows] == [1, 1, 1, 2, 1, 2, 1, 2, 1, 2]
+    for row in rows:
         assert row["spread"][0] <= row["times_float32"] <= row["spread"][1]
         assert row["bytes"] == (48 * 128 * 4 if row["implementation"] == "float32" else 48 * 4 * (16 + 4))
-    assert [row["term"] for row in report["terms"]][-2:] == ["arithmetic", "overhead"]
-    assert "| quant_act" in result.out
+    assert [row["term"] for row in terms][-2:] == ["arithmetic", "overhead"]
+    assert "| quant_act" in found.tables["terms"]
+    picture = tmp_path / "w.svg"
+    found.pictures["w4a8.png"](picture)
     assert "W4A8 at the read bandwidth" in picture.read_text()
-    refused = command("research.products_on_threads", "w4a8", "--json", picture, "--picture", picture)
-    assert refused.status == 2
-    assert "--json" in refused.err
-    assert "--picture" in refused.err

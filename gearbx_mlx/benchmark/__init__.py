@@ -7,11 +7,10 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 """
 
 import argparse
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import ClassVar, TypeVar, get_args
+from typing import ClassVar, get_args
 
 from ..cli.flags import device_flag
 from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
@@ -20,7 +19,6 @@ from ..errors import GearbxError
 from ..gears.ladder import GROUP_SIZES, Ladder
 from ..kernels import KERNELS
 
-S = TypeVar("S", bound=Settings)
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
@@ -164,26 +162,18 @@ def main() -> None:
 
 
 def parse() -> Benchmark:
-    return parsed(setup_arg_parser(), KINDS)
+    flags = setup_arg_parser().parse_args()
+    return settings_of(KINDS[flags.what], flags)
 
 
 def setup_arg_parser() -> FlagParser:
-    return with_kinds(FlagParser("benchmark", description="Time kernels, gears and the server on this machine."), KINDS)
-
-
-def with_kinds(parser: FlagParser, kinds: Mapping[str, type[Settings]]) -> FlagParser:
-    """The parser, which takes a word and the flags of the settings that it stands for."""
+    """A parser that takes a word, and the flags of the settings that it stands for."""
+    parser = FlagParser("benchmark", description="Time kernels, gears and the server on this machine.")
     commands = parser.add_subparsers(dest="what", required=True)
-    for what, kind in kinds.items():
+    for what, kind in KINDS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))
     return parser
-
-
-def parsed(parser: FlagParser, kinds: Mapping[str, type[S]]) -> S:
-    """The settings of the kind that the first argument names."""
-    flags = parser.parse_args()
-    return settings_of(kinds[flags.what], flags)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

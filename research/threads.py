@@ -1,8 +1,5 @@
 """Products on 1, 2, ... all cores, and AION's Table 2, its Figure 2 and its cost model.
 
-    python -m research.products_on_threads threads --picture threads.svg
-    python -m research.products_on_threads w4a8 --picture w4a8.png --json w4a8.json
-
 threads: a product with one vector in 4, 8 and 16 bits, against one thread and the read bandwidth of as many threads.
 w4a8: are products of integers faster than those of widened weights? Every implementation multiplies the same matrix,
 all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs). The terms of the cost model (AION 5.2)
@@ -18,15 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from pages import table
+from rich.progress import track
 
-from gearbx_mlx.benchmark import MatrixBenchmark, check_picture, parsed, with_kinds
+from gearbx_mlx.benchmark import MatrixBenchmark
 from gearbx_mlx.benchmark.kernels import cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
 from gearbx_mlx.benchmark.measuring import (
     GIBIBYTE,
@@ -36,87 +35,70 @@ from gearbx_mlx.benchmark.measuring import (
     Rows,
     bandwidth_meter,
     check_memory,
-    machine_name,
-    measured_rows,
     native_module,
-    picture_path,
-    print_table,
     spread_of,
     timed,
 )
-from gearbx_mlx.cli.flags import output_path
-from gearbx_mlx.cli.settings import FlagParser, flag
-from gearbx_mlx.cli.start import start
-from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
 from gearbx_mlx.kernels.products import SymmetricCodes, dense_product, symmetric_product
 from gearbx_mlx.kernels.tuner import enough_calls
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.summary import as_json
 from gearbx_mlx.telemetry.trace import gear_color, gear_marker
+
+from . import ROOT
+from .studies import Found, study, table_here
 
 Trial = dict[str, Any]
 
 # On 1, 2, ... threads
 
-THREAD_COLUMNS = ("bits", "threads", "products_per_second", "speedup", "spread", "bandwidth_ratio")
+
+@study("docs/performance.md", writes="images/threads.svg", minutes=4)
+def threads(
+    rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int = 7, most: int | None = None
+) -> Found:
+    """Products with one vector on 1, 2, ... threads, in 4, 8 and 16 bits; a trial goes through all numbers in turn.
+
+    Args:
+        megabytes: of weights, read in a trial.
+        most: threads. If not given, one for each core.
+    """
+    measured = trials_on_threads("threads", MatrixBenchmark(trials, rows=rows, cols=cols, megabytes=megabytes), most)
+    by_bits = {count: [{row["bits"]: row for row in trial} for trial in found] for count, found in measured.items()}
+    found = [
+        thread_row(count, bits, trials_of, by_bits[1]) for bits in by_bits[1][0] for count, trials_of in by_bits.items()
+    ]
+    lines = [
+        [
+            *(row["bits"], row["threads"], f"{row['products_per_second']:.0f}", f"{row['speedup']:.2f}"),
+            *(span(row["spread"]), f"{row['bandwidth_ratio']:.2f}"),
+        ]
+        for row in found
+    ]
+    head = ["bits", "threads", "products/s", "speedup", "spread", "of the read bandwidth"]
+    return Found({"threads": table_here(head, lines)}, found, {"threads.svg": partial(draw_threads, found)})
 
 
-@dataclass(frozen=True)
-class ThreadBenchmark(MatrixBenchmark):
-    """Products on 1, 2, ... all cores. most: None means as many threads as there are cores."""
-
-    what: ClassVar[str] = "threads"
-
-    most: int | None = flag(None, "Most threads. Default: one for each core", least=1, most=256)
-    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
-
-    def __post_init__(self) -> None:
-        check_picture(self.picture)
-        super().__post_init__()
+def span(values: list[float]) -> str:
+    return " to ".join(f"{value:.2f}" for value in values)
 
 
-def run_threads(settings: ThreadBenchmark) -> int:
-    picture = picture_path(settings.json, settings.picture)
-    rows = measured_rows(settings, THREAD_COLUMNS, benchmark_threads)
-    if picture is not None:
-        draw_threads(rows, picture)
-    return 0
-
-
-def benchmark_threads(settings: ThreadBenchmark) -> Rows:
-    """A row for each number of threads and precision; a trial goes through all numbers in turn.
+def trials_on_threads(what: str, sizes: MatrixBenchmark, most: int | None) -> dict[int, list[Any]]:
+    """Number of threads to what was measured in each trial, each in a process of its own.
 
     Raises:
         GearbxError: no native kernels, more than memory allows, or a trial that fails.
     """
-    measured = trials_on_threads(settings)
-    trials = {threads: [{row["bits"]: row for row in rows} for rows in found] for threads, found in measured.items()}
-    shared = {"rows": settings.rows, "cols": settings.cols, "trials": settings.trials}
-    return [
-        thread_row(threads, bits, found, trials[1]) | shared
-        for bits in trials[1][0]
-        for threads, found in trials.items()
-    ]
-
-
-def trials_on_threads(settings: ThreadBenchmark) -> dict[int, list[Any]]:
-    """Number of threads to what was measured in each trial, each in a process of its own.
-
-    Raises:
-        GearbxError: as benchmark_threads.
-    """
-    matrix = 4 * settings.rows * settings.cols
-    check_memory(2 * matrix + 2 * max(settings.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
+    mx.set_default_device(mx.cpu)
+    matrix = 4 * sizes.rows * sizes.cols
+    check_memory(2 * matrix + 2 * max(sizes.megabytes * 2**20, matrix) + GIBIBYTE, "a matrix of this size")
     native_module()  # compiled before anything is timed
-    trials: dict[int, list[Any]] = {threads: [] for threads in counts(settings.most or os.cpu_count() or 1)}
-    with progress_bar() as progress:
-        for _ in progress.track(range(settings.trials), description="trials"):
-            for threads, found in trials.items():
-                found.append(trial_of(settings, threads))
+    trials: dict[int, list[Any]] = {threads: [] for threads in counts(most or os.cpu_count() or 1)}
+    for _ in track(range(sizes.trials), "trials"):
+        for threads, found in trials.items():
+            found.append(trial_of(what, sizes, threads))
     return trials
 
 
@@ -125,12 +107,11 @@ def counts(most: int) -> list[int]:
     return sorted({n for n in (1, 2, 3, *(2**i for i in range(2, 9)), most) if n <= most})
 
 
-def trial_of(settings: ThreadBenchmark, threads: int) -> Any:
-    """What one trial measures: this file in a process with this number of threads, and one for numpy."""
-    sizes = settings.rows, settings.cols, settings.megabytes
-    command = [sys.executable, __file__, TRIAL, settings.what, *map(str, sizes)]
+def trial_of(what: str, sizes: MatrixBenchmark, threads: int) -> Any:
+    """What one trial measures: this module in a process with this number of threads, and one for numpy."""
+    command = [sys.executable, "-m", __name__, what, *map(str, (sizes.rows, sizes.cols, sizes.megabytes))]
     environment = os.environ | {"GEARBX_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise GearbxError(f"a trial with {threads} threads failed: {reason}")
@@ -181,7 +162,7 @@ def draw_threads(rows: Rows, path: Path) -> None:
     """Products per second, relative to one thread, and the share of the read bandwidth, both over threads.
 
     Args:
-        rows: of `benchmark threads`.
+        rows: of the study.
         path: a png or svg file, which is replaced.
     """
     pyplot = get_pyplot()
@@ -211,8 +192,6 @@ def draw_threads(rows: Rows, path: Path) -> None:
 FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
 EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
 W8A8 = "W8A8"  # for the terms alone
-W4A8_COLUMNS = ("implementation", "threads", "products_per_second", "times_float32", "spread")
-TERMS = ("term", "meaning", "picoseconds_per_weight", "spread")
 MEANINGS = {
     "memory, float32": "what a weight takes more from memory than from the cache",
     "memory, 4 bits": "the same (W4A8)",
@@ -230,36 +209,39 @@ ROUNDS, REPEATS = 15, 3  # of products in the cache, and from memory
 W4A8_LINES = {FLOAT32: "o", WEIGHT_ONLY: "s", W4A16: "^", W4A8: "D"}  # of the picture, with their markers
 
 
-@dataclass(frozen=True)
-class W4A8Benchmark(ThreadBenchmark):
-    """AION's Table 2 and cost model: products of 4-bit weights by floats, integers, one by one and by numpy."""
+@study("docs/performance.md", writes="images/w4a8.png", minutes=4)
+def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int = 7, most: int | None = None) -> Found:
+    """AION's Table 2 and cost model: products of 4-bit weights by floats, integers, one by one and by numpy.
 
-    what: ClassVar[str] = "w4a8"
+    Args:
+        megabytes: of weights, read in a trial.
+        most: threads. If not given, one for each core.
+    """
+    sizes = MatrixBenchmark(trials, rows=rows, cols=cols, megabytes=megabytes)
+    measured = trials_on_threads("w4a8", sizes, most)
+    found, terms = w4a8_rows(measured, sizes), terms_of(measured[1], sizes)
+    lines = [
+        [
+            *(row["implementation"], row["threads"], f"{row['products_per_second']:.0f}"),
+            *(f"{row['times_float32']:.2f}", span(row["spread"])),
+        ]
+        for row in found
+    ]
+    head = ["implementation", "threads", "products/s", "times float32", "spread"]
+    of_terms = [
+        [row["term"], row["meaning"], f"{row['picoseconds_per_weight']:.1f}", span(row["spread"])] for row in terms
+    ]
+    tables = {"w4a8": table_here(head, lines), "terms": table(["term", "meaning", "ps a weight", "spread"], of_terms)}
+    return Found(tables, {"rows": found, "terms": terms}, {"w4a8.png": partial(draw_w4a8, found)})
 
 
-def run_w4a8(settings: W4A8Benchmark) -> int:
-    out = None if settings.json is None else output_path(settings.json)
-    picture = picture_path(settings.json, settings.picture)
-    trials = trials_on_threads(settings)
-    machine, rows, terms = machine_name(), w4a8_rows(trials, settings), terms_of(trials[1], settings)
-    print_table(rows, W4A8_COLUMNS)
-    print_table(terms, TERMS)
-    print(f"{settings.rows} x {settings.cols}, {settings.trials} trials, {machine}")
-    if out is not None:
-        write_text(out, as_json({"machine": machine, "rows": rows, "terms": terms}))
-    if picture is not None:
-        draw_w4a8(rows, picture)
-    return 0
-
-
-def w4a8_rows(trials: dict[int, list[Trial]], settings: W4A8Benchmark) -> Rows:
+def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
     """A row for each implementation and number of threads: medians over trials.
 
     `times_float32`: over float32 on as many threads, in the same trial; `spread` is of it. `bytes`: of the matrix.
     """
-    sizes = {FLOAT32: 4 * settings.rows * settings.cols}
-    packed = settings.rows * -(-settings.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
-    shared = {"rows": settings.rows, "cols": settings.cols, "trials": settings.trials}
+    bytes_of = {FLOAT32: 4 * sizes.rows * sizes.cols}
+    packed = sizes.rows * -(-sizes.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
     names = [EMULATED, SCALAR, *(name for name in trials[1][0]["seconds"] if name not in (EMULATED, SCALAR))]
     rows = []
     for name in names:
@@ -270,20 +252,19 @@ def w4a8_rows(trials: dict[int, list[Trial]], settings: W4A8Benchmark) -> Rows:
                     {
                         "implementation": name,
                         "threads": threads,
-                        "bytes": sizes.get(name, packed),
+                        "bytes": bytes_of.get(name, packed),
                         "products_per_second": 1 / statistics.median(one["seconds"][name] for one in found),
                         "times_float32": statistics.median(ratios),
                         "spread": spread_of(ratios),
                         "read_bandwidth_gigabytes_per_second": statistics.median(one["bandwidth"] for one in found),
                     }
-                    | shared
                 )
     return rows
 
 
-def terms_of(alone: list[Trial], settings: W4A8Benchmark) -> Rows:
+def terms_of(alone: list[Trial], sizes: MatrixBenchmark) -> Rows:
     """A row for each term of the cost model: the median over trials on one thread, in picoseconds per weight."""
-    weights = settings.rows * settings.cols
+    weights = sizes.rows * sizes.cols
     each = [terms_of_trial(trial, weights) for trial in alone]
     return [
         {
@@ -403,7 +384,7 @@ def draw_w4a8(rows: Rows, path: Path) -> None:
     """AION's Figure 2: products per second over threads, and how many the read bandwidth allows, dashed.
 
     Args:
-        rows: of `benchmark w4a8`, each with the `bytes` of its matrix.
+        rows: of the study, each with the `bytes` of its matrix.
         path: a png or svg file, which is replaced.
     """
     figure, axes = get_pyplot().subplots(figsize=(6.5, 4.4), layout="constrained")
@@ -422,29 +403,9 @@ def draw_w4a8(rows: Rows, path: Path) -> None:
     save(figure, path)
 
 
-KINDS = {"threads": ThreadBenchmark, "w4a8": W4A8Benchmark}
-RUNS: dict[str, Callable[[Any], int]] = {"threads": run_threads, "w4a8": run_w4a8}
-TRIAL = "--trial"  # what it measures, rows, columns, megabytes: one trial, as JSON on stdout
 MEASURES: dict[str, Callable[[int, int, int], Any]] = {"threads": measure_threads, "w4a8": measure_w4a8}
 
 
-def main() -> None:
-    start("products_on_threads", parse, lambda settings: RUNS[settings.what])
-
-
-def parse() -> Any:
-    return parsed(setup_arg_parser(), KINDS)
-
-
-def setup_arg_parser() -> FlagParser:
-    return with_kinds(
-        FlagParser(prog="python -m research.products_on_threads", description="Products on several threads."), KINDS
-    )
-
-
-if __name__ == "__main__":
-    if sys.argv[1:2] == [TRIAL]:
-        mx.set_default_device(mx.Device(mx.cpu))
-        print(json.dumps(MEASURES[sys.argv[2]](*map(int, sys.argv[3:]))))
-    else:
-        main()
+if __name__ == "__main__":  # what it measures, rows, columns, megabytes: one trial, as JSON on stdout
+    mx.set_default_device(mx.cpu)
+    print(json.dumps(MEASURES[sys.argv[1]](*map(int, sys.argv[2:]))))
