@@ -48,6 +48,77 @@ def theirs(client):
     return anthropic.Anthropic(base_url=client.server.where, api_key="none", max_retries=0)
 
 
+class TestResponses:
+    """OpenAI's newer API, as its client reads it."""
+
+    def test_a_response_has_the_text_of_the_chat(self, ours):
+        chat = ours.chat.completions.create(**ASKED)
+        answer = ours.responses.create(model="default_model", input=WORD_PROBLEM, max_output_tokens=16)
+        assert answer.output_text == chat.choices[0].message.content
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+        assert (answer.usage.output_tokens, answer.usage.total_tokens) == (16, chat.usage.total_tokens)
+        assert sum(answer.gearbx["gear_tokens"].values()) == 16
+
+    def test_items_and_instructions_are_messages(self, ours):
+        said = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi."}, *MESSAGES]
+        parts = [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]}, *said[1:]]
+        chat = ours.chat.completions.create(**ASKED | {"messages": [{"role": "system", "content": "Count."}, *said]})
+        answer = ours.responses.create(model="demo", input=parts, instructions="Count.", max_output_tokens=16)
+        assert answer.output_text == chat.choices[0].message.content
+
+    def test_a_stream(self, ours):
+        asked = {"model": "demo", "input": WORD_PROBLEM, "max_output_tokens": 16}
+        whole = ours.responses.create(**asked)
+        with ours.responses.stream(**asked) as stream:
+            seen = list(stream)
+        read = seen[-1].response
+        assert read.output_text == whole.output_text
+        kinds = list(dict.fromkeys(event.type for event in seen))
+        assert kinds == [
+            *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+            *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
+            *("response.output_item.done", "response.incomplete"),
+        ]
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
+        assert read.usage.output_tokens == 16
+
+    def test_a_schema(self, ours):
+        text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
+        answer = ours.responses.create(model="demo", input=WORD_PROBLEM, max_output_tokens=80, text=text)
+        assert answer.status == "completed"
+        jsonschema.validate(json.loads(answer.output_text), SCHEMA)
+
+    def test_calls(self, caller):
+        ours = openai.OpenAI(base_url=f"{caller.server.where}/v1", api_key="none", max_retries=0)
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        asked = {"model": "demo", "input": WORD_PROBLEM, "tools": tools, "max_output_tokens": 80}
+        (call,) = ours.responses.create(**asked, tool_choice={"type": "function", "name": "now"}).output
+        assert (call.type, call.name, call.arguments) == ("function_call", "now", "{}")
+        with ours.responses.stream(**asked, tool_choice={"type": "function", "name": "add"}) as stream:
+            (call,) = stream.get_final_response().output
+        jsonschema.validate(json.loads(call.arguments), ADD)
+        said = [{"role": "user", "content": WORD_PROBLEM}, call.to_dict() | {"parsed_arguments": None}]
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "12"}
+        assert ours.responses.create(model="demo", input=[*said, output], max_output_tokens=8).usage.output_tokens
+
+    @pytest.mark.parametrize(
+        "asked",
+        [
+            {"previous_response_id": "resp_1"},
+            {"background": True},
+            {"tools": [{"type": "web_search"}]},
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            {"input": []},
+        ],
+        ids=str,
+    )
+    def test_what_is_not_served_is_refused_by_name(self, client, asked):
+        answer = client.post("/v1/responses", json={"input": "x", **asked})
+        assert next(iter(asked)) in error_of(answer)
+
+
 ADD = TOOL["function"]["parameters"] | {"required": ["a", "b"], "additionalProperties": False}
 TOOLS = [
     {"type": "function", "function": {"name": "add", "parameters": ADD}},

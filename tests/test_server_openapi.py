@@ -59,6 +59,7 @@ def test_every_route_is_described():
         "/v1/completions",
         "/v1/messages",
         "/v1/messages/count_tokens",
+        "/v1/responses",
     }
     gets = {"/", "/health", "/metrics", "/v1/models", "/v1/models/{model}"}
     assert {(path, *operations) for path, operations in OPENAPI["paths"].items()} == {

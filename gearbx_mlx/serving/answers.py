@@ -8,7 +8,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -425,6 +425,72 @@ class Dialect:
     def failed(self, refused: Refused) -> Event:
         """What ends a stream that failed."""
         return None, refused.body()
+
+
+class BlockDialect(Dialect):
+    """A dialect in which an answer is a row of blocks: "thinking", "text" and "call", of which one is open at a time.
+
+    kind, place: of the open block; kind is None between blocks. content: what it has so far. call: that it is.
+    """
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.place, self.content = -1, ""
+        self.call: Mapping[str, Any] = {}
+
+    def started(self) -> Iterator[dict[str, Any]]:
+        """The events that open the block."""
+        raise NotImplementedError
+
+    def grown(self, text: str) -> dict[str, Any]:
+        """The event for more of it."""
+        raise NotImplementedError
+
+    def ended(self) -> Iterator[dict[str, Any]]:
+        """The events that close it."""
+        raise NotImplementedError
+
+    def written(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The events for what a chunk brought."""
+        for kind, name in (("thinking", "reasoning"), ("text", "content")):
+            if text := delta.get(name):
+                if self.kind != kind:
+                    yield from self.open(kind)
+                yield self.grow(text)
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if function.get("name"):  # else the chunk goes on with the call before
+                yield from self.open("call", call)
+            if function.get("arguments") and self.kind == "call":
+                yield self.grow(function["arguments"])
+
+    def open(self, kind: str, call: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        """Begin a block, after the end of the one before."""
+        yield from self.close()
+        self.kind, self.place, self.content, self.call = kind, self.place + 1, "", call or {}
+        yield from self.started()
+
+    def grow(self, text: str) -> dict[str, Any]:
+        self.content += text
+        return self.grown(text)
+
+    def close(self) -> Iterator[dict[str, Any]]:
+        if self.kind is not None:
+            yield from self.ended()
+        self.kind = None
+
+
+def with_tokens(events: Iterable[dict[str, Any]], chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Events for a chunk; its `gearbx.tokens` stand with the text that they brought."""
+    gearbx = chunk.get("gearbx") or {}
+    for event in events:
+        is_text = "delta" in event and "tokens" in gearbx
+        yield event | {"gearbx": {"tokens": gearbx["tokens"]}} if is_text else event
+
+
+def named(events: Iterable[dict[str, Any]]) -> Iterable[Event]:
+    """Events by their names, which are their types."""
+    return [(event["type"], event) for event in events]
 
 
 def event_text(event: Event) -> str:

@@ -30,6 +30,7 @@ from .messages import (
 )
 from .metrics import EXPOSED, Metrics
 from .requests import BaseRequest, ChatRequest, TextRequest
+from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
 from .web import Guard, JsonRoute, Refused, application, event_stream, page, refusal
 
@@ -121,6 +122,11 @@ async def answer_a_chat(body: ChatRequest, here: Here) -> Response:
 @keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
 async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
     return await complete(here, body, Dialect())
+
+
+@keyed.post("/v1/responses", response_model=ResponseAnswer, responses=STREAMED)
+async def respond(body: ResponsesRequest, here: Here) -> Response:
+    return await complete(here, chat_of_response(body), ResponseDialect(body))
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)

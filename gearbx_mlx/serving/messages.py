@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool, field_validator
 from typing_extensions import TypedDict
 
-from .answers import Dialect, Event, GearsReport
+from .answers import BlockDialect, Event, GearsReport, named, with_tokens
 from .requests import ChatRequest, Count, Number, Options, Share, Tokens, parse
 from .web import Refused
 
@@ -360,7 +360,7 @@ def arguments(text: str | None) -> dict[str, Any]:
     return given if isinstance(given, dict) else {}
 
 
-class Messages(Dialect):
+class Messages(BlockDialect):
     """How a chat completion, with `include_usage`, looks to a client of Anthropic's API.
 
     message_start counts the prompt's tokens, and message_delta all. `gearbx.tokens` stands with the text that the
@@ -368,9 +368,8 @@ class Messages(Dialect):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._begun = False
-        self._kind: str | None = None  # of the content block that is open: one is at a time
-        self._index = -1
         self._ended = ending({})
         self._counts: Mapping[str, Any] | None = None
         self._gearbx: dict[str, Any] = {}
@@ -392,56 +391,42 @@ class Messages(Dialect):
             yield {"type": "message_start", "message": opened(chunk, self._counts)}
             yield {"type": "ping"}
             self._begun = True
-        gearbx = dict(chunk.get("gearbx") or {})
-        tokens = {"gearbx": {"tokens": gearbx.pop("tokens")}} if "tokens" in gearbx else {}
         for choice in chunk.get("choices") or ():
-            for event in self._written(choice.get("delta") or {}):
-                yield event | tokens if event["type"] == "content_block_delta" else event
+            yield from with_tokens(self.written(choice.get("delta") or {}), chunk)
             if choice.get("finish_reason"):
                 self._ended = ending(choice)
         self._counts = chunk.get("usage") or self._counts
+        gearbx = {name: value for name, value in (chunk.get("gearbx") or {}).items() if name != "tokens"}
         self._gearbx = gearbx or self._gearbx
 
-    def _written(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The events for what a chunk brought."""
-        if thoughts := delta.get("reasoning"):
-            if self._kind != "thinking":
-                yield from self._open({"type": "thinking", "thinking": "", "signature": ""})
-            yield self._grow({"type": "thinking_delta", "thinking": thoughts})
-        if text := delta.get("content"):
-            if self._kind != "text":
-                yield from self._open({"type": "text", "text": ""})
-            yield self._grow({"type": "text_delta", "text": text})
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            if function.get("name"):  # else the chunk goes on with the call before
-                yield from self._open({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
-            if function.get("arguments") and self._kind == "tool_use":
-                yield self._grow({"type": "input_json_delta", "partial_json": function["arguments"]})
+    def started(self) -> Iterator[dict[str, Any]]:
+        block: dict[str, Any] = {
+            "thinking": {"type": "thinking", "thinking": "", "signature": ""},
+            "text": {"type": "text", "text": ""},
+            "call": {"type": "tool_use", "id": self.call.get("id"), "name": called(self.call), "input": {}},
+        }[self.kind or ""]
+        yield {"type": "content_block_start", "index": self.place, "content_block": block}
 
-    def _open(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Begin a block, after the end of the one before."""
-        yield from self._close()
-        self._kind, self._index = block["type"], self._index + 1
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+    def grown(self, text: str) -> dict[str, Any]:
+        delta = {
+            "thinking": {"type": "thinking_delta", "thinking": text},
+            "text": {"type": "text_delta", "text": text},
+            "call": {"type": "input_json_delta", "partial_json": text},
+        }[self.kind or ""]
+        return {"type": "content_block_delta", "index": self.place, "delta": delta}
 
-    def _close(self) -> Iterator[dict[str, Any]]:
-        if self._kind is not None:
-            yield {"type": "content_block_stop", "index": self._index}
-        self._kind = None
-
-    def _grow(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+    def ended(self) -> Iterator[dict[str, Any]]:
+        yield {"type": "content_block_stop", "index": self.place}
 
     def last(self) -> Iterable[Event]:
         gearbx = {"gearbx": self._gearbx} if self._gearbx else {}
         ended = {"type": "message_delta", "delta": self._ended, "usage": message_usage(self._counts), **gearbx}
-        return named([*self._close(), ended, {"type": "message_stop"}])
+        return named([*self.close(), ended, {"type": "message_stop"}])
 
     def failed(self, refused: Refused) -> Event:
         return "error", messages_error(refused)
 
 
-def named(events: Iterable[dict[str, Any]]) -> Iterable[Event]:
-    """Events by their names, which are their types."""
-    return [(event["type"], event) for event in events]
+def called(call: Mapping[str, Any]) -> Any:
+    """The name of the function that a call is of."""
+    return (call.get("function") or {}).get("name")
