@@ -28,6 +28,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 from .compat.names import model_classes
 from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
+from .files.gguf_model import SUFFIX, gguf_directory
 from .files.model_directory import (
     COMPLETE,
     check_json,
@@ -237,8 +238,10 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
             return path
+        if path.is_file() and path.suffix == SUFFIX:
+            return gguf_directory(path)
         if path.exists():
-            raise GearbxError(f"{name}: is a file; give the model's directory")
+            raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: no such model directory ({one_line(error)})") from error
     if name == SMOLLM2:

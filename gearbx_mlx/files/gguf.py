@@ -118,8 +118,12 @@ class Gguf:
 
     def weights(self, tensor: GgufTensor) -> np.ndarray:
         """The weights of a tensor in float32, of its shape."""
+        return tensor.encoding.decode(self.blocks(tensor)).reshape(tensor.shape)
+
+    def blocks(self, tensor: GgufTensor) -> np.ndarray:
+        """The bytes of a tensor, (blocks, bytes of a block) uint8, which are mapped and not copied."""
         stored = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.place)
-        return tensor.encoding.decode(stored.reshape(-1, tensor.encoding.size)).reshape(tensor.shape)
+        return stored.reshape(-1, tensor.encoding.size)
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> GgufTensor:
         encoding = ENCODINGS.get(kind)
@@ -182,3 +186,26 @@ class Gguf:
 
     def _damaged(self, what: str) -> GearbxError:
         return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")
+
+
+def codes_of(gguf: Gguf, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Codes, scales and biases of a quantized matrix as MLX packs them, in groups of 32; None for other tensors.
+
+    Returns:
+        (..., I * bits / 32) uint32, and (..., I / 32) float16 twice.
+    """
+    name = tensor.encoding.name
+    if not name.startswith("Q"):
+        return None
+    blocks = gguf.blocks(tensor)
+    groups = (*tensor.shape[:-1], tensor.shape[-1] // tensor.encoding.block)
+    scales = blocks[:, :2].copy().view(np.float16)
+    if name == "Q8_0":
+        packed, biases = blocks[:, 2:] ^ 0x80, scales * np.float16(-128)  # from signed to unsigned codes
+    else:
+        codes = blocks[:, -16:]
+        codes = np.concatenate([codes & 0xF, codes >> 4], axis=1)
+        packed = codes[:, ::2] | codes[:, 1::2] << 4
+        biases = scales * np.float16(-8) if name == "Q4_0" else blocks[:, 2:4].copy().view(np.float16)
+    words = np.ascontiguousarray(packed).view(np.uint32).reshape(*tensor.shape[:-1], -1)
+    return words, scales.reshape(groups), biases.reshape(groups)

