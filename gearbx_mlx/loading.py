@@ -49,6 +49,8 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
     "def f(x):\n    return x  # twice\n\n\n",
     "naïve ÀÉ 漢字 🙂 don't",
 )
+# transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
 
@@ -103,6 +105,7 @@ def load(
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
+        getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for says it in one line
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways

@@ -26,7 +26,12 @@ TRIALS, TOKENS = 3, 48  # timings of a gear, and tokens of each
 def run(settings: AllocateSettings) -> int:
     wanted, text = settings.allocation, settings.text
     file = Path(wanted.manifest)
-    manifest = read_precision(file)
+    try:
+        manifest = read_precision(file)
+    except GearbxError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise GearbxError(f"{file}: no such manifest; measure one first with gearbx_mlx sensitivity") from error
+        raise
     out = output_path(wanted.out or file)
     model, tokenizer, config = load_original(settings.model)
     windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)

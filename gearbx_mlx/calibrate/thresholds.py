@@ -12,7 +12,7 @@ from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
 from ..evaluation.session import Journal
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Observer
+from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import KICKDOWN, SHARE, CalibrateSettings
@@ -43,6 +43,7 @@ def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibrat
         gears=[gear.bits for gear in resolved.ladder],
         tokens=sum(map(len, entropies)),
         shares=reached,
+        fingerprint=model_fingerprint(loaded.model),
         **gate,
     )
     return Calibration(file, bits_line(thresholds), [shares_note(resolved.ladder, reached, file.tokens)])

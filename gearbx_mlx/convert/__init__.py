@@ -242,6 +242,9 @@ def parse() -> ConvertSettings:
     return command_settings(ConvertSettings, vars(setup_arg_parser().parse_args()))
 
 
+MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # keywords of mlx-lm's convert
+
+
 def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
     """The directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
 
@@ -260,6 +263,11 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,
             or a directory that exists or cannot be written.
     """
+    for name in MLX_LMS & keywords.keys():
+        raise GearbxError(
+            f"{name} is mlx_lm.convert's: here gears names the bits that are stored, the lowest of which mlx-lm reads; "
+            'leave it out, and give gears="4,8,16", q_group_size and format'
+        )
     settings = command_settings(ConvertSettings, {"model": hf_path, "mlx_path": mlx_path, **keywords})
     if settings.conversion.verify is not None:
         raise GearbxError("verify is for the command, which writes nothing then; leave it out")

@@ -5,6 +5,7 @@ sequences apart. What was learned is kept for this model and machine, so that th
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..compat.arrays import dtype_name
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_as
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
@@ -324,6 +325,8 @@ def check_file(made: DraftFile, gearbox: Gearbox) -> None:
 def find_file(gearbox: Gearbox, how: How = None) -> DraftFile | None:
     """The drafting file that `how` means, as in `find_rule`; None where it means something else.
 
+    Warns of one for another format or group size, in which the low gear agrees on other tokens.
+
     Raises:
         GearbxError: a file for another model, vocabulary or ladder.
     """
@@ -335,11 +338,17 @@ def find_file(gearbox: Gearbox, how: How = None) -> DraftFile | None:
             check_file(made, gearbox)
         except GearbxError as error:
             raise GearbxError(f"{how}: {error}; {MAKE_DRAFTING}") from error
-        return made
-    if isinstance(how, DraftFile):
-        check_file(how, gearbox)
-        return how
-    return None
+    elif isinstance(how, DraftFile):
+        made = how
+        check_file(made, gearbox)
+    else:
+        return None
+    stored = ("format", made.format, gearbox.format.name), ("group size", made.group_size, gearbox.group_size)
+    for what, there, here in stored:
+        if there != here and (isinstance(how, str | Path) or made not in shipped()):
+            text = f"the drafting file was made for {what} {there}, not {here}: drafts may be accepted less often"
+            warnings.warn(text, GearbxWarning, stacklevel=2)
+    return made
 
 
 def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]:

@@ -94,6 +94,8 @@ class LogitsReader:
         Args:
             noise: (...), of the logits; the largest of the positions that were computed together.
         """
+        if logprobs.shape[-1] == 1:
+            return mx.zeros(logprobs.shape[:-1], mx.bool_)
         best = mx.topk(logprobs, 2, axis=-1)
         return mx.abs(best[..., 0] - best[..., 1]) <= noise
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..files.reading import Count, check_schema, parse_json, typed
 
 DEFAULT_WINDOW = 3  # GEARBX 3.2, the MLX backend
@@ -265,17 +266,24 @@ def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, finge
         gears: bits.
 
     Raises:
-        GearbxError: another vocabulary, another number of gears, thresholds out of order or not finite; in other modes
-            than route, other gears or another model.
+        GearbxError: another vocabulary, another number of gears, thresholds out of order, negative or not finite; in
+            other modes than route, other gears or another model, of which mode route warns.
     """
     if content.vocab_size != vocab_size:
         raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
-    if content.mode != ROUTE and content.fingerprint not in ("", fingerprint):
-        raise GearbxError(f"made for another model ({content.model}), whose weights are not these")
-    if content.mode != ROUTE and list(content.gears) != list(gears):
+    others = []
+    if content.fingerprint not in ("", fingerprint):
+        others.append(f"made for another model ({content.model}), whose weights are not these")
+    if list(content.gears) != list(gears):
         shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
-        raise GearbxError(f"made for gears {mine}, not {shown}")
+        others.append(f"made for gears {mine}, not {shown}")
+    if others and content.mode != ROUTE:
+        raise GearbxError(others[0])
     check_thresholds(content.thresholds, len(gears))
+    if any(bits < 0 for bits in content.thresholds):
+        raise GearbxError(f"has a threshold of {min(content.thresholds):g} bits, and no entropy is below 0")
+    for other in others:
+        warnings.warn(f"thresholds {other}: shares of the gears will be others", GearbxWarning, stacklevel=2)
     return tuple(float(t) for t in content.thresholds)
 
 
