@@ -11,6 +11,7 @@ MODULES = (
     "figures",
     "errors",
     "exact",
+    "calibrated_base",
     "codebook",
     "precision",
     "kv",

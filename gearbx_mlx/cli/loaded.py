@@ -42,6 +42,7 @@ from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
+from .bases import Base, base_key, draft_with, find_base
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
@@ -95,7 +96,11 @@ class Loaded:
             check_heads(self.model, resolved.kv_gears)
         if resolved.takes_whole and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
-        gearbox = make_gearbox(resolved, self.model)
+        key, texts = base_key(resolved, self.model, self.tokenizer)
+        base = None if key is None else find_base(resolved, self.model, key, texts)
+        gearbox = make_gearbox(resolved, self.model, base)
+        if base is not None and key is not None and isinstance(gearbox, Gearbox):
+            draft_with(base, gearbox, key, texts, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear")
         elif isinstance(gearbox, Gearbox) and gearbox.in_place:
@@ -209,7 +214,7 @@ def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     return replace(resolved, ladder=whole.ladder)
 
 
-def make_gearbox(resolved: Resolved, model: nn.Module) -> Gearbox | Observer:
+def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
     """A gearbox with everything that was asked for; an observer for a model without gears.
 
     Raises:
@@ -239,6 +244,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module) -> Gearbox | Observer:
         dtype=dtype,
         kernels="mlx" if resolved.dequant_cache else resolved.kernels,
         activations=resolved.activations,
+        base=None if base is None else base.layers,
         **layers,
     )
     if resolved.kernels == MEASURE:

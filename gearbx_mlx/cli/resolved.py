@@ -58,8 +58,9 @@ class Resolved:
     """A model as it is to run. What makes models, gearboxes and modes takes this, and parses nothing.
 
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
-    whose tables the gears have. cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked
-    until the gear is left. asked: gears, format and group size as given. takes_whole: a model of bfloat16 may have one
+    whose tables the gears have. calibrate_base: the text that chooses the lowest gear's codes ("": what ships).
+    cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked until the gear is left.
+    asked: gears, format and group size as given. takes_whole: a model of bfloat16 may have one
     copy of its weights with the draft inside, format exact, where kernels of ours run.
     """
 
@@ -73,6 +74,7 @@ class Resolved:
     kernels: str
     activations: str
     low_model: str | None
+    calibrate_base: str | None
     dequant_cache: bool
     floors: Floors | None
     manifest: str | None
@@ -104,6 +106,7 @@ class Resolved:
             "kernels": self.kernels,
             "activations": self.activations,
             **({"low model contents": model_contents(self.low_model)} if self.low_model else {}),
+            **({"calibrate_base": self.calibrate_base} if self.calibrate_base is not None else {}),
             **({"floors": vars(self.floors)} if self.floors else {}),
             **({"manifest contents": fingerprint(Path(self.manifest))} if self.manifest else {}),
         }
@@ -148,6 +151,10 @@ def resolve_gears(
         for given, what in ((flags.manifest and not controller.wanted, "--manifest"), (floors.wanted, "the floors")):
             if given:
                 raise GearbxError(f"the gears of {name} have their bits; leave out {what}, or give the original")
+        if flags.calibrate_base is not None:
+            raise GearbxError(
+                f"{name}: has its codes; leave out --calibrate-base, or convert the original with --calibrate"
+            )
         precision = precision_beside(name, saved, flags.manifest) if controller.wanted else None
         with about(name):
             ladder = saved.chosen(ladder)

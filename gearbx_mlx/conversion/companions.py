@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from ..decoding.draft_plans import DRAFTING
 from ..errors import GearbxError
 from ..files.reading import shown, unreadable
 from ..files.writing import PART
@@ -27,6 +28,7 @@ OWN = {
     JOURNAL,
     REPORT,
     PRECISION,
+    DRAFTING,
     CARD,
 }  # what a conversion writes itself
 

@@ -29,7 +29,9 @@ from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
 from ..gears.saved import KINDS
+from ..gears.sources import made_over
 from ..gears.tensor_files import ArrayHashes, TensorEntry, fingerprint_of, header_of, sample
+from ..kernels.bit_planes import Planes
 from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
 
@@ -54,12 +56,20 @@ class Packed:
     larger: str | None = None
 
 
-def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: int, pack_rows: bool) -> Packed:
+def pack_layer(
+    layer: Layer,
+    widths: Iterable[int],
+    format: Format,
+    group_size: int,
+    pack_rows: bool,
+    base: Planes | None = None,
+) -> Packed:
     """The arrays of a layer at all bits of a ladder.
 
     Args:
         widths: of the ladder.
         pack_rows: whether the lowest gear of a tied embedding looks up packed rows, as mlx-lm does.
+        base: the plane of the lowest gear, if it is calibrated.
 
     Raises:
         GearbxError: weights that are not finite.
@@ -70,7 +80,7 @@ def pack_layer(layer: Layer, widths: Iterable[int], format: Format, group_size: 
     made: dict[int, nn.Module] = {}
     for bits in stored:
         if bits not in made:
-            made |= format.modules(dense, bits, stored, group_size, original.dtype)
+            made |= made_over(format, dense, bits, stored, group_size, original.dtype, base)
     reason = too_large(made[DENSE]) if DENSE in made else None
     if reason:
         return Packed({f"{path}.weight": original}, larger=reason)
@@ -132,6 +142,7 @@ class Converter:
     Args:
         model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
+        base: path to the calibrated plane of the lowest gear.
 
     `wanted` are hashes of tensors that are to be found among the parameters.
 
@@ -140,7 +151,8 @@ class Converter:
             beginning of another conversion in the directory, or arrays there that are not what its journal says.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, work: Path):
+    def __init__(self, model: nn.Module, plan: Plan, work: Path, base: Mapping[str, Planes] | None = None):
+        self.base = base or {}
         self.done: dict[str, Unit] = {}
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
@@ -276,7 +288,8 @@ class Converter:
     def _pack(self, layer: Layer) -> Packed:
         if layer.is_table:
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
-        return pack_layer(layer, self.plan.gears, self.format, self.plan.group_size, self.packs_rows)
+        settings = self.plan.gears, self.format, self.plan.group_size, self.packs_rows
+        return pack_layer(layer, *settings, self.base.get(layer.path))
 
     def _names(self, layer: Layer) -> list[str]:
         """The names that the arrays of a layer can have in one of the files, and more."""

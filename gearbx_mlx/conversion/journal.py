@@ -99,6 +99,7 @@ class Plan(Struct, frozen=True):
     wish: Mapping[str, Any] | None = None  # floors or a budget, which the bits of every layer follow from
     bits: Mapping[str, Width] | None = None  # path to the fewest bits that a layer may have
     embeddings: str = EMBEDDINGS[1]  # what conversions did before there was a choice
+    calibrated: str | None = None  # hash of the text that chose the lowest gear's codes
 
     @property
     def managed(self) -> str | Predicate:

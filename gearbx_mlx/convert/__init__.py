@@ -125,6 +125,14 @@ class ConversionSettings(Settings):
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
     dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
     device: str | None = device_flag()
+    calibrate: str | None = flag(
+        None,
+        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as of GSM8K. The "
+        "base is better in as many bits, and drafts agree more often. Without TEXT: what ships.",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+    )
     embeddings: str | None = flag(
         None,
         "Whether the lowest gear looks up quantized rows of embeddings, as what mlx_lm.convert writes. The other gears "
@@ -179,6 +187,8 @@ class ConvertSettings:
                 f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; leave it out, "
                 "or convert the model first with mlx_lm.convert --dtype, which rounds"
             )
+        elif self.conversion.calibrate is not None and (self.floors.wanted or self.budget.wanted):
+            raise GearbxError("--calibrate chooses codes of 3 and 4 bits; leave it out, or leave out floors and budget")
         elif not self.ladder.quantized_bits:
             raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
         elif isinstance(self.quality, Budget) and self.ladder[0].bits != 2:
@@ -190,6 +200,7 @@ class ConvertSettings:
         conversion, layout = self.conversion, self.layout
         given = [
             conversion.embeddings,
+            conversion.calibrate,
             conversion.model,
             conversion.manifest,
             conversion.upload_repo,
@@ -211,6 +222,8 @@ class ConvertSettings:
             raise GearbxError(
                 "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
             )
+        if self.conversion.calibrate is not None:
+            raise GearbxError("--manifest has measured the nearest codes; leave out --calibrate")
         self.layout.named(self.layout.format or "affine")  # which has no choices
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
@@ -255,7 +268,8 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
-            dtype, device, embeddings, revision, trust_remote_code, upload_repo, manifest, auto_bits, min_cos_strict,
+            dtype, device, calibrate (a file of text; "": what ships), embeddings, revision, trust_remote_code,
+            upload_repo, manifest, auto_bits, min_cos_strict,
             min_cos_lazy, memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
             written instead.
 

@@ -1,5 +1,6 @@
 """The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
+from ..cli.bases import BaseKey, drafting_along, key_of, make_base, show_rounded, texts_of
 from ..cli.loaded import trust
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
@@ -22,6 +24,7 @@ from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
 from ..conversion.original import OriginalFiles, check_names, weights_in
+from ..decoding.draft_plans import DRAFTING
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
@@ -29,9 +32,11 @@ from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.activations import DTYPES
 from ..gears.discovery import is_quantized
+from ..gears.gearbox import Gearbox
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
+from ..kernels.bit_planes import Planes
 from ..loading import load
 from ..telemetry.summary import as_json
 from . import Budget, ConvertSettings
@@ -46,7 +51,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         OSError: the directory cannot be written.
     """
     conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
-    model, _ = load_cast(source, conversion.dtype, keywords, lazy=True)
+    model, tokenizer = load_cast(source, conversion.dtype, keywords, lazy=True)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already; convert the original")
     if get_format(settings.layout.chosen_format).ladders:
@@ -58,7 +63,12 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     plan = plan_of(settings, hashes_of(source), precision)
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
-    converter = Converter(model, plan, work)
+    texts: list[list[int]] = []
+    base: Mapping[str, Planes] | None = None
+    if conversion.calibrate is not None:
+        texts, base = calibrated(conversion.calibrate, model, tokenizer, plan)
+        plan = structs.replace(plan, calibrated=key_of_plan(model, plan, texts).text)
+    converter = Converter(model, plan, work, base)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
         converter.wanted = {*files.hashes.values()} if files else set()
@@ -74,8 +84,42 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     write_config(source, work, converter.quantization())
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
+    if base is not None:
+        write_drafting(work, texts, origin, keywords)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
+
+
+def key_of_plan(model: nn.Module, plan: Plan, texts: list[list[int]]) -> BaseKey:
+    """What the calibrated base of a conversion depends on."""
+    return key_of(model, get_format(plan.format), plan.gears, plan.manage, plan.group_size, texts)
+
+
+def calibrated(file: str, model: nn.Module, tokenizer: Any, plan: Plan) -> tuple[list[list[int]], Mapping[str, Planes]]:
+    """The texts, and the lowest gear's planes by path: as an earlier run made and kept them, or made now.
+
+    Raises:
+        GearbxError: no text, or a layout whose lowest gear leaves no choice.
+    """
+    texts = texts_of(tokenizer, file)
+    key = key_of_plan(model, plan, texts)
+    base = key.find()
+    if base is None:
+        with progress_bar() as progress:
+            base = make_base(model, key, get_format(plan.format), texts, progress)
+        show_rounded(base)
+    return texts, base.layers
+
+
+def write_drafting(work: Path, texts: list[list[int]], origin: Provenance, keywords: dict[str, Any]) -> None:
+    """Write how the lowest gear drafts for the original weights, if the checkpoint has them."""
+    model, _ = load(work, **keywords)
+    gearbox = Gearbox(model)
+    if len(gearbox.ladder) > 1 and gearbox.ladder.top.dense:
+        with messages.status("drafting curve"):
+            made = drafting_along(gearbox, texts, origin.name)
+        write_text(work / DRAFTING, made.text())
+        note(f"the lowest gear chooses the top gear's token in {made.agreement_overall:.1%} of {made.tokens}")
 
 
 def open_original(source: Path) -> OriginalFiles:

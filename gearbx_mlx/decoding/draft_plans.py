@@ -307,9 +307,17 @@ def shipped() -> tuple[DraftFile, ...]:
     return tuple(read_draft_file(path) for path in sorted(SHIPPED.glob("*.json")))
 
 
+CALIBRATED: WeakKeyDictionary[Gearbox, DraftFile] = WeakKeyDictionary()
+"""How the calibrated base of a gearbox drafts."""
+DRAFTING = "drafting.json"  # of a geared checkpoint whose base is calibrated
+
+
 def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
-    """The files that ship for this model and ladder; those of its format first."""
-    for made in sorted(shipped(), key=lambda made: made.format != gearbox.format.name):
+    """The files for this model and ladder: of its calibrated base, else those that ship, of its format first."""
+    own = [CALIBRATED[gearbox]] if gearbox in CALIBRATED else []
+    beside = None if gearbox.saved is None else gearbox.saved.directory / DRAFTING
+    own += [read_draft_file(beside)] if beside is not None and beside.exists() else []
+    for made in [*own, *sorted(shipped(), key=lambda made: made.format != gearbox.format.name)]:
         try:
             check_file(made, gearbox)
         except GearbxError:

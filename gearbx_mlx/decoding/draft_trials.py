@@ -271,6 +271,22 @@ def record_agreement(
     return found
 
 
+def record_along(gearbox: Gearbox, top: Gear, gear: Gear, text: Sequence[int]) -> GearRecord:
+    """Run both gears over a text of any origin, each on its own KV cache: where would they choose the same next token?
+
+    Args:
+        text: tokens, two or more. The top gear is engaged afterwards.
+    """
+    tokens = mx.array(list(text))[None]
+    gearbox.shift(gear)
+    logits = gearbox.model(tokens)[0, :-1]
+    entropies, chosen = entropy_bits(logits), mx.argmax(logits, axis=-1)
+    mx.eval(entropies, chosen)
+    gearbox.shift(top)
+    agrees = mx.argmax(gearbox.model(tokens)[0, :-1], axis=-1) == chosen
+    return GearRecord(np.array(entropies).tolist(), np.array(agrees).tolist())
+
+
 def draft_files(
     gearbox: Gearbox,
     top: Gear,

@@ -4,14 +4,16 @@ Formats that MLX has no kernel for share `Reconstructed`: their modules reconstr
 MLX (GEARBX 7.1).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
+from ..kernels.bit_planes import Planes
 from .native import FLOATING
 
 Arrays = Mapping[str, mx.array]
@@ -110,6 +112,28 @@ class Format(Protocol):
 
         A scale or bias takes `scale_size` bytes, as in the checkpoint, except in formats that fix its type.
         """
+        ...
+
+
+Window = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Weights, values of their codes and scales, all (n,) float32, to whether the weights come back, and at a byte more."""
+
+
+@runtime_checkable
+class WithBase(Format, Protocol):
+    """A format whose lowest gear may have other codes than the nearest ones: a calibrated base.
+
+    window: which codes the other gears can do with; None: all.
+    """
+
+    window: Window | None
+
+    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+        """The lowest gear's plane of a matrix (O, I), with floating scales; None where other gears begin with it."""
+        ...
+
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+        """As `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
         ...
 
 

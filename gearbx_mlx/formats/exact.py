@@ -11,6 +11,7 @@ neighbours was found by trying, and not by a proof; groups with NaN or infinitie
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..kernels.bit_planes import PanelPlanes, Planes, pack_mlx_codes
 from ..kernels.dispatch import NATIVE, Kind, cpu_kernels
 from ..kernels.exact import (
     LOW_BITS,
+    WINDOW,
     ExactMatrix,
     PanelExactMatrix,
     Prediction,
@@ -48,28 +50,40 @@ FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
 BLOCK = 2**22  # weights that are encoded at a time: the temporary memory is several times their size
 
 
-def encode(weight: mx.array, widths: Sequence[int], group_size: int) -> ExactMatrix:
+def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Planes | None = None) -> ExactMatrix:
     """A matrix (..., O, I) of bfloat16 in format `exact`.
 
     Args:
         weight: any bit patterns. I is a multiple of group_size.
         widths: bits of the planes of codes: one of 3 or 4, or two of 4.
         group_size: 32, 64 or 128.
+        base: codes (O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back from
+            them get the nearest.
     """
     rows = weight.reshape(-1, weight.shape[-1])
     count = max(1, min(len(rows), math.ceil(rows.size / BLOCK)))
     cuts = [len(rows) * i // count for i in range(count + 1)]
-    parts = [encode_block(rows[first:end], tuple(widths), group_size) for first, end in itertools.pairwise(cuts)]
+    parts = []
+    for first, end in itertools.pairwise(cuts):
+        part = None if base is None else base.each(itemgetter(slice(first, end)))
+        parts.append(encode_block(rows[first:end], tuple(widths), group_size, part))
     return join(parts, weight.shape[:-1])
 
 
-def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int) -> ExactMatrix:
+def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, base: Planes | None = None) -> ExactMatrix:
     """`encode` for rows (O, I) that are not too many to be encoded at once; evaluated."""
-    planes = quantize(weight, widths, group_size)
+    planes = base.each_scale(lambda array: array.view(mx.uint16)) if base else quantize(weight, widths, group_size)
     values = mx.contiguous(weight).view(mx.uint16)
-    mx.eval(values, planes.arrays)
     kernels = cpu_kernels(1)
-    kept, low, high, offsets = kernels.exact_encode(values, *planes) if kernels else beside(values, planes)
+
+    def rest() -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        mx.eval(values, planes.arrays)
+        return kernels.exact_encode(values, *planes) if kernels else beside(values, planes)
+
+    kept, low, high, offsets = rest()
+    if base is not None and not kept.all().item():
+        planes = mixed(kept, planes, quantize(weight, widths, group_size))
+        kept, low, high, offsets = rest()
     if not kept.all().item():
         planes = planes.each(lambda array: without(array, kept))
     matrix = ExactMatrix(*planes[:3], low, high, offsets, *planes[3:])
@@ -129,6 +143,28 @@ def without(array: mx.array, kept: mx.array) -> mx.array:
     """An array (O, ...) with zeros in the groups that are not kept. kept: (O, G)."""
     groups = array.reshape(*kept.shape, -1)
     return mx.where(kept[..., None], groups, mx.zeros_like(groups)).reshape(array.shape)
+
+
+def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
+    """A plane whose groups are those of another one where they are not kept. kept: (O, G)."""
+
+    def choose(own: mx.array, other: mx.array) -> mx.array:
+        groups, others = own.reshape(*kept.shape, -1), other.reshape(*kept.shape, -1)
+        return mx.where(kept[..., None], groups, others).reshape(own.shape)
+
+    (words,), (other_words,), (bias,), (other_bias,) = planes.weights, others.weights, planes.biases, others.biases
+    scales = choose(planes.scales, others.scales)
+    return planes._replace(weights=[choose(words, other_words)], scales=scales, biases=[choose(bias, other_bias)])
+
+
+def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Whether a weight comes back from the value of a code of 3 or 4 bits, and whether that takes a further byte.
+
+    All are float32; the weights are bfloat16 numbers.
+    """
+    zero = ~(np.abs(value) > np.abs(scale) * np.float32(0.5))
+    first = (value.view(np.uint32) >> 16).astype(np.uint16) - np.uint16(WINDOW)
+    return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
 def beside(values: mx.array, planes: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -340,7 +376,23 @@ class Exact:
     def modules(
         self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[int, nn.Module]:
-        matrix = for_kernels(dense, encode(dense.weight, self.widths(bits, ladder), group_size))
+        return self._gears(dense, encode(dense.weight, self.widths(bits, ladder), group_size), ladder, dtype)
+
+    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+        if len(ladder) > 2:
+            return None  # the second plane goes on from the first
+        return quantize(weight, WIDTHS[tuple(ladder)], group_size).each_scale(lambda array: array.view(mx.bfloat16))
+
+    window = staticmethod(in_window)
+
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+        return self._gears(dense, encode(dense.weight, base.widths, base.group_size, base), ladder, dtype)
+
+    def _gears(
+        self, dense: nn.Module, matrix: ExactMatrix, ladder: Sequence[int], dtype: mx.Dtype
+    ) -> dict[int, nn.Module]:
+        """Bits to module of all gears."""
+        matrix = for_kernels(dense, matrix)
         planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
         low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}

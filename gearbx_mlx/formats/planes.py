@@ -259,6 +259,16 @@ class Affine(Copies):
         planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], self.widths(bits, ladder), group_size)
         return {bits: quantized_module(dense, for_kernels(dense, planes))}
 
+    window = None  # no gear depends on another one's codes
+
+    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+        words, scales, biases = mx.quantize(weight, group_size, ladder[0])
+        return Planes([words], scales, [biases], (ladder[0],), group_size)
+
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+        planes = for_kernels(dense, base.each_scale(lambda array: array.astype(dtype)))
+        return {ladder[0]: quantized_module(dense, planes)}
+
     def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
         return (bits,)
 
@@ -291,6 +301,9 @@ class NestedPlanes(Affine):
     ) -> dict[int, nn.Module]:
         planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
+
+    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+        return split(weight, ladder, group_size) if len(ladder) == 1 else None
 
     def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
         return plane_widths(ladder)

@@ -19,6 +19,7 @@ from ..compat.versions import warn_if_untested
 from ..errors import GearbxError
 from ..formats.base import Format
 from ..formats.tied import linear_of
+from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import layers_of, places_of, put_modules, tree_of
@@ -90,6 +91,7 @@ class Gearbox(GearCosts):
         tables: name of a gear to path to bits, for layers that have other bits than the gear.
         widths: further bits at which every layer is stored, so that `cap` can put it there.
         low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.
+        base: path to the plane of a layer in the lowest gear, from `calibrate_base`; other layers are rounded.
 
     Raises:
         GearbxError: an argument that does not exist, bits that the format does not support, a quantized model, no
@@ -114,6 +116,7 @@ class Gearbox(GearCosts):
         tables: Mapping[str, Mapping[str, int]] | None = None,
         widths: Sequence[int] = (),
         low_model: nn.Module | None = None,
+        base: Mapping[str, Planes] | None = None,
     ):
         warn_if_untested()
         layout = layout_of(model, ladder, format, manage, group_size)
@@ -140,6 +143,7 @@ class Gearbox(GearCosts):
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
         self._widths = tuple(widths)
+        self.base = base or {}
         self.source = self._source(layout, scales, widths)
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
@@ -172,7 +176,7 @@ class Gearbox(GearCosts):
             return FromCodes.of(layout.codes, layout.ladder, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
-        return FromWeights(*settings, self._tables, widths)
+        return FromWeights(*settings, self._tables, widths, self.base)
 
     def _take_low_gear(self, low_model: nn.Module, residency: str) -> None:
         """Another quantizer's model becomes the lowest gear."""

@@ -25,13 +25,13 @@ from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
-from ..formats.base import Format, check_quantized, dense_weight, is_finite, stored_bits
+from ..formats.base import Format, WithBase, check_quantized, dense_weight, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
 from ..formats.native import Native, affine_planes, for_kernels, with_kernels
 from ..formats.planes import plane_widths, planes_module, quantized_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
-from ..kernels.bit_planes import split_affine
+from ..kernels.bit_planes import Planes, split_affine
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
@@ -90,7 +90,7 @@ class FromWeights(Source):
 
     storage: path to the type of a layer in the checkpoint, to which scales are rounded. shapes: of the weights, by
     path. tables: bits of a gear to path to bits, for layers whose bits differ from the gear's. further: more bits at
-    which every layer is stored.
+    which every layer is stored. base: path to the lowest gear's plane, where its codes are not the nearest ones.
     """
 
     format: Format
@@ -101,6 +101,7 @@ class FromWeights(Source):
     shapes: Mapping[str, tuple[int, ...]]
     tables: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
     further: Sequence[int] = ()
+    base: Mapping[str, Planes] = field(default_factory=dict)
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
@@ -129,7 +130,9 @@ class FromWeights(Source):
         dense.weight = dense.weight.astype(self.storage[layer.path])
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-        made = self.format.modules(dense, bits, self.stored(layer), self.group_size, dtype)
+        made = made_over(
+            self.format, dense, bits, self.stored(layer), self.group_size, dtype, self.base.get(layer.path)
+        )
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
@@ -140,6 +143,22 @@ class FromWeights(Source):
             mx.eval([module.parameters() for module in modules])
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
             check_quantized(path, originals[path], (array for array in fitted if array is not None))
+
+
+def made_over(
+    format: Format,
+    dense: nn.Module,
+    bits: int,
+    stored: Sequence[int],
+    group_size: int,
+    dtype: mx.Dtype,
+    base: Planes | None,
+) -> dict[int, nn.Module]:
+    """As `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
+    makes_lowest = bits == stored[0] or bool(format.ladders)
+    if base is None or not makes_lowest or not isinstance(format, WithBase):
+        return format.modules(dense, bits, stored, group_size, dtype)
+    return format.over_base(dense, base, stored, dtype)
 
 
 def bytes_of(

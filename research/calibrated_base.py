@@ -1,0 +1,136 @@
+"""What a calibrated base gains: drafts that agree, the base alone as a 4-bit model, and what it costs."""
+
+import math
+import resource
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from pages import table
+
+from gearbx_mlx import Gearbox, load, stream_generate
+from gearbx_mlx.cli.bases import HELD_BACK, texts_of
+from gearbx_mlx.conversion.calibrated_base import calibrate_base
+from gearbx_mlx.evaluation.text import read_documents, read_rows, windows_of
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.gears.discovery import discover
+
+from .studies import HELD_OUT, Found, study
+
+CHAT = """Why do leaves change colour in autumn?
+Write a short thank-you note to a teacher.
+What is the capital of Australia, and what is it known for?
+How can I sleep better at night?
+Tell me a short story about a lighthouse.
+What is the difference between weather and climate?
+Give me tips for a job interview.
+Who wrote Hamlet, and what is it about?
+How do bees make honey?
+Plan a birthday party for a child of six.
+What are the benefits of walking every day?
+Describe the planet Mars."""
+CODE = """Write a Python function that checks whether a number is prime.
+Write a function in JavaScript that adds two numbers.
+How do I sort a list of dictionaries by a key in Python?
+Write a SQL query that finds the five most expensive products.
+Explain what a loop is, with an example in C.
+Write a Python script that counts the words in a file.
+Write a CSS rule that centers a heading.
+How do I make a new branch in git?
+Write a Python function that merges two sorted lists.
+Write a Java class for a rectangle with an area method.
+What is recursion? Show it with factorial in Python.
+Write a Python decorator that prints how long a function takes."""
+LENGTH = 48  # tokens of an answer
+CONTEXT = 256  # tokens of a window of text
+
+
+@study("docs/convert.md", minutes=15)
+def calibrated_base(model: str = "smollm2", prompts: int = 12, data: Path | None = None, tokens: int = 4096) -> Found:
+    """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
+
+    Args:
+        model: of bfloat16; "demo" for the one that ships.
+        prompts: of each kind.
+        data: a text on which the base alone is read, such as WikiText-2's test set.
+        tokens: of that text.
+    """
+    name = None if model == "demo" else model
+    original, tokenizer = load(name)
+    answers = written(original, tokenizer, prompts)
+    windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data)) if data else []
+    rows, figures = [], []
+    for format, window in (("nearest codes", None), ("planes", "free"), ("exact", "within the window")):
+        began = time.perf_counter()
+        base = {} if window is None else base_of(name, format)
+        seconds = time.perf_counter() - began
+        own, _ = load(name)
+        gearbox = Gearbox(own, "4,16", format="planes" if window is None else format, base=base)
+        found = agreement(gearbox, answers)
+        alone = against_top(gearbox, windows)
+        figures.append({"base": format, "seconds": seconds, "agreement": found, "text": alone})
+        label = format if window is None else f"{format}: {window}"
+        shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
+        rows.append([label, *shown, *([f"{alone[0]:.3f}", f"{alone[1]:.3f}"] if alone else [])])
+    head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return Found({f"calibrated-base-{model}": table(head, rows)}, {"rows": figures, "peak GB": peak})
+
+
+def base_of(name: str | None, format: str) -> dict[str, Any]:
+    """Path to plane, calibrated with the text that ships."""
+    model, tokenizer = load(name)
+    made = get_format(format)
+    layers, _ = discover(model, "all", 64, made)
+    texts = [text for i, text in enumerate(texts_of(tokenizer, None)) if i % HELD_BACK]
+    return calibrate_base(model, layers, made, (4, 16), 64, texts).layers
+
+
+def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:
+    """Kind, prompt and the original's greedy answer, as tokens."""
+    questions = [row["question"] for row in read_rows(HELD_OUT, ("question",))]
+    kinds = {"mathematics": questions, "chat": CHAT.splitlines(), "code": CODE.splitlines()}
+    gearbox, made = Gearbox(model, "4,16"), []
+    for kind, texts in kinds.items():
+        for text in texts[:prompts]:
+            prompt = encoded(tokenizer, text)
+            responses = stream_generate(model, tokenizer, prompt, LENGTH, mode="static", gearbox=gearbox)
+            made.append((kind, prompt, [response.token for response in responses]))
+    return made
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(f"Question: {text}\nAnswer:"))
+    message = [{"role": "user", "content": text}]
+    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+
+
+def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int]]]) -> dict[str, float]:
+    """The share of the answers' tokens that the lowest gear chooses too, by kind."""
+    gearbox.shift(gearbox.ladder[0])
+    right: dict[str, list[np.ndarray]] = {}
+    for kind, prompt, answer in answers:
+        logits = gearbox.model(mx.array([prompt + answer]))[0, len(prompt) - 1 : -1]
+        right.setdefault(kind, []).append(np.array(mx.argmax(logits, -1)) == np.array(answer))
+    shares = {kind: float(np.concatenate(agrees).mean()) for kind, agrees in right.items()}
+    return shares | {"all": float(np.concatenate([agrees for each in right.values() for agrees in each]).mean())}
+
+
+def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> tuple[float, float] | None:
+    """The lowest gear's perplexity along windows, as a multiple of the top gear's, and its KL from the top gear."""
+    total = np.zeros(3)
+    for window in windows:
+        tokens, found = mx.array([list(window)]), []
+        for gear in (gearbox.ladder.top, gearbox.ladder[0]):
+            gearbox.shift(gear)
+            logits = gearbox.model(tokens)[0, :-1].astype(mx.float32)
+            found.append(logits - mx.logsumexp(logits, -1, keepdims=True))
+        top, low = found
+        own = [mx.take_along_axis(log, tokens[0, 1:, None], -1).sum().item() for log in (top, low)]
+        kl = (mx.exp(top) * (top - low)).sum().item()
+        total += [own[0] - own[1], kl, len(window) - 1]
+    return (math.exp(total[0] / total[2]), total[1] / total[2]) if len(windows) else None

@@ -1,0 +1,211 @@
+"""A calibrated base: codes of the lowest gear chosen for the inputs of its layers, with every bit of the original."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import platformdirs
+import pytest
+from conftest import normal, tiny_model, weights_of
+
+from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx.cli.bases import Base, key_of, make_base, texts_of
+from gearbx_mlx.cli.terminal import progress_bar
+from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
+from gearbx_mlx.conversion.gptq import Hessian, calibrated
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.loading import load
+
+GROUP = 32
+TEXTS = [[(7 * i + 3 * n) % 60 for i in range(40 + n)] for n in range(6)]
+
+
+def base_of(model: nn.Module, format: str = "exact", ladder: tuple[int, ...] = (4, 16), texts=TEXTS):
+    made = get_format(format)
+    layers, _ = discover(model, "all", GROUP, made)
+    return calibrate_base(model, layers, made, ladder, GROUP, texts)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return tiny_model(dtype=mx.bfloat16)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
+    """Squared errors of outputs with the nearest and with calibrated codes, for inputs that hang together."""
+    mx.random.seed(seed)
+    weight = normal(48, 128).astype(mx.bfloat16)
+    inputs = np.array(normal(400, 24) @ normal(24, 128)) + 0.1 * np.array(normal(400, 128))
+    made, hessian = get_format(format), Hessian(128)
+    hessian.add(inputs.astype(np.float32))
+    dense = np.array(weight.astype(mx.float32))
+    nearest = made.nearest(weight, (4, 16) if made.ladders else (4,), GROUP)
+    factor = hessian.factor()
+    assert factor is not None
+    errors = []
+    for planes in (nearest, calibrated(dense, nearest, factor, made.window)):
+        errors.append(float((((np.array(planes.dequantize()) - dense) @ inputs.T) ** 2).sum()))
+    return errors[0], errors[1]
+
+
+class TestCodes:
+    @pytest.mark.parametrize(("format", "most"), [("planes", 0.3), ("affine", 0.3), ("exact", 0.6)])
+    def test_outputs_are_nearer_than_with_the_nearest_codes(self, format, most):
+        nearest, found = output_errors(format)
+        assert found < most * nearest
+
+    def test_independent_inputs_leave_nothing_to_gain(self):
+        weight = normal(16, 64).astype(mx.bfloat16)
+        nearest = get_format("planes").nearest(weight, (4,), GROUP)
+        hessian = Hessian(64)
+        hessian.add(np.eye(64, dtype=np.float32))
+        found = calibrated(np.array(weight.astype(mx.float32)), nearest, hessian.factor(), None)
+        assert mx.array_equal(found.weights[0], nearest.weights[0])
+
+    @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+    def test_inputs_that_say_nothing_have_no_factor(self, value):
+        hessian = Hessian(8)
+        hessian.add(np.full((4, 8), value, np.float32))
+        assert hessian.factor() is None
+
+    def test_one_token_is_damped(self):
+        hessian = Hessian(8)
+        hessian.add(np.ones((1, 8), np.float32))
+        factor = hessian.factor()
+        assert factor is not None
+        assert np.isfinite(factor).all()
+
+
+class TestExactWeights:
+    @pytest.mark.parametrize("ladder", [(4, 16), (3, 16)])
+    def test_every_bit_of_every_weight_comes_back(self, model, ladder):
+        before = weights_of(model)
+        base = base_of(model, "exact", ladder)
+        gearbox = Gearbox(model, ",".join(map(str, ladder)), format="exact", group_size=GROUP, base=base.layers)
+        gearbox.shift(gearbox.ladder.top)
+        for layer in gearbox.layers:
+            module = dict(model.named_modules())[layer.path]
+            linear = getattr(module, "projection", module)
+            assert mx.array_equal(dense_weight(linear), before[f"{layer.path}.weight"]), layer.path
+
+    def test_codes_of_another_model_do_not_cost_a_bit(self, model):
+        base = base_of(tiny_model(seed=5, dtype=mx.bfloat16))
+        before = weights_of(model)
+        gearbox = Gearbox(model, "4,16", format="exact", group_size=GROUP, base=base.layers)
+        gearbox.shift(gearbox.ladder.top)
+        layer = gearbox.layers[0]
+        assert mx.array_equal(dense_weight(dict(model.named_modules())[layer.path]), before[f"{layer.path}.weight"])
+
+    def test_the_low_gear_has_the_chosen_codes(self, model):
+        base = base_of(model)
+        Gearbox(model, "4,16", format="exact", group_size=GROUP, base=base.layers).shift("low")
+        path = next(path for path in base.layers if "mlp" in path)
+        assert np.allclose(dense_weight(dict(model.named_modules())[path]), base.layers[path].dequantize(), atol=1e-2)
+
+
+class TestWalk:
+    def test_the_model_stays_as_it_is(self, model):
+        kinds, before = [type(module) for module in model.modules()], model(mx.array([TEXTS[0]]))
+        base_of(model)
+        assert [type(module) for module in model.modules()] == kinds
+        assert mx.array_equal(model(mx.array([TEXTS[0]])), before)
+
+    def test_every_block_and_the_head_advance_once(self, model):
+        made, count = get_format("planes"), []
+        layers, _ = discover(model, "all", GROUP, made)
+        calibrate_base(model, layers, made, (4, 16), GROUP, TEXTS, lambda: count.append(1))
+        assert len(count) == steps(model) == len(blocks_of(model)) + 1
+
+    def test_filled_up_texts_count_as_texts_alone(self, model):
+        together, alone = base_of(model, texts=TEXTS[:2]), base_of(model, texts=[TEXTS[1], TEXTS[0]])
+        for path, planes in together.layers.items():
+            assert mx.array_equal(planes.weights[0], alone.layers[path].weights[0]), path
+
+    def test_layers_whose_inputs_are_not_finite_are_rounded_and_named(self, model):
+        block = model.layers[1]
+        block.input_layernorm.weight = mx.full(block.input_layernorm.weight.shape, mx.nan, mx.bfloat16)
+        base = base_of(model)
+        assert "model.layers.1.self_attn.q_proj" in base.rounded
+        assert "model.layers.0.self_attn.q_proj" in base.layers
+
+    def test_experts_are_rounded(self):
+        base = base_of(tiny_model("mixtral", dtype=mx.bfloat16))
+        assert any("switch_mlp" in path for path in base.rounded)
+        assert any("q_proj" in path for path in base.layers)
+
+    @pytest.mark.parametrize(("format", "ladder"), [("planes", (4, 8, 16)), ("exact", (4, 8, 16)), ("rowwise", (4, 8))])
+    def test_gears_that_share_codes_are_refused(self, model, format, ladder):
+        with pytest.raises(GearbxError):
+            base_of(model, format, ladder)
+
+    @pytest.mark.parametrize("texts", [[], [[]], [[5]]])
+    def test_no_text_is_refused(self, model, texts):
+        with pytest.raises(GearbxError, match="text"):
+            base_of(model, texts=texts)
+
+
+class TestCache:
+    def test_a_base_that_is_kept_is_found_for_its_text_and_for_any(self, model, cache):
+        format = get_format("exact")
+        key = key_of(model, format, (4, 16), "all", GROUP, TEXTS)
+        assert key.find() is None
+        with progress_bar() as progress:
+            made = make_base(model, key, format, TEXTS, progress)
+        for found in (key.find(), key_of(model, format, (4, 16), "all", GROUP, ()).find()):
+            assert found is not None
+            assert found.layers.keys() == made.layers.keys()
+            assert all(mx.array_equal(found.layers[p].weights[0], made.layers[p].weights[0]) for p in made.layers)
+
+    @pytest.mark.parametrize("change", [{"format": "planes"}, {"ladder": (3, 16)}, {"group_size": 64}, {"seed": 1}])
+    def test_nothing_is_found_for_anything_else(self, model, cache, change):
+        own = {"format": "exact", "ladder": (4, 16), "group_size": GROUP, "seed": 0}
+        key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXTS).keep(Base(base_of(model).layers))
+        other = own | change
+        asked = tiny_model(seed=other["seed"], dtype=mx.bfloat16)
+        format = get_format(other["format"])
+        assert key_of(asked, format, other["ladder"], "all", other["group_size"], ()).find() is None
+
+    def test_a_file_that_was_cut_off_is_made_again(self, model, cache):
+        key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXTS)
+        key.keep(Base(base_of(model).layers))
+        content = key.file.read_bytes()
+        key.file.write_bytes(content[: len(content) // 2])
+        assert key.find() is None
+        key.file.write_bytes(b"")
+        assert key.find() is None
+
+
+def test_an_empty_text_is_refused_by_its_name(demo, tmp_path):
+    file = tmp_path / "empty.txt"
+    file.write_text(" \n")
+    with pytest.raises(GearbxError, match=r"empty\.txt"):
+        texts_of(demo.tokenizer, str(file))
+
+
+@pytest.mark.slow
+def test_a_converted_base_agrees_more_often_and_restores(cache, tmp_path):
+    """The demo model: fewer of the draft's tokens differ, and the original comes back byte for byte."""
+    common = {"format": "exact", "device": "cpu"}
+    convert(mlx_path=tmp_path / "nearest", **common)
+    convert(mlx_path=tmp_path / "base", calibrate="", **common)
+    convert(mlx_path=tmp_path / "original", restore=str(tmp_path / "base"))
+    shipped = load(None)[0]
+    again = load(tmp_path / "original")[0]
+    assert all(mx.array_equal(a, weights_of(again)[name]) for name, a in weights_of(shipped).items())
+    assert (tmp_path / "base" / "drafting.json").exists()
+    _, tokenizer = load(None)
+    text = texts_of(tokenizer, None)[0]
+    wanted = mx.argmax(shipped(mx.array([text])), axis=-1)
+    divergences = []
+    for name in ("nearest", "base"):
+        model, _ = load(tmp_path / name)
+        Gearbox(model).shift("low")
+        divergences.append(float((mx.argmax(model(mx.array([text])), axis=-1) != wanted).mean()))
+    assert divergences[1] <= divergences[0]
