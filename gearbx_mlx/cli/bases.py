@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,7 +20,6 @@ from ..conversion.calibrated_base import LONGEST, calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
 from ..errors import GearbxError
-from ..evaluation.text import read_documents
 from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing
 from ..formats import get_format
@@ -43,7 +42,7 @@ VERSION = "1"
 NAMES = ("weight", "scales", "biases")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ShippedAnswer(msgspec.Struct, frozen=True):
     """A line of answers.jsonl."""
 
     prompt: str
@@ -59,11 +58,15 @@ def texts_of(tokenizer: Any, file: str | None) -> list[list[int]]:
     Raises:
         GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.
     """
+    from ..evaluation.text import read_documents  # few runs need it
+
     documents = read_documents(Path(file) if file else SHIPPED / "text.jsonl")
     encoded = [tokenizer.encode(document) for document in documents]
     if not file:
         place = SHIPPED / "answers.jsonl"
-        lines = json_lines(place, read_text(place, "text", "install the package again"), Answer, "install it again")
+        lines = json_lines(
+            place, read_text(place, "text", "install the package again"), ShippedAnswer, "install it again"
+        )
         encoded += [chat_tokens(tokenizer, line) for _, line in lines]
     pieces = [list(text[i : i + LONGEST]) for text in encoded for i in range(0, len(text), LONGEST)]
     texts, left = [], MOST
@@ -76,7 +79,7 @@ def texts_of(tokenizer: Any, file: str | None) -> list[list[int]]:
     return texts
 
 
-def chat_tokens(tokenizer: Any, line: Answer) -> list[int]:
+def chat_tokens(tokenizer: Any, line: ShippedAnswer) -> list[int]:
     """The tokens of a request and its answer."""
     messages = [{"role": "user", "content": line.prompt}, {"role": "assistant", "content": line.answer}]
     if getattr(tokenizer, "has_chat_template", False):
@@ -144,7 +147,7 @@ class BaseKey:
 def read_base(file: Path, key: BaseKey) -> Base | None:
     """The base of a file; None where it is another one's or damaged."""
     try:
-        arrays, about = mx.load(str(file), return_metadata=True)
+        arrays, about = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
         mx.eval(arrays)  # which a file that was cut off does not have
         if about["fingerprint"] != key.fingerprint:
             return None

@@ -73,9 +73,9 @@ def calibrate_base(
         by_block.setdefault(block_number(layer.path), []).append(layer)
     for number in range(len(walk.blocks) + 1):
         of_block = by_block.get(number if number < len(walk.blocks) else None, [])
-        rounding = Rounding(of_block, format, ladder, group_size, found)
-        if rounding.layers or number < len(walk.blocks):
-            walk.read(number, rounding)
+        codes = BlockCodes(of_block, format, ladder, group_size, found)
+        if codes.layers or number < len(walk.blocks):
+            walk.read(number, codes)
         advance()
     if not found.layers:
         reasons = "; ".join(sorted(set(found.rounded.values())))
@@ -84,7 +84,7 @@ def calibrate_base(
 
 
 @dataclass(frozen=True)
-class Batch:
+class TextBatch:
     """Texts that are read at once, filled up on the right, where nothing before looks.
 
     tokens: (texts, longest). lengths: of the texts.
@@ -99,7 +99,7 @@ class Batch:
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]]) -> list[Batch]:
+def batches(texts: Sequence[Sequence[int]]) -> list[TextBatch]:
     """Texts, the longest first, in batches of at most TOGETHER tokens."""
     made: list[list[Sequence[int]]] = []
     for text in sorted(texts, key=len, reverse=True):
@@ -107,7 +107,7 @@ def batches(texts: Sequence[Sequence[int]]) -> list[Batch]:
             made.append([])
         made[-1].append(text)
     filled = [[[*text, *[0] * (len(texts[0]) - len(text))] for text in texts] for texts in made]
-    return [Batch(mx.array(rows), [*map(len, texts)]) for rows, texts in zip(filled, made)]
+    return [TextBatch(mx.array(rows), [*map(len, texts)]) for rows, texts in zip(filled, made)]
 
 
 def steps(model: nn.Module) -> int:
@@ -127,7 +127,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [modules[".".join(found[number])] for number in sorted(found)]
 
 
-class Read(Exception):
+class WasRead(Exception):
     """A block has been read: what comes after it is not computed."""
 
 
@@ -154,7 +154,7 @@ class Watched:
         return y + module.bias if "bias" in module else y
 
 
-class Rounding:
+class BlockCodes:
     """The layers of a block, with their Hessians and codes.
 
     Args:
@@ -184,7 +184,7 @@ class Rounding:
             return "experts, heads and tables are rounded"
         if not stored or (self.format.ladders and stored not in self.format.ladders):
             return "has no gear of few bits"
-        few = layer.cut(linear_of(module).weight)[:1]
+        few = linear_of(module).weight[:1]
         if self.format.nearest(few, stored, self.group_size) is None:
             return f"the gears {','.join(map(str, stored))} begin with the same codes"
         return None
@@ -206,7 +206,7 @@ class Rounding:
             if factor is None or not np.isfinite(watched.weight).all():
                 self.found.rounded[layer.path] = "its inputs, or its weights, are not finite, or all 0"
                 continue
-            weight = layer.cut(linear_of(layer.module).weight)
+            weight = linear_of(layer.module).weight
             planes = self.format.nearest(weight, self.ladders[layer.path], self.group_size)
             assert planes is not None
             self.found.layers[layer.path] = calibrated(watched.weight, planes, factor, self.format.window)
@@ -214,7 +214,7 @@ class Rounding:
 
 def weight_of(layer: Layer) -> np.ndarray:
     """(O, I) float32."""
-    return np.array(layer.cut(linear_of(layer.module).weight).astype(mx.float32))
+    return np.array(linear_of(layer.module).weight.astype(mx.float32))
 
 
 class Walk:
@@ -227,28 +227,28 @@ class Walk:
         batches: of texts.
     """
 
-    def __init__(self, model: nn.Module, batches: Sequence[Batch]):
+    def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):
         self.model, self.batches, self.blocks = model, batches, blocks_of(model)
         self.states: list[Any] = []  # what the last block made of each batch
 
-    def read(self, number: int, rounding: Rounding) -> None:
-        """Read a block, or the head after all of them, and let `rounding` choose its codes."""
+    def read(self, number: int, codes: BlockCodes) -> None:
+        """Read a block, or the head after all of them, and let `codes` choose its codes."""
         made: list[Any] = []
         for index, batch in enumerate(self.batches):
-            rounding.takes(batch.rows)
-            with self._changed(number, index, rounding, made):
+            codes.takes(batch.rows)
+            with self._changed(number, index, codes, made):
                 try:
                     self.model(batch.tokens)
-                except Read:
+                except WasRead:
                     continue
                 except Exception as error:
                     raise unreadable(self.model, one_line(error)) from error
             raise unreadable(self.model, "it does not call them in order")
         self.states = made
-        rounding.choose()
+        codes.choose()
 
     @contextmanager
-    def _changed(self, number: int, index: int, rounding: Rounding, made: list[Any]) -> Iterator[None]:
+    def _changed(self, number: int, index: int, codes: BlockCodes, made: list[Any]) -> Iterator[None]:
         """The model while block `number` reads batch `index`: `made` gets its output."""
         changes: list[tuple[nn.Module, Any]] = []
 
@@ -264,16 +264,16 @@ class Walk:
             out = kinds[number].__call__(block, h, *others, **named)
             mx.eval(out)
             made.append(out)
-            raise Read
+            raise WasRead
 
         kinds = [type(block) for block in self.blocks]
         for place, block in enumerate(self.blocks[: number + 1]):
             call = current if place == number else before if place == number - 1 else past
             changes.append((block, type("Block", (kinds[place],), {"__call__": call})))
         is_head = number == len(self.blocks)
-        for layer in rounding.layers:
+        for layer in codes.layers:
             kind = type(layer.module)
-            changes.append((layer.module, watching(kind, rounding.watched[layer.path], is_head)))
+            changes.append((layer.module, watching(kind, codes.watched[layer.path], is_head)))
         with of_classes(changes):
             yield
 
@@ -285,7 +285,7 @@ def watching(kind: Any, watched: Watched, is_head: bool) -> type[nn.Module]:
     def call(module: nn.Module, x: mx.array) -> mx.array:
         inputs = watched.add(x)
         if is_head:
-            raise Read
+            raise WasRead
         return watched.product(inputs, module, x)
 
     return type(kind.__name__, (kind,), {name: call})

@@ -142,7 +142,7 @@ class Converter:
     Args:
         model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
-        base: path to the calibrated plane of the lowest gear.
+        planes: path to the lowest gear's plane of a layer whose codes are calibrated.
 
     `wanted` are hashes of tensors that are to be found among the parameters.
 
@@ -151,8 +151,8 @@ class Converter:
             beginning of another conversion in the directory, or arrays there that are not what its journal says.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, work: Path, base: Mapping[str, Planes] | None = None):
-        self.base = base or {}
+    def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):
+        self.planes = planes or {}
         self.done: dict[str, Unit] = {}
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
@@ -289,7 +289,7 @@ class Converter:
         if layer.is_table:
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         settings = self.plan.gears, self.format, self.plan.group_size, self.packs_rows
-        return pack_layer(layer, *settings, self.base.get(layer.path))
+        return pack_layer(layer, *settings, self.planes.get(layer.path))
 
     def _names(self, layer: Layer) -> list[str]:
         """The names that the arrays of a layer can have in one of the files, and more."""
