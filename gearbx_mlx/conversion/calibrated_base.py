@@ -66,20 +66,23 @@ def calibrate_base(
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
     if not isinstance(format, WithBase):
         raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
-    walk = Walk(model, batches(read))
-    found = CalibratedBase()
-    by_block: dict[int | None, list[Layer]] = {}
+    fit, found = list[Layer](), CalibratedBase()
     for layer in layers:
-        by_block.setdefault(block_number(layer.path), []).append(layer)
-    for number in range(len(walk.blocks) + 1):
-        of_block = by_block.get(number if number < len(walk.blocks) else None, [])
-        codes = BlockCodes(of_block, format, ladder, group_size, found)
-        if codes.layers or number < len(walk.blocks):
-            walk.read(number, codes)
-        advance()
-    if not found.layers:
-        reasons = "; ".join(sorted(set(found.rounded.values())))
+        reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
+        if reason:
+            found.rounded[layer.path] = reason
+        else:
+            fit.append(layer)
+    if not fit:
+        reasons = "; ".join(sorted({*found.rounded.values()}))
         raise GearbxError(f"no layer has codes to calibrate: {reasons}; give --gears 4,16")
+    walk = Walk(model, batches(read))
+    for number in range(len(walk.blocks) + 1):
+        block = number if number < len(walk.blocks) else None
+        of_block = [layer for layer in fit if block_number(layer.path) == block]
+        if of_block or block is not None:
+            walk.read(number, BlockCodes(of_block, format, ladder, group_size, found))
+        advance()
     return found
 
 
@@ -164,30 +167,10 @@ class BlockCodes:
     def __init__(
         self, layers: Sequence[Layer], format: WithBase, ladder: Sequence[int], group_size: int, found: CalibratedBase
     ):
-        self.format, self.group_size, self.found = format, group_size, found
-        self.ladders: dict[str, tuple[int, ...]] = {}
-        self.layers: list[Layer] = []
-        for layer in layers:
-            self.ladders[layer.path] = stored_bits(format, stored_widths(layer, format, ladder))
-            reason = self._unfit(layer)
-            if reason:
-                found.rounded[layer.path] = reason
-            else:
-                self.layers.append(layer)
-        weights = {layer.path: weight_of(layer) for layer in self.layers}
+        self.layers, self.format, self.group_size, self.found = layers, format, group_size, found
+        self.ladders = {layer.path: ladder_of(layer, format, ladder) for layer in layers}
+        weights = {layer.path: weight_of(layer) for layer in layers}
         self.watched = {path: Watched(weight, Hessian(weight.shape[1])) for path, weight in weights.items()}
-
-    def _unfit(self, layer: Layer) -> str | None:
-        """Why a layer cannot be calibrated."""
-        module, stored = layer.module, self.ladders[layer.path]
-        if layer.is_table or (type(module) not in (nn.Linear, NativeDense) and not isinstance(module, nn.Embedding)):
-            return "experts, heads and tables are rounded"
-        if not stored or (self.format.ladders and stored not in self.format.ladders):
-            return "has no gear of few bits"
-        few = linear_of(module).weight[:1]
-        if self.format.nearest(few, stored, self.group_size) is None:
-            return f"the gears {','.join(map(str, stored))} begin with the same codes"
-        return None
 
     def takes(self, rows: np.ndarray) -> None:
         """Which inputs of the next pass count."""
@@ -210,6 +193,23 @@ class BlockCodes:
             planes = self.format.nearest(weight, self.ladders[layer.path], self.group_size)
             assert planes is not None
             self.found.layers[layer.path] = calibrated(watched.weight, planes, factor, self.format.window)
+
+
+def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int, ...]:
+    """The bits at which a format stores a layer."""
+    return stored_bits(format, stored_widths(layer, format, ladder))
+
+
+def unfit(layer: Layer, format: WithBase, stored: Sequence[int], group_size: int) -> str | None:
+    """Why a layer, which is stored at these bits, cannot be calibrated."""
+    module = layer.module
+    if layer.is_table or (type(module) not in (nn.Linear, NativeDense) and not isinstance(module, nn.Embedding)):
+        return "experts, heads and tables are rounded"
+    if not stored or (format.ladders and tuple(stored) not in format.ladders):
+        return "has no gear of few bits"
+    if format.nearest(linear_of(module).weight[:1], stored, group_size) is None:
+        return f"the gears {','.join(map(str, stored))} begin with the same codes"
+    return None
 
 
 def weight_of(layer: Layer) -> np.ndarray:
