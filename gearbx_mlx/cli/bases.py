@@ -24,10 +24,9 @@ from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing
 from ..formats import get_format
 from ..formats.base import Format
-from ..gears.discovery import discover
+from ..gears.discovery import discover, is_quantized
 from ..gears.gearbox import Gearbox, model_fingerprint
 from ..gears.ladder import DENSE
-from ..gears.saved import without_gears
 from ..kernels.bit_planes import Planes
 from ..loading import DEMO_MODEL
 from ..ranks.place import current
@@ -217,7 +216,7 @@ def base_key(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[Base
     """
     text, ladder = resolved.calibrate_base, [gear.bits for gear in resolved.ladder]
     plain = not (resolved.floors or resolved.low_model or resolved.manifest or resolved.cap_bits or resolved.saved)
-    able = plain and not without_gears(model) and current() is None and ladder[0] != DENSE and not resolved.observes
+    able = plain and not is_quantized(model) and current() is None and ladder[0] != DENSE and not resolved.observes
     if text is None:
         uses = able and resolved.mode.mode == LOSSLESS and ladder[-1] == DENSE
         key = (model, get_format(resolved.format), ladder, resolved.manage, resolved.group_size, ())
