@@ -105,7 +105,7 @@ class TestExactWeights:
 
     def test_the_low_gear_has_the_chosen_codes(self, model):
         base = base_of(model)
-        Gearbox(model, "4,16", format="exact", group_size=GROUP, base=base.layers).shift("low")
+        Gearbox(model, "4,16", format="exact", group_size=GROUP, base=base.layers, kernels="mlx").shift("low")
         path = next(path for path in base.layers if "mlp" in path)
         assert np.allclose(dense_weight(dict(model.named_modules())[path]), base.layers[path].dequantize(), atol=1e-2)
 
