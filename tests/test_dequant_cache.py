@@ -2,7 +2,7 @@
 
 import pytest
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, load
 from gearbx_mlx.formats import with_cache
 
 PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "12")
@@ -27,6 +27,16 @@ def test_what_is_unpacked_is_kept_for_the_gear_alone(fresh_demo):
     gearbox.shift("mid")
     gearbox.shift("low")
     assert fresh_demo.model.model.layers[0].self_attn.q_proj.dense_weight() is not weight
+
+
+def test_bytes_are_those_of_the_weights_that_are_multiplied(fresh_demo):
+    gearbox = Gearbox(fresh_demo.model, "4,16", format=with_cache("rowwise"), kernels="mlx")
+    low, high = gearbox.ladder
+    bytes_read = gearbox.weight_bytes_per_token
+    assert bytes_read(low) == pytest.approx(bytes_read(high), rel=1e-4)  # a row of the embedding apart
+    packed = Gearbox(load()[0], "4,16", format="rowwise", kernels="mlx")
+    assert packed.weight_bytes_per_token(low) < packed.weight_bytes_per_token(high) / 3
+    assert packed.weight_bytes_per_token(high) == gearbox.weight_bytes_per_token(high)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,10 @@ class GearCosts:
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
         """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
-        read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
+        if getattr(self.format, "cache", False) and not self.kernels.native:
+            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
+        else:
+            read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
         return read + self._biases[layer.path] * self._size(layer)
 
     def bits_per_weight(self, gear: Gear) -> float:
