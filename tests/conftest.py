@@ -1,6 +1,7 @@
 import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
 
 # isort: split
+import atexit
 import dataclasses
 import functools
 import json
@@ -8,6 +9,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections import defaultdict
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +48,9 @@ os.fsync = lambda descriptor: None
 
 # Which kernels are fastest is measured by tests of just that, which write to a directory of their own.
 os.environ["GEARBX_TUNE"] = "0"
+# Bases that somebody calibrated on this machine would change what drafts choose.
+os.environ["GEARBX_BASES"] = tempfile.mkdtemp(prefix="gearbx-bases-")
+atexit.register(shutil.rmtree, os.environ["GEARBX_BASES"], ignore_errors=True)
 
 # How long an example takes says nothing on a machine that others use. The examples are the same in every run, so that
 # a failure comes from what was changed; HYPOTHESIS_SEARCH=1 looks for others.

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import platformdirs
 import pytest
 from conftest import normal, tiny_model, weights_of
 
@@ -34,7 +33,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+    monkeypatch.setenv("GEARBX_BASES", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 

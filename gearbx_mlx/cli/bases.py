@@ -5,6 +5,7 @@ planes under the names that mlx-lm gives them, and the drafting file that belong
 """
 
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,11 +112,13 @@ class BaseKey:
 
     @property
     def file(self) -> Path:
-        """Of the user's cache."""
+        """Of the user's cache, or of the folder GEARBX_BASES."""
         about = f"{VERSION} {self.format} {self.ladder} {self.manage} {self.group_size}"
         short = hashlib.sha256(about.encode()).hexdigest()[:8]
         name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"
-        return platformdirs.user_cache_path("gearbx-mlx", appauthor=False) / "bases" / name
+        folder = os.environ.get("GEARBX_BASES")
+        cache = platformdirs.user_cache_path("gearbx-mlx", appauthor=False) / "bases"
+        return (Path(folder) if folder else cache) / name
 
     def find(self) -> "Base | None":
         """The base that is kept, the latest one for any text; None where there is none, or it is damaged."""
