@@ -96,7 +96,7 @@ def test_another_order_may_be_given(files, command, tmp_path):
     ("flags", "message"),
     [
         (["--target-tps", "5", "--cap-bits", "6"], "--cap-bits has 6, and the gears of {model} have 4, 5, 8 bits; "),
-        (["--manifest", "{manifest}"], "the gears of {model} have their bits; leave out --manifest, "),
+        (["--manifest", "{other}"], "{other}: made for another model"),
         (["--target-tps", "5", "--manifest", "{other}"], "{other}: made for another model"),
     ],
 )
@@ -117,3 +117,36 @@ def test_a_manifest_of_another_model_is_no_part_of_a_checkpoint(files, command, 
     assert done.status == 2
     assert done.err.startswith(f"error: {other}: made for another model")
     assert not (tmp_path / "out").exists()
+
+
+def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, command, tmp_path):
+    """As on the original: the same bits in every layer, and the same text."""
+    content = json.loads(files.manifest.read_text())
+    layers = {path: 8 if "q_proj" in path else 4 for path in content["layers"]}
+    table = {"wish": "bpw 5", "bits": layers, "bits_per_weight": 5.0, "kl": 0.1}
+    table |= {"perplexity_change": 1.0, "sum_of_parts": 0.1}
+    manifest = tmp_path / "m.json"
+    flags = [
+        "--manifest",
+        manifest,
+        "--mode",
+        "static",
+        "--gear",
+        "4",
+        "-m",
+        12,
+        "--ignore-chat-template",
+        "--describe",
+    ]
+    manifest.write_text(json.dumps(content | {"gears": {"4": table}}))
+    stored = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags)
+    original = command("generate", "--gears", "4,8", *flags)
+    assert (stored.status, original.status) == (0, 0), stored.err + original.err
+    assert stored.out == original.out
+    low = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags[2:])
+    assert low.err != stored.err
+    layers["model.layers.0.self_attn.q_proj"] = 6
+    manifest.write_text(json.dumps(content | {"bits": [4, 5, 6, 8], "gears": {"4": table}}))
+    refused = command("generate", "--model", files.checkpoint, *flags)
+    assert refused.status == 2
+    assert "6 bits" in refused.err

@@ -231,6 +231,8 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
     layers: dict[str, Any] = {"manage": resolved.manage, "widths": resolved.cap_bits}
     if resolved.precision is not None and resolved.saved is None:
         layers = layers_of_manifest(resolved, resolved.precision, model)
+    elif resolved.precision is not None and resolved.manifest is not None:
+        layers["tables"] = stored_tables(resolved, resolved.precision)
     elif resolved.floors is not None:
         layers["manage"] = predicate_of_floors(model, resolved, resolved.floors)
     gearbox = Gearbox(
@@ -293,6 +295,20 @@ def layers_of_manifest(resolved: Resolved, precision: PrecisionManifest, model: 
             "gearbx_mlx.allocate makes one"
         )
     return {"manage": resolved.manage, "tables": tables, "widths": sorted({*manifest.bits, *resolved.cap_bits})}
+
+
+def stored_tables(resolved: Resolved, precision: PrecisionManifest) -> dict[str, dict[str, int]]:
+    """The tables of a manifest for a geared checkpoint. Raises GearbxError for bits that it does not store."""
+    assert resolved.saved is not None
+    tables, stored = precision.tables(resolved.ladder), resolved.saved.gears
+    wanted = sorted({bits for table in tables.values() for bits in table.values()} | {*stored})
+    missing = [bits for bits in wanted if bits not in stored]
+    if missing:
+        raise GearbxError(
+            f"{resolved.manifest}: its tables have {missing[0]} bits, which {resolved.model.model} does not store; "
+            f"convert the original with --gears {','.join(map(str, wanted))}"
+        )
+    return tables
 
 
 def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> Mode:

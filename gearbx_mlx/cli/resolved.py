@@ -138,7 +138,7 @@ def resolve_gears(
     """A model with its gears: of a geared checkpoint, else as flags and manifest say, else by default.
 
     Args:
-        controller: where it caps layers, a manifest says the order, of a geared checkpoint too.
+        controller: where it caps layers, a manifest says the order; without a flag the one beside a geared checkpoint.
         default: the ladder where neither a flag nor the checkpoint has one.
 
     Raises:
@@ -148,14 +148,14 @@ def resolve_gears(
     precision: PrecisionManifest | None = None
     ladder = layout.gears
     if saved is not None:
-        for given, what in ((flags.manifest and not controller.wanted, "--manifest"), (floors.wanted, "the floors")):
-            if given:
-                raise GearbxError(f"the gears of {name} have their bits; leave out {what}, or give the original")
+        if floors.wanted:
+            raise GearbxError(f"the gears of {name} have their bits; leave out the floors, or give the original")
         if flags.calibrate_base is not None:
             raise GearbxError(
                 f"{name}: has its codes; leave out --calibrate-base, or convert the original with --calibrate"
             )
-        precision = precision_beside(name, saved, flags.manifest) if controller.wanted else None
+        if controller.wanted or flags.manifest is not None:
+            precision = precision_beside(name, saved, flags.manifest)
         with about(name):
             ladder = saved.chosen(ladder)
         filled = layout.filled(saved, f"the gears of {name} have")
