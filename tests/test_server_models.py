@@ -1,6 +1,8 @@
 """What the server serves: pairs, quantized and geared checkpoints, draft models, controllers, other models."""
 
 import json
+import math
+import time
 
 import mlx_lm
 import pytest
@@ -11,6 +13,7 @@ from mlx_lm.utils import quantize_model
 from gearbx_mlx import Lossless, convert, generate, load
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.server import parse_span
 
 QUIET = {"log_level": "ERROR"}
 
@@ -155,3 +158,49 @@ def test_the_model_is_that_of_mlx_lm(demo):
     expected = mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=24)
     with served(gears="16", kernels="mlx", **QUIET) as client:
         assert text_of(client, gearbx={"gear": "high"}) == expected
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """A directory of two small models."""
+    path = tmp_path_factory.mktemp("shelf")
+    for name in ("one", "two"):
+        save_model(tiny_model(vocab_size=4096), path / name)
+    (path / "none").mkdir()
+    return path
+
+
+def loaded(client):
+    """The models of which the server says more than their names."""
+    return [model["id"] for model in client.get("/v1/models").json()["data"] if "gearbx" in model]
+
+
+@pytest.mark.slow
+def test_models_of_a_directory_are_loaded_by_name_one_at_a_time(shelf):
+    body = {"prompt": "Once", "max_tokens": 4}
+    with served(models=str(shelf), keep_alive=1.0, **QUIET) as client:
+        assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["one", "two"]
+        assert loaded(client) == []
+        for name in ("two", "one"):
+            assert complete(client, "Once", model=name, max_tokens=4)["model"] == name
+            assert loaded(client) == [name]
+        for name in ("none", "three", "../shelf/one", str(shelf / "one")):
+            assert "one, two" in error_of(client.post("/v1/completions", json=body | {"model": name}), 404)
+        assert "name a model" in error_of(client.post("/v1/completions", json=body))
+        deadline = time.monotonic() + 30
+        while loaded(client) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert loaded(client) == []
+        assert complete(client, "Once", model="one", max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def test_a_time_to_keep_a_model_is_as_ollama_writes_it():
+    assert [parse_span(text) for text in ("90", "90s", "5m", "1.5h", "0", "-1")] == [90, 90, 300, 5400, 0, math.inf]
+    for text in ("", "m", "soon", "nan", "5d"):
+        with pytest.raises(GearbxError, match="give seconds, 5m or 1h"):
+            parse_span(text)
+
+
+def test_a_directory_without_models_is_refused(tmp_path):
+    with pytest.raises(GearbxError, match="no folder in it has"), served(models=str(tmp_path), **QUIET):
+        pass

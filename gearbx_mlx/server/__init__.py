@@ -1,6 +1,7 @@
 """Flags of gearbx_mlx.server: mlx_lm.server's, and the gearbox's."""
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -75,6 +76,21 @@ class ProxySettings(Settings):
         return key
 
 
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+def parse_span(text: str) -> float:
+    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: for ever. Raises GearbxError for anything else."""
+    unit = UNITS.get(text[-1:].lower())
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise GearbxError(f"'{text}' is no time; give seconds, 5m or 1h")
+    return math.inf if seconds < 0 else seconds
+
+
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -102,6 +118,18 @@ class ListenSettings(Settings):
     max_body_bytes: int = flag(2**24, "The most bytes of a request.", least=1, most=2**31)
     request_timeout: float = flag(30.0, "Seconds that a client has to send its request.", least=0.1, most=3600)
     allow_models: bool = flag(False, "Requests may name other models, which are then loaded in place of this one.")
+    models: str | None = flag(
+        None,
+        "Directory whose checkpoints requests may ask for by the names of their folders; one is in memory at a time.",
+        metavar="DIR",
+    )
+    keep_alive: float | None = flag(
+        None,
+        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: for ever. Default: 5m with "
+        "--models, else for ever",
+        type=parse_span,
+        metavar="TIME",
+    )
     log_level: str = flag("INFO", "Set the logging level.", choices=LOG_LEVELS)
 
 
@@ -186,8 +214,11 @@ class ServerSettings:
                 raise GearbxError(
                     f"{flag_of(name)} is of a model that is served here; leave it out with --small-server"
                 )
-        if self.listen.allow_models:
-            raise GearbxError("--allow-models is of models that are served here; leave it out with --small-server")
+        for name in ("allow_models", "models", "keep_alive"):
+            if getattr(self.listen, name) not in (False, None):
+                raise GearbxError(
+                    f"{flag_of(name)} is of models that are served here; leave it out with --small-server"
+                )
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

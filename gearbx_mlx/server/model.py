@@ -1,6 +1,7 @@
 """Serve a model in gears, or two models that take turns."""
 
 import argparse
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -144,7 +145,7 @@ def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
     )
 
 
-MOST_BYTES = 1 << 63
+MOST_BYTES, FIVE_MINUTES = 1 << 63, 300.0
 
 
 @contextmanager
@@ -156,7 +157,10 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
     """
     with Server(settings.listen.host, settings.listen.port, guard.patience) as server:
         prepare = partial(prepared, settings)
-        provider = GearedProvider(cli_args(settings), settings.model.model, prepare, settings.listen.allow_models)
+        listen = settings.listen
+        keep = listen.keep_alive if listen.keep_alive is not None else FIVE_MINUTES if listen.models else math.inf
+        own = cli_args(settings), settings.model.model
+        provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep)
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
         scheduler = Scheduler(provider, kept)
@@ -183,7 +187,8 @@ def gauges(scheduler: Scheduler) -> Gauges:
 def said_of(provider: GearedProvider) -> str:
     """What is served, in a few words."""
     served = provider.served
-    assert served is not None
+    if served is None:
+        return f"serving {', '.join(provider.shelf)}, each when it is asked for"
     return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
 
 

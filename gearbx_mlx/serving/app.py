@@ -147,14 +147,17 @@ async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Resp
 
 @keyed.get(MODELS, response_model=Models)
 async def list_models(here: Here) -> Response:
-    return JSONResponse({"object": "list", "data": [about_model(here)]})
+    return JSONResponse({"object": "list", "data": about_models(here)})
 
 
 @keyed.get(f"{MODELS}/{{model:path}}", response_model=Model)
 async def describe_a_model(model: str, here: Here) -> Response:
-    if model not in here.scheduler.provider.names:
+    provider = here.scheduler.provider
+    name = provider.name if model in provider.names else model
+    found = next((about for about in about_models(here) if about["id"] == name), None)
+    if found is None:
         raise Refused(404, f"the model {model[:200]!a} is not served here", code="model_not_found")
-    return JSONResponse(about_model(here))
+    return JSONResponse(found)
 
 
 @router.get("/health", response_model=Health)
@@ -205,14 +208,20 @@ def route_of(path: str) -> str:
     return path if path in ROUTES or path == "/openapi.json" else "other"
 
 
-def about_model(here: Service) -> dict[str, Any]:
-    """The model that is served."""
+def about_models(here: Service) -> list[dict[str, Any]]:
+    """The models that may be asked for; of the one that is loaded, its gears too."""
     provider = here.scheduler.provider
-    about = {"id": provider.name, "object": "model", "created": provider.created, "owned_by": "gearbx-mlx"}
-    if (served := provider.served) is None:
-        return about
-    gears = {"modes": served.modes, "gears": served.gears, "bits": served.bits, "mode": served.default_mode}
-    return about | {"gearbx": gears, "context_length": served.context, "vocab_size": served.vocabulary}
+    names = [provider.name] * provider.has_own + list(provider.shelf)
+    key, served = provider.model_key, provider.served
+    loaded = None if key is None else provider.name_of(key)
+    found = []
+    for name in dict.fromkeys(names):
+        about = {"id": name, "object": "model", "created": provider.created, "owned_by": "gearbx-mlx"}
+        if served is not None and name == loaded:
+            gears = {"modes": served.modes, "gears": served.gears, "bits": served.bits, "mode": served.default_mode}
+            about |= {"gearbx": gears, "context_length": served.context, "vocab_size": served.vocabulary}
+        found.append(about)
+    return found
 
 
 # Completions.

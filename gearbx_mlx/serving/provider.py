@@ -150,6 +150,11 @@ class GearedProvider(ModelProvider):
         name: of the model that the server was started with; None: the demo model.
         prepare: finds a model by its path and adapter and returns what loads it; raises GearbxError if there is none.
         allow_models: whether requests may name other models, and adapters.
+        models: a directory whose checkpoints requests may name; then none is loaded at first, unless one is named.
+        keep_alive: seconds after the last answer in which a model stays in memory.
+
+    Raises:
+        GearbxError: a model that cannot be loaded, a directory without checkpoints.
     """
 
     def __init__(
@@ -158,14 +163,31 @@ class GearedProvider(ModelProvider):
         name: str | None,
         prepare: Callable[[str | None, str | None], Callable[[], Served]],
         allow_models: bool = False,
+        models: str | None = None,
+        keep_alive: float = math.inf,
     ):
         super().__init__(cli_args)
         self.name = name or "demo"
         self.created = int(time.time())
         self.prepare, self.allow_models = prepare, allow_models
         self.own_key = (name, cli_args.adapter_path)
+        self.models, self.keep_alive = models, keep_alive
         self.served: Served | None = None
-        self.load_key(self.own_key)
+        if models is None or name is not None:
+            self.load_key(self.own_key)
+        elif not self.shelf:
+            raise GearbxError(f"--models {models}: no folder in it has a config.json; give one that has checkpoints")
+
+    @property
+    def shelf(self) -> dict[str, str]:
+        """The checkpoints of the directory of models: name and path. Looked up again each time: they come and go."""
+        configs = sorted(Path(self.models).glob("*/config.json")) if self.models is not None else []
+        return {config.parent.name: str(config.parent) for config in configs}
+
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a model for requests that name none."""
+        return self.models is None or self.own_key[0] is not None
 
     @property
     def names(self) -> set[str]:
@@ -183,12 +205,21 @@ class GearedProvider(ModelProvider):
             Refused: a model or an adapter that the server was not started with.
         """
         own = not model or model in self.names
+        if model in (shelf := self.shelf) and adapters is None:
+            return shelf[model], None
+        if own and not self.has_own:
+            raise Refused(400, f"name a model; {', '.join(shelf)} are served here", param="model")
         if own and adapters in (None, self.own_key[1]):
             return self.own_key
         if not self.allow_models:
             what = f"the adapter {adapters[:200]!a}" if own and adapters else f"the model {str(model)[:200]!a}"
-            raise Refused(404, f"{what} is not served here; {self.name} is", param="model", code="model_not_found")
+            here = ", ".join([self.name] * self.has_own + list(shelf))
+            raise Refused(404, f"{what} is not served here; {here} is", param="model", code="model_not_found")
         return (self.own_key[0] if own else model), adapters
+
+    def name_of(self, key: tuple[str | None, str | None]) -> str:
+        """The name of a model as answers have it."""
+        return next((name for name, path in self.shelf.items() if path == key[0]), self.name)
 
     def current(self, key: tuple[str | None, str | None]) -> Served | None:
         """The model, if it is the one that is loaded."""

@@ -50,6 +50,7 @@ class Scheduler(ResponseGenerator):
         self.batches: dict[Any, Batch] = {}
         self.waiting: Asked | None = None  # for another model
         self.closed = False
+        self.busy = time.monotonic()  # when something was last computed
         super().__init__(provider, prompt_cache)
 
     def submit(self, asked: Asked) -> None:
@@ -98,6 +99,7 @@ class Scheduler(ResponseGenerator):
             while not self._stop:
                 self.admit()
                 self.step_all()
+                self.unload_idle()
         finally:
             self.close()
 
@@ -115,6 +117,15 @@ class Scheduler(ResponseGenerator):
                     return
             except Exception as error:
                 asked.put(error)
+
+    def unload_idle(self) -> None:
+        """Give up the model, and what was kept for it, once nothing was asked of it for `keep_alive` seconds."""
+        if self.running:
+            self.busy = time.monotonic()
+        elif self.provider.served is not None and time.monotonic() - self.busy > self.provider.keep_alive:
+            self.close_batches()
+            self.prompt_cache.trim_to(n_sequences=0)
+            self.provider.forget()
 
     @property
     def most_at_once(self) -> int:
@@ -145,6 +156,7 @@ class Scheduler(ResponseGenerator):
                 return False
             self.close_batches()
         served = self.provider.load_key(key)
+        self.busy = time.monotonic()
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
         tokens = job.prompt.key
@@ -155,7 +167,7 @@ class Scheduler(ResponseGenerator):
         else:
             self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
         machine = text_machine(self, served.tokenizer)
-        asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name))
+        asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name_of(key)))
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
