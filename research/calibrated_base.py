@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -46,12 +46,19 @@ CONTEXT = 256  # tokens of a window of text
 
 
 @study("docs/convert.md", minutes=8)
-def calibrated_base(model: str = "smollm2", prompts: int = 12, data: Path | None = None, tokens: int = 4096) -> Found:
+def calibrated_base(
+    model: str = "smollm2",
+    prompts: int = 12,
+    format: Literal["planes", "exact"] = "planes",
+    data: Path | None = None,
+    tokens: int = 4096,
+) -> Found:
     """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
 
     Args:
         model: of bfloat16; "demo" for the one that ships.
         prompts: of each kind.
+        format: whose codes are calibrated; those of exact stay so near that the original comes back.
         data: a text on which the base alone is read, such as WikiText-2's test set.
         tokens: of that text.
     """
@@ -60,8 +67,7 @@ def calibrated_base(model: str = "smollm2", prompts: int = 12, data: Path | None
     answers = written(original, tokenizer, prompts)
     windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data)) if data else []
     rows, figures = [], []
-    for label, format in (("nearest codes", None), ("calibrated, planes", "planes"), ("calibrated, exact", "exact")):
-        base = {} if format is None else base_of(name, format)
+    for label, base in (("nearest codes", {}), (f"calibrated, {format}", base_of(name, format))):
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
         gearbox = Gearbox(own, "4,16", base=base, kernels="native")
