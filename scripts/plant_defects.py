@@ -9,6 +9,9 @@ the README's test command, then those behind markers. The others cannot find it.
 knows, the tests run that compute with native kernels.
 
 Every result is a line of the file, which a second start goes on with; `--report` prints a table by folder.
+
+Coverage of the whole suite takes an hour. `--by-import` needs none: the default tests run in the files that import the
+defect's module, then in those that import a module which imports it. What they find is what the suite finds at least.
 """
 
 import argparse
@@ -172,6 +175,37 @@ class Tests:
                 yield line, test_of(context)
 
 
+class TestsByImport:
+    """Stands for `Tests` without coverage: the files of tests near a module, and every line of it."""
+
+    def __init__(self) -> None:
+        self.package = {path: path.read_text(encoding="utf-8") for path in (ROOT / "gearbx_mlx").rglob("*.py")}
+        self.tests = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").glob("test_*.py"))}
+        self.by_default = {within_tests(path) for path in self.tests}
+
+    def executed(self, file: str) -> set[int]:
+        return {*range(1, (ROOT / file).read_text(encoding="utf-8").count("\n") + 2)}
+
+    def reaching(self, defect: Defect) -> list[str]:
+        """The files of tests that import the module; then those that import one which imports it."""
+        near = [ROOT / defect.file]
+        users = [path for path, text in self.package.items() if imports(text, near[0]) and path.stem != "__init__"]
+        direct = [path for path, text in self.tests.items() if imports(text, near[0])]
+        others = [path for path, text in self.tests.items() if any(imports(text, user) for user in users)]
+        return [within_tests(path) for path in dict.fromkeys([*direct, *others])]
+
+
+def imports(text: str, module: Path) -> bool:
+    """Whether a text imports a module by its name and, where that could be another one, its folder's."""
+    folder, name = re.escape(module.parent.name), re.escape(module.stem)
+    found = rf"^\s*(?:from|import) [\w.]*\b{folder}(?:\.{name}\b| import [^\n]*\b{name}\b)|^\s*from \.+{name} import"
+    return re.search(found, text, re.MULTILINE) is not None
+
+
+def within_tests(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 def default_tests() -> set[str]:
     """The tests that the README's command runs."""
     command = [sys.executable, "-m", "pytest", "--collect-only"]
@@ -198,7 +232,7 @@ def within_root(name: str) -> str:
     return name[name.rfind("gearbx_mlx/") :]
 
 
-def draw(tests: Tests, seed: int, count: int, of_core: int) -> list[Defect]:
+def draw(tests: Tests | TestsByImport, seed: int, count: int, of_core: int) -> list[Defect]:
     """Defects of the package, in lines that a test executes, and of the core."""
     choose = random.Random(seed)
     package: list[Defect] = []
@@ -215,7 +249,7 @@ def draw(tests: Tests, seed: int, count: int, of_core: int) -> list[Defect]:
     return drawn
 
 
-def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dict[str, object]:
+def try_one(defect: Defect, tests: Tests | TestsByImport, checkout: Path, seconds: float) -> dict[str, object]:
     """Run the tests that reach a defect in a copy of the checkout until one fails; its record for the file."""
     file = checkout / defect.file
     whole = file.read_text(encoding="utf-8")
@@ -232,7 +266,8 @@ def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dic
                 return record | {"outcome": outcome, "by": reason, "default": outcome == FOUND, "seconds": 0.0}
             for some in in_batches(names, tests.by_default):
                 left = seconds - (time.monotonic() - began)
-                command = [sys.executable, "-m", "pytest", "-x", "-m", "", "-p", "no:cacheprovider", "--tb=no", *some]
+                which = ["-m", ""] if isinstance(tests, Tests) else []
+                command = [sys.executable, "-m", "pytest", "-x", *which, "-p", "no:cacheprovider", "--tb=no", *some]
                 try:
                     done = subprocess.run(
                         command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=left
@@ -243,7 +278,8 @@ def try_one(defect: Defect, tests: Tests, checkout: Path, seconds: float) -> dic
                 if done.returncode not in (0, 5):
                     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
                     name = failed[1] if failed else "collection"
-                    record |= {"outcome": FOUND, "by": name, "default": not failed or name in tests.by_default}
+                    by_default = not failed or name in tests.by_default or isinstance(tests, TestsByImport)
+                    record |= {"outcome": FOUND, "by": name, "default": by_default}
                     break
         finally:
             file.write_text(whole, encoding="utf-8")
@@ -303,6 +339,7 @@ def main() -> None:
         "--seconds", type=float, default=900, help="For one defect; one that takes longer counts as found."
     )
     parser.add_argument("--part", default="0/1", help="I/N: every Nth defect from the Ith on, for several processes.")
+    parser.add_argument("--by-import", action="store_true", help="Without coverage: tests near the defect's module.")
     parser.add_argument("--report", action="store_true", help="Show the table of what is there, and end.")
     parser.add_argument("--page", type=Path, help="Write the table into this page, too.")
     args = parser.parse_args()
@@ -316,7 +353,7 @@ def main() -> None:
 
 def go_on(args: argparse.Namespace, known: list[dict]) -> list[dict]:
     """Try the defects that were not tried yet; all records."""
-    tests = Tests(args.coverage, args.junit)
+    tests = TestsByImport() if args.by_import else Tests(args.coverage, args.junit)
     done = {(record["file"], record["start"]) for record in known}
     first, step = map(int, args.part.split("/"))
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
