@@ -150,6 +150,117 @@ class TestGearbox:
         assert mx.array_equal(by_mlx, alone).item()
 
 
+def wrong_where(name: str, change=lambda y: 1.25 * y):
+    """The products of two weights; the candidate `name` computes something else."""
+    weights = [normal(256, 384, seed=seed) for seed in (1, 2)]
+
+    def products(candidate: str) -> list:
+        by = change if candidate == name else lambda y: y
+        return [lambda x, w=w: by(x @ w.T) for w in weights]
+
+    return products
+
+
+class TestNoKernelThatWasNotChecked:
+    STOCK_KIND = Kind("planes 4+4, group 64", (256, 384), stock=True)
+    OUR_KIND = Kind("exact 4, group 64", (256, 384), stock=False, variants=(NATIVE,), rounded=False)
+
+    @pytest.fixture
+    def on_metal(self, monkeypatch, cache):
+        for module in (dispatch, tuner):
+            monkeypatch.setattr(module, "device", lambda: METAL)
+        return cache
+
+    @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
+    def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
+        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        made = Tuner(mx.float32)
+        times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
+        made.cache.keep(made.name(self.STOCK_KIND, 1), times)
+        assert made.choose(self.STOCK_KIND, 1, wrong_where(wrong)) == MLX
+        ((name, found),) = made.wrong.items()
+        assert "256 x 384" in name
+        assert found == {wrong: pytest.approx(1.0, rel=0.4)}  # a quarter of the largest of 256 sums
+        right = Tuner(mx.float32, cache=TuningCache(on_metal.with_name("another")))
+        right.cache.keep(made.name(self.STOCK_KIND, 1), times)
+        assert right.choose(self.STOCK_KIND, 1, wrong_where("none")) == wrong
+        assert right.wrong == {}
+
+    def test_mlx_computes_what_has_no_right_kernel(self, on_metal):
+        for vectors in (1, 3, 600):  # of many, the weight that our kernel decodes
+            made = Tuner(mx.bfloat16)
+            first = self.OUR_KIND.candidates(vectors, mx.bfloat16)[0]
+            assert made.choose(self.OUR_KIND, vectors, wrong_where("none")) == first
+            wrong = Tuner(mx.bfloat16, cache=TuningCache(on_metal.with_name(f"{vectors}")))
+            assert wrong.choose(self.OUR_KIND, vectors, wrong_where(first)) != first
+
+    def test_a_kernel_is_checked_for_the_very_number_of_vectors(self, on_metal):
+        def products(candidate: str) -> list:
+            (one, _) = wrong_where("none")(candidate)
+            return [lambda x: one(x) + (candidate == NATIVE and len(x) == 3)]
+
+        chosen = [Tuner(mx.float32).choose(self.OUR_KIND, vectors, products) for vectors in (2, 3, 4)]
+        assert chosen == [NATIVE, RECONSTRUCT, NATIVE]
+
+    def test_every_layer_counts(self, on_metal):
+        def products(candidate: str) -> list:
+            first, second = wrong_where("none")(candidate)
+            return [first, second if candidate == MLX else lambda x: -second(x)]
+
+        assert Tuner(mx.float32).choose(self.OUR_KIND, 1, products) == MLX
+
+    def test_the_difference_is_kept(self, on_metal):
+        first = Tuner(mx.float32)
+        assert first.choose(self.OUR_KIND, 1, wrong_where(NATIVE)) == MLX
+        first.cache.save()
+        second = Tuner(mx.float32)
+        assert second.choose(self.OUR_KIND, 1, lambda candidate: []) == MLX  # nothing to compare with
+        assert second.wrong == first.wrong
+        ((stored,),) = [each.values() for each in json.loads(on_metal.read_text())["differences"].values()]
+        assert [stored] == [*first.wrong.values()]
+
+    @pytest.mark.parametrize("result", [mx.nan, mx.inf])
+    def test_what_is_no_number_is_wrong(self, on_metal, result):
+        made = Tuner(mx.float32)
+        assert made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y: result * y)) == MLX
+        made.cache.save()
+        assert TuningCache().differences
+
+    @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+    def test_rounding_is_no_difference(self, on_metal, dtype):
+        eps = mx.finfo(dtype).eps
+        for size, chosen in ((1 / 4, NATIVE), (64, MLX)):
+            made = Tuner(dtype, cache=TuningCache(on_metal.with_name(f"{size}")))
+            found = made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y, size=size: (1 + size * eps) * y))
+            assert found == chosen
+
+    def test_nothing_is_known_where_nothing_can_be_computed(self, on_metal):
+        made = Tuner(mx.float32)
+        with pytest.raises(CannotMeasure) as raised:
+            made.choose(self.OUR_KIND, 1, lambda candidate: [])
+        assert raised.value.instead == MLX
+        assert made.cache.differences == {}
+
+    @pytest.mark.usefixtures("native")
+    def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
+        kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), rounded=False)
+        monkeypatch.setattr(tuner, "SMALLEST", 0)
+        first = Tuner(mx.float32)
+        assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
+        first.cache.save()
+        second = Tuner(mx.float32)
+        assert second.choose(kind, 1, lambda candidate: []) == MLX
+        assert second.wrong == first.wrong
+        assert next(iter(first.wrong.values())).keys() == {NATIVE}
+
+    @pytest.mark.usefixtures("native")
+    def test_our_cpu_kernels_are_right(self, cache):
+        box = boxed()
+        measure_gears(box)
+        assert box.kernel_choices.tuner.wrong == {}
+        assert box.kernel_choices.tuner.cache.differences
+
+
 class TestCache:
     def test_of_another_machine_stays_and_is_not_used(self, cache):
         cache.write_text(json.dumps({"machines": {"a GPU that went": {AFFINE: {"native": 1.0}}}}))

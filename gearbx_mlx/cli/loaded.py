@@ -39,6 +39,7 @@ from ..gears.saved import saved_gears
 from ..kernels import MEASURE
 from ..kernels.device import available_memory, recommended_memory
 from ..kernels.dispatch import on_cpu
+from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
@@ -259,6 +260,10 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
 def show_kernels(gearbox: Gearbox) -> None:
     """Print, on stderr, which kernels were chosen by what was measured."""
     tuner = gearbox.kernel_choices.tuner
+    for product, wrong in tuner.wrong.items():
+        for name, difference in wrong.items():
+            by = "is no number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times its size"
+            note(f"kernel {name} is not used for {product}: its product {by}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))
         note(f"kernels: measured in {tuner.seconds:.2f} s" if tuner.seconds else "kernels: as measured earlier")

@@ -141,12 +141,12 @@ def exact_product(
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
-    if metal.available():
-        if kernel in STOCK:
-            return add_bias(exact_matmul_tiles(x, matrix), bias)
-        return launched(exact_launch(x, matrix, bias), bias, chosen)
+    if metal.available() and kernel == RECONSTRUCT:
+        return add_bias(exact_matmul_tiles(x, matrix), bias)  # which our kernel decodes
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix), bias)
+    if metal.available():
+        return launched(exact_launch(x, matrix, bias), bias, chosen)
     return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)
 
 

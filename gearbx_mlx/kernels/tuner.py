@@ -1,8 +1,12 @@
-"""Which candidate computes each kind of product, as measured on this machine.
+"""Which candidate computes each kind of product: one that is right, and the fastest of those as measured here.
 
 At the first product of a kind, its candidates are timed for some milliseconds on the weights at hand. What was found is
 kept in a small JSON file in the user's cache, so that a later start measures nothing. An entry counts for one machine:
 device, system, MLX and our kernels. Anything wrong with the file costs a measurement, and one line that says so.
+
+Before a kernel is used on a GPU, its product is compared with MLX's on the model's own weights, for the very shape and
+number of vectors; on a CPU that is done when a kind is measured. One that differs by more than its types round is never
+used. The differences stand in the same file.
 
 How long a launch takes: its graph is built before the clock starts, and one evaluation has many launches. A single
 small launch says more of Python and of the wait for a GPU than of the kernel. `compare` lets evaluations of all
@@ -31,7 +35,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
 from .compiler import SOURCES, processor_features
-from .dispatch import CPU, SMALLEST, STOCK, CannotMeasure, Kind, device, is_tuning, size_class
+from .dispatch import CPU, METAL, MLX, SMALLEST, STOCK, CannotMeasure, Kind, device, is_tuning, size_class
 from .library_cache import NAME
 from .metal import MAX_VECTORS, metal_folder
 
@@ -58,15 +62,21 @@ HOPELESS = 3.0  # a candidate that takes so many times as long for a single prod
 FAILED = 1e9  # seconds of a candidate that cannot be compiled: JSON has no infinity
 REFUSED = ("metal library", "kernel")  # in what MLX says if Metal's compiler refuses a text
 
+Differences = dict[str, float]
+"""Name of a candidate to the largest difference of its product from MLX's, in root mean squares of that."""
+
+ROUNDINGS = 8  # that a right product may differ by, each as large as that of a number as large as the root mean square
+
 Product = Callable[[mx.array], mx.array]
 Products = Callable[[str], Sequence[Product]]
 """The products by a candidate, each with other weights of one kind; none if no weights are in memory."""
 
 
 class Stored(msgspec.Struct):
-    """The file: machine to kind of product to what was measured."""
+    """The file: machine to kind of product to what was measured, and to what was compared."""
 
     machines: dict[str, dict[str, dict[str, Annotated[float, msgspec.Meta(gt=0)]]]] = {}
+    differences: dict[str, dict[str, dict[str, Annotated[float, msgspec.Meta(ge=0)]]]] = {}
 
 
 class TuningCache:
@@ -80,11 +90,21 @@ class TuningCache:
         self.file = file or platformdirs.user_cache_path(NAME, appauthor=False) / FILE
         self.machine = machine()
         self._fresh: dict[str, Times] = {}
+        self._fresh_differences: dict[str, Differences] = {}
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
         """By the name of a kind of product."""
         return dict(self._read().machines.get(self.machine, {}))
+
+    @functools.cached_property
+    def differences(self) -> dict[str, Differences]:
+        """By the name of a kind of product, its shape and number of vectors."""
+        return dict(self._read(quietly=True).differences.get(self.machine, {}))
+
+    def keep_differences(self, name: str, found: Differences) -> None:
+        """Take how far products differ from MLX's; `save` writes it."""
+        self.differences[name] = self._fresh_differences[name] = found
 
     def keep(self, name: str, times: Times) -> None:
         """Take what was measured for a kind of product; `save` writes it."""
@@ -92,15 +112,15 @@ class TuningCache:
 
     def save(self) -> None:
         """Write what was measured since, beside what other processes wrote meanwhile."""
-        if not self._fresh:
+        if not self._fresh and not self._fresh_differences:
             return
         stored = self._read(quietly=True)
-        mine = stored.machines.pop(self.machine, {}) | self._fresh
-        newest = dict([*stored.machines.items(), (self.machine, mine)][-MOST_MACHINES:])
-        self._fresh = {}
+        times = newest(stored.machines, self.machine, self._fresh)
+        differences = newest(stored.differences, self.machine, self._fresh_differences)
+        self._fresh, self._fresh_differences = {}, {}
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            text = msgspec.json.encode(Stored(newest))
+            text = msgspec.json.encode(Stored(times, differences))
             write_text(self.file, msgspec.json.format(text, indent=1).decode())
         except (GearbxError, OSError) as error:
             say(f"{error}; kernels will be measured again at the next start")
@@ -115,6 +135,12 @@ class TuningCache:
             if not quietly:
                 say(str(error))
             return Stored()
+
+
+def newest(stored: dict[str, dict[str, Key]], machine: str, fresh: dict[str, Key]) -> dict[str, dict[str, Key]]:
+    """What is stored, with what is new of one machine, which becomes the last; the oldest machines are left out."""
+    mine = stored.pop(machine, {}) | fresh
+    return dict([*stored.items(), *([(machine, mine)] if mine else [])][-MOST_MACHINES:])
 
 
 def say(text: str) -> None:
@@ -166,6 +192,8 @@ class Tuner:
         self.measured: dict[str, Times] = {}  # by this tuner
         self.seconds = 0.0  # that measuring took
         self.used: dict[str, tuple[str, Times]] = {}  # product to what was chosen for it, and by which times
+        self.wrong: dict[str, Differences] = {}  # product to the candidates that are not used
+        self._compared: set[str] = set()  # products, by this tuner
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
@@ -176,15 +204,49 @@ class Tuner:
         Raises:
             CannotMeasure: nothing can be evaluated now, or no weights are in memory.
         """
-        if device() != CPU:
-            return self._fastest(kind, size_class(vectors), products)
-        chosen = self._fastest(kind, 1, products)
-        if chosen in STOCK and chosen != self._fastest(kind, MAX_VECTORS, products):
-            return kind.candidates(1, self.dtype, self.ours_alone)[0]
+        on_cpu = device() == CPU
+        counted = 1 if on_cpu else size_class(vectors)
+        candidates = kind.candidates(counted, self.dtype, self.ours_alone)
+        if device() == METAL:
+            candidates = self.right(kind, min(vectors, MAX_VECTORS + 1), products, candidates)
+        elif on_cpu and len(candidates) > 1 and is_worth_it(kind):
+            new = not self.known(self.name(kind, 1), candidates)
+            candidates = self.right(kind, 1, products, candidates, compare_now=new)
+        chosen = self._fastest(kind, counted, products, candidates)
+        if on_cpu and chosen in STOCK and chosen != self._fastest(kind, MAX_VECTORS, products, candidates):
+            return candidates[0]
         return chosen
 
-    def _fastest(self, kind: Kind, vectors: int, products: Products) -> str:
-        candidates = kind.candidates(vectors, self.dtype, self.ours_alone)
+    def right(
+        self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
+    ) -> tuple[str, ...]:
+        """The candidates whose products are MLX's as far as the types can tell; MLX where none is.
+
+        Args:
+            compare_now: compare those that were not compared yet; else they count as right.
+
+        Raises:
+            CannotMeasure: nothing can be evaluated now, or no weights are in memory.
+        """
+        name = self.name(kind, vectors, exactly=True)
+        again = self.anew and name not in self._compared
+        known = {} if again else self.cache.differences.get(name, {})
+        missing = [each for each in candidates if each != MLX and each not in known]
+        if missing and compare_now:
+            x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(1))
+            found = differences({each: products(each) for each in [MLX, *missing]}, x)
+            if not found:
+                raise CannotMeasure(candidates[0] if device() == CPU else MLX)
+            known = known | found
+            self._compared.add(name)
+            self.cache.keep_differences(name, known)
+        bound = tolerance(self.dtype, kind.shape[1], self.x_bits if kind.rounded and device() == CPU else 0)
+        wrong = {each: known[each] for each in candidates if known.get(each, 0) > bound}
+        if wrong:
+            self.wrong[name] = wrong
+        return tuple(each for each in candidates if each not in wrong) or (MLX,)
+
+    def _fastest(self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> str:
         if len(candidates) == 1 or vectors > MAX_VECTORS or not is_worth_it(kind):
             return candidates[0]
         name = self.name(kind, vectors)
@@ -193,11 +255,15 @@ class Tuner:
         self.used[name] = chosen, times
         return chosen
 
+    def known(self, name: str, candidates: Sequence[str]) -> Times | None:
+        """Seconds of all of these candidates, as measured earlier; None if that was not done."""
+        times = (self.measured if self.anew else self.cache.times).get(name, {})
+        return times if times.keys() >= {*candidates} else None
+
     def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
         """Seconds of a product by each candidate, from the cache or measured now. Raises CannotMeasure."""
-        known = self.measured if self.anew else self.cache.times
-        if known.get(name, {}).keys() >= {*candidates}:
-            return known[name]
+        if known := self.known(name, candidates):
+            return known
         begun = time.perf_counter()
         x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(0))
         try:
@@ -213,11 +279,14 @@ class Tuner:
         self.cache.keep(name, found)
         return found
 
-    def name(self, kind: Kind, vectors: int) -> str:
-        """What a kind of product is called in the cache: sizes up to the next power of two share an entry."""
-        rows, columns = (min(size_class(size), LARGEST_SIZE) for size in kind.shape)
+    def name(self, kind: Kind, vectors: int, exactly: bool = False) -> str:
+        """What a kind of product is called in the cache: sizes up to the next power of two share an entry.
+
+        exactly: they do not.
+        """
+        rows, columns = kind.shape if exactly else (min(size_class(size), LARGEST_SIZE) for size in kind.shape)
         rounded = f", activations of {self.x_bits} bits" if self.x_bits and kind.rounded and device() == CPU else ""
-        number = size_class(vectors)
+        number = vectors if exactly else size_class(vectors)
         dtype = str(self.dtype).removeprefix("mlx.core.")
         return f"{kind.form}, {rows} x {columns}, {dtype}{rounded}, {number} vector{'s' * (number > 1)}"
 
@@ -225,6 +294,57 @@ class Tuner:
 def is_worth_it(kind: Kind) -> bool:
     """Whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
     return is_tuning() and math.prod(kind.shape) >= SMALLEST
+
+
+def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
+    """How far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
+
+    Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are at hand.
+    """
+    if not all(products.values()):
+        return {}
+    exact = x.astype(mx.float32) if device() == CPU else x  # MLX's CPU kernels add up in the type of activations
+    most = 1 if device() == CPU else None
+    found = {name: 0.0 for name in products if name != MLX}
+    try:
+        for number, reference in enumerate(products[MLX][:most]):
+            wanted = reference(exact)
+            mx.eval(wanted)
+            for name in found:
+                for product in products[name][number : number + 1]:
+                    found[name] = max(found[name], difference(product, x, wanted))
+    except (ValueError, RuntimeError):
+        return {}
+    return found
+
+
+def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
+    """The largest one from what is wanted, in root mean squares of that; FAILED if it is no number."""
+    try:
+        y = product(x).astype(mx.float32)
+        mx.eval(y)
+    except RuntimeError as error:
+        if any(word in str(error) for word in REFUSED):
+            return FAILED
+        raise
+    wanted = wanted.astype(mx.float32)
+    if y.shape != wanted.shape:
+        return FAILED
+    largest = mx.where(y == wanted, 0, mx.abs(y - wanted)).max().item()
+    found = largest / mx.sqrt(mx.square(wanted).mean()).item() if largest else 0.0
+    return found if math.isfinite(found) else FAILED
+
+
+def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
+    """The difference of two right products, at most, in root mean squares of one.
+
+    Args:
+        dtype: to which the activations and the result are rounded; sums of this many columns are float32.
+        x_bits: to which one of the two rounds the activations as well; 0 for no rounding.
+    """
+    of_sums = math.sqrt(columns) * mx.finfo(mx.float32).eps
+    of_activations = 2.0 ** (1 - x_bits) if x_bits else 0.0
+    return ROUNDINGS * float(mx.finfo(dtype).eps + of_sums + of_activations)
 
 
 def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:

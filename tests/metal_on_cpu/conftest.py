@@ -3,7 +3,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.kernels import metal
+from gearbx_mlx.kernels import metal, tuner
 from gearbx_mlx.kernels.metal import Availability, Prepared
 
 from .cases import run_prepared
@@ -21,8 +21,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list[Prepared]:
-    """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come."""
+def launches(monkeypatch, tmp_path) -> list[Prepared]:
+    """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come.
+
+    Which kernels are right is found out by each test, and not kept.
+    """
     seen = []
 
     def run(self: Prepared, *inputs: Any) -> mx.array:
@@ -32,6 +35,7 @@ def launches(monkeypatch) -> list[Prepared]:
         seen.append(self)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
+    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     monkeypatch.setattr(metal, "available", lambda: Availability(True))
     monkeypatch.setattr(Prepared, "__call__", run)
     return seen
