@@ -193,7 +193,7 @@ class Tuner:
         self.seconds = 0.0  # that measuring took
         self.used: dict[str, tuple[str, Times]] = {}  # product to what was chosen for it, and by which times
         self.wrong: dict[str, Differences] = {}  # product to the candidates that are not used
-        self._compared: set[str] = set()  # products, by this tuner
+        self._compared: set[tuple[str, str]] = set()  # products and candidates, by this tuner
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
@@ -208,7 +208,7 @@ class Tuner:
         counted = 1 if on_cpu else size_class(vectors)
         candidates = kind.candidates(counted, self.dtype, self.ours_alone)
         if device() == METAL:
-            candidates = self.right(kind, min(vectors, MAX_VECTORS + 1), products, candidates)
+            candidates = self._right_on_metal(kind, min(vectors, MAX_VECTORS + 1), products, candidates)
         elif on_cpu and len(candidates) > 1 and is_worth_it(kind):
             new = not self.known(self.name(kind, 1), candidates)
             candidates = self.right(kind, 1, products, candidates, compare_now=new)
@@ -216,6 +216,17 @@ class Tuner:
         if on_cpu and chosen in STOCK and chosen != self._fastest(kind, MAX_VECTORS, products, candidates):
             return candidates[0]
         return chosen
+
+    def _right_on_metal(
+        self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]
+    ) -> tuple[str, ...]:
+        """All right candidates where they are timed, else the first of them."""
+        if is_worth_it(kind):
+            return self.right(kind, vectors, products, candidates)
+        for each in candidates:
+            if self.right(kind, vectors, products, (each,)) == (each,):
+                return (each,)
+        return (MLX,)
 
     def right(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
@@ -229,21 +240,21 @@ class Tuner:
             CannotMeasure: nothing can be evaluated now, or no weights are in memory.
         """
         name = self.name(kind, vectors, exactly=True)
-        again = self.anew and name not in self._compared
-        known = {} if again else self.cache.differences.get(name, {})
-        missing = [each for each in candidates if each != MLX and each not in known]
+        known = self.cache.differences.get(name, {})
+        settled = {each for each in known if not self.anew or (name, each) in self._compared}
+        missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
             x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(1))
             found = differences({each: products(each) for each in [MLX, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
-            self._compared.add(name)
+            self._compared |= {(name, each) for each in found}
             self.cache.keep_differences(name, known)
         bound = tolerance(self.dtype, kind.shape[1], self.x_bits if kind.rounded and device() == CPU else 0)
         wrong = {each: known[each] for each in candidates if known.get(each, 0) > bound}
         if wrong:
-            self.wrong[name] = wrong
+            self.wrong[name] = self.wrong.get(name, {}) | wrong
         return tuple(each for each in candidates if each not in wrong) or (MLX,)
 
     def _fastest(self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> str:
@@ -330,8 +341,9 @@ def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
     wanted = wanted.astype(mx.float32)
     if y.shape != wanted.shape:
         return FAILED
-    largest = mx.where(y == wanted, 0, mx.abs(y - wanted)).max().item()
-    found = largest / mx.sqrt(mx.square(wanted).mean()).item() if largest else 0.0
+    largest = mx.where(y == wanted, 0, mx.abs(y - wanted)).max()
+    size = mx.sqrt(mx.square(wanted).mean())
+    found = float(mx.where(largest == 0, 0, largest / size).item())  # type: ignore[arg-type]
     return found if math.isfinite(found) else FAILED
 
 
