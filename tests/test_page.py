@@ -165,6 +165,46 @@ def test_a_server_without_gears_is_a_plain_chat(page, scripted):
     assert "gearbx" not in asked[0]
 
 
+def test_settings_are_sent_with_a_message(page, scripted):
+    asked = scripted(chunk("Yes."))
+    page.find("#more summary").click()
+    for name, value in {"system": "Be brief.", "temperature": "0.7", "top_p": "0.9", "max_tokens": "12"}.items():
+        page.find(f"#{name}").send_keys(value)
+    page.send("Hello")
+    page.answer()
+    assert {name: asked[0][name] for name in ("temperature", "top_p", "max_tokens")} == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_tokens": 12,
+    }
+    assert [(turn["role"], turn["content"]) for turn in asked[0]["messages"]] == [
+        ("system", "Be brief."),
+        ("user", "Hello"),
+    ]
+
+
+def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
+    asked = scripted(chunk("# Sum\n\n- **five** <b>\n- `7`\n\n```\na + b\n```"))
+    page.send("Hello")
+    page.answer()
+    page.find(".tools button").click()
+    shown = page.run("return document.querySelector('.formatted').innerHTML")
+    code = '<pre class=""><code class="">a + b</code></pre>'
+    items = '<li class=""><strong class="">five</strong> &lt;b&gt;</li><li class=""><code class="">7</code></li>'
+    assert shown == f'<h3 class="">Sum</h3><ul class="">{items}</ul>{code}'
+    page.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
+    page.answer()
+    assert len(asked) == 2
+    assert [turn["content"] for turn in asked[1]["messages"]] == ["Hello"]
+    assert len(page.all(".turn")) == 1
+
+
+def test_lossless_has_no_thresholds_in_its_legend(page):
+    assert "threshold" not in page.text("#legend")
+    page.choose("mode", "route")
+    assert "threshold" in page.text("#legend")
+
+
 def test_a_proxy_says_which_server_answered(page, scripted):
     scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"server": "large", "why": "entropy"}})
     page.send("Hello")

@@ -76,7 +76,7 @@ def parts(listed: str) -> tuple[str, ...]:
 
 def announce(settings: ServerSettings, server: Server) -> None:
     """Print where the server listens, what it serves, and who can reach it."""
-    terminal.note(f"{server.where}/v1: {server.serves}")
+    terminal.note(f"{server.where}/v1: {server.serves}; the page is at {server.where}/")
     if not is_loopback(settings.listen.host):
         who = "with the key" if guard_of(settings).api_key else "and no key is asked for (--api-key)"
         terminal.note(f"other machines can reach it, {who}")
