@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.bounds import EXACT, Rounding, bits, entropy_bounds, rounding_of
+from gearbx_mlx.routing.bounds import EXACT, Rounding, bits, entropy_bounds, is_bfloat16, rounding_of
 
 ROUNDED = 1e-9  # of sums of float64, here and there
 WEIGHTS = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1e-12, 1.0, 50.0]), min_size=1, max_size=40)
@@ -138,3 +138,10 @@ def test_single_precision_costs_next_to_nothing():
 def test_what_no_distribution_has_is_refused(logprobs, words):
     with pytest.raises(GearbxError, match=words):
         entropy_bounds(logprobs, 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"), [(1.0, True), (-3.25, True), (0.0, True), (1 + 2.0**-8, False), (0.1, False)]
+)
+def test_which_numbers_are_bfloat16(value, fits):
+    assert is_bfloat16(value) == fits

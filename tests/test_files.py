@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
+import msgspec
 import pytest
 from msgspec import Meta, Struct, field
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.files import reading
-from gearbx_mlx.files.reading import json_lines, parse_json, read_json, read_text, shown, typed
+from gearbx_mlx.files.reading import Count, json_lines, parse_json, read_json, read_text, shown, typed
 
 LAYERS = 100
 
@@ -142,3 +143,10 @@ def test_a_value_is_shown_in_one_short_line():
     assert shown("a\nb") == '"a\\nb"'
     assert len(shown("x" * 1000)) == 60
     assert shown({"a": [1, None]}) == '{"a": [1, null]}'
+
+
+def test_a_count_is_a_whole_number_that_every_reader_of_json_has():
+    assert msgspec.json.decode(str(2**53), type=Count) == 2**53
+    for text in (str(2**53 + 1), "-1"):
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.json.decode(text, type=Count)
