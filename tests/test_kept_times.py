@@ -24,8 +24,8 @@ def file(monkeypatch, tmp_path):
 class Start:
     """A start of the program: a gearbox, and texts whose tokens take so many seconds in rounds or alone."""
 
-    def __init__(self, seed=0, **settings):
-        self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
+    def __init__(self, seed=0, ladder="4,16", **settings):
+        self.gearbox = Gearbox(tiny_model(seed=seed), ladder, **settings)
         self.plans = DraftPlans(self.gearbox, self.gearbox.ladder[0], default_rule(), TIME, 15)
         self.plan, self.now = self.plans.of(1), 0.0
         self.plan.stretches._clock = lambda: self.now
@@ -41,7 +41,8 @@ class Start:
             ways.append(stretches.in_rounds)
             self.now += rounds if ways[-1] else alone
             if ways[-1]:
-                costs.add_draft(draft)
+                if draft:
+                    costs.add_draft(draft)
                 if costs.wants_verification(1):
                     costs.add_verification(1, alone)
         self.plans.keep()
@@ -53,6 +54,17 @@ def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
     monkeypatch.setenv("GEARBX_TUNE", "0")
     plans += [Lossless(cost=cost).plans(Gearbox(tiny_model(), "4,16")) for cost in (None, "time")]
     assert [plan.of(1).rounds.costs.measured for plan in plans] == [True, False, True]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_ladder_of_one_gear_keeps_the_times_of_its_rows(file):
+    first = Start(ladder="16")
+    assert not first.plan.rounds.costs.ready
+    first.write(LONGEST, rounds=1.0, alone=2.0, draft=None)
+    again = Start(ladder="16")
+    assert again.plan.rounds.costs.ready
+    assert again.plan.rounds.costs.verification(1) == pytest.approx(2.0)
+    assert not again.plan.rounds.drafts()
 
 
 def test_the_way_that_won_writes_first_at_the_next_start(file):

@@ -136,9 +136,10 @@ class Learning:
         self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
         anew = not is_tuning() or gearbox.kernels.anew
         kept = self._kept = {} if anew else self._cache.times.get(self._name, {})
-        if measured is None and kept.keys() >= {self.STEP, *self.ROWS}:
-            measured = kept[self.STEP], [kept[rows] for rows in self.ROWS]
-        self.costs = LearnedCosts(measured, texts, drafts=draft != gearbox.ladder.top)
+        drafts = draft != gearbox.ladder.top
+        if measured is None and kept.keys() >= {*self.ROWS} and (self.STEP in kept or not drafts):
+            measured = kept.get(self.STEP, 0.0), [kept[rows] for rows in self.ROWS]
+        self.costs = LearnedCosts(measured, texts, drafts)
         left = int(kept[self.LEFT]) if self.LEFT in kept else None
         self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left)
 
@@ -159,7 +160,9 @@ class Learning:
         if self.costs.seconds is None or not is_tuning():
             return
         drafted, rows = self.costs.seconds
-        known = self.seconds | {self.STEP: drafted, **dict(zip(self.ROWS, rows)), self.LEFT: self.stretches.left}
+        known = self.seconds | dict(zip(self.ROWS, rows)) | {self.LEFT: self.stretches.left}
+        if drafted:  # else nothing drafts
+            known[self.STEP] = drafted
         won, before, self._kept = self._rounds_win, self._kept, known
         news = any(not math.isclose(value, before.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
         written = before.get(self.LEFT, 0.0) - self.stretches.left >= MUCH_WRITTEN

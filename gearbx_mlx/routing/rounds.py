@@ -168,7 +168,8 @@ class LearnedCosts(PassCosts):
         self._rows: dict[int, LatestTimes] = {}
         self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
-            self._draft.add(seconds[0])
+            if seconds[0]:
+                self._draft.add(seconds[0])
             for rows, value in enumerate(seconds[1], 1):
                 self._of(rows).add(value)
             self._update()
