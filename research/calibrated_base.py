@@ -77,7 +77,7 @@ def calibrated_base(
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
         rows.append([label, *shown, *([f"{alone[0]:.3f}", f"{alone[1]:.3f}"] if alone else [])])
     head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
-    return Found({f"calibrated-base-{model}": table(head, rows)}, figures)
+    return Found({f"calibrated_base_{model}": table(head, rows)}, figures)
 
 
 def base_of(name: str | None, format: str) -> dict[str, Any]:
