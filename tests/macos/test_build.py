@@ -1,9 +1,12 @@
 """The CPU kernels as a Mac would compile them: by its recipe, with its MLX, linked; nothing of it runs here."""
 
 import re
+import sys
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
+import object_store
 import pytest
 import zig
 
@@ -29,7 +32,7 @@ class Build:
 
 
 @pytest.fixture(scope="module")
-def mac(request, tmp_path_factory) -> Build:
+def mac(request) -> Build:
     """The kernels, compiled and linked for the oldest macOS that MLX has a wheel for."""
     if zig.find_zig() is None:
         pytest.skip(f"{NOT_CHECKED}: that needs zig (pip install ziglang)")
@@ -38,10 +41,17 @@ def mac(request, tmp_path_factory) -> Build:
     except Unobtainable as reason:
         pytest.skip(f"{NOT_CHECKED}: {reason}")
     recipe = make_recipe(zig.compiler_for("aarch64-macos.14.0"), CompileTarget("darwin", "arm64", mlx))
-    file = tmp_path_factory.mktemp("macos") / "kernels.so"
-    with pytest.MonkeyPatch.context() as patient:  # zig's first link compiles its C++ library
-        patient.setattr(compiler, "SECONDS", 1200)
-        compile_library(recipe, file)
+
+    def make(folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patient:  # zig's first link compiles its C++ library
+            patient.setattr(compiler, "SECONDS", 1200)
+            compile_library(recipe, folder / "kernels.so")
+
+    flags = [flag for flag in recipe.flags if not flag.startswith("-I")]  # folders differ from clone to clone
+    versions = [sys.version, *map(version, ("mlx", "nanobind", "ziglang"))]
+    sources = sorted(path for path in compiler.SOURCES.iterdir() if path.is_file())
+    code = Path(compiler.__file__)  # which puts the command together
+    file = object_store.kept([*flags, *versions, code, *sources], make) / "kernels.so"
     return Build(recipe, mlx, file, read_library(file))
 
 
