@@ -13,7 +13,7 @@ from gearbx_mlx.serving.web import event_stream
 def client():
     if why := chromium.why_not():
         pytest.skip(f"THE PAGE WAS NOT CHECKED: {why}")
-    with served(gears="4,8,16", log_level="ERROR", max_tokens=40) as client:
+    with served(gears="4,8,16", mode="route", log_level="ERROR", max_tokens=40) as client:
         yield client
 
 

@@ -200,9 +200,9 @@ def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
 
 
 def test_lossless_has_no_thresholds_in_its_legend(page):
-    assert "threshold" not in page.text("#legend")
-    page.choose("mode", "route")
     assert "threshold" in page.text("#legend")
+    page.choose("mode", "lossless")
+    assert "threshold" not in page.text("#legend")
 
 
 def test_a_proxy_says_which_server_answered(page, scripted):
