@@ -9,7 +9,7 @@ from conftest import PROMPT, normal, tiny_model
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits
-from gearbx_mlx.formats.block import begin_draft
+from gearbx_mlx.formats.block import begin_draft, draft_parts
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -27,6 +27,12 @@ def begun(box: Gearbox, gear: int = 4) -> list:
     mx.eval(box.model(PROMPT, cache=cache))
     box.shift(gear)
     return cache
+
+
+def drafted(box: Gearbox, cache: list):
+    """A draft of the gear that is engaged; None if there is none."""
+    parts = draft_parts(box.model)
+    return None if parts is None else begin_draft(parts, cache)
 
 
 def greedy(box: Gearbox, cache: list, token: int, count: int) -> list[tuple[int, float]]:
@@ -57,11 +63,11 @@ def test_is_what_the_model_writes(architecture, settings):
     for gear in box.ladder:
         cache = begun(box, gear.bits)
         expected = greedy(box, cache, 3, 5)
-        step = begin_draft(box.model, cache)
+        step = drafted(box, cache)
         assert step is not None
         token = 3
         for place, (following, bits) in enumerate(expected):
-            token, entropy = step(token, place)
+            token, entropy = step.next(token, place)
             assert token == following
             assert entropy == pytest.approx(bits, abs=1e-4)
 
@@ -70,9 +76,9 @@ def test_leaves_the_cache_as_it_was():
     box = boxed()
     cache = begun(box)
     before = [(np.array(part.keys[..., : part.offset, :]), part.offset) for part in cache]
-    step = begin_draft(box.model, cache)
+    step = drafted(box, cache)
     for place in range(4):
-        step(place, place)
+        step.next(place, place)
     for part, (keys, offset) in zip(cache, before):
         assert part.offset == offset
         assert np.array_equal(np.array(part.keys[..., :offset, :]), keys)
@@ -81,34 +87,53 @@ def test_leaves_the_cache_as_it_was():
 def test_follows_a_shift_and_a_weight_that_changes():
     box = boxed()
     cache = begun(box)
-    low = begin_draft(box.model, cache)(3, 0)[1]
+    low = drafted(box, cache).next(3, 0)[1]
     box.shift(16)
-    top = begin_draft(box.model, cache)(3, 0)[1]
+    top = drafted(box, cache).next(3, 0)[1]
     assert low != top
     box.model.model.norm.weight = 3 * box.model.model.norm.weight
     mx.eval(box.model.parameters())
-    assert begin_draft(box.model, cache)(3, 0)[1] not in (low, top)
+    assert drafted(box, cache).next(3, 0)[1] not in (low, top)
+
+
+def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up():
+    model = tiny_model()
+    model.set_dtype(mx.bfloat16)
+    box = Gearbox(model, "4,16", kernels="native", residency="host")
+    cache = begun(box)
+    parts = draft_parts(box.model)
+    assert begin_draft(parts, cache) is not None
+    box.shift(16)
+    assert begin_draft(parts, cache) is None
+
+    box = boxed()
+    cache = begun(box)
+    parts, expected = draft_parts(box.model), greedy(box, cache, 3, 1)
+    box.shift(16)
+    token, bits = begin_draft(parts, cache).next(3, 0)
+    assert (token, bits) == (expected[0][0], pytest.approx(expected[0][1], abs=1e-4))
 
 
 def test_entries_that_somebody_else_has_are_not_written():
     box = boxed()
     cache = begun(box)
     kept = copy.copy(cache[0].keys)
-    assert begin_draft(box.model, cache) is None
+    assert drafted(box, cache) is None
     del kept
-    assert begin_draft(box.model, cache) is not None
+    assert drafted(box, cache) is not None
 
 
 def test_is_refused_where_it_would_leave_the_entries():
     box = boxed()
     cache = begun(box)
-    step = begin_draft(box.model, cache)
+    step = drafted(box, cache)
     room = cache[0].keys.shape[2] - cache[0].offset
-    assert step(3, room - 1)
+    assert step.room == room
+    assert step.next(3, room - 1)
     with pytest.raises(ValueError, match="room"):
-        step(3, room)
+        step.next(3, room)
     with pytest.raises(ValueError, match="token"):
-        step(10**6, 0)
+        step.next(10**6, 0)
 
 
 def test_other_models_and_caches_have_none():
@@ -117,10 +142,10 @@ def test_other_models_and_caches_have_none():
     batch = [BatchKVCache.merge([KVCache(), KVCache()]) for _ in box.model.layers]
     for cache in (windows, batch):
         mx.eval(box.model(PROMPT if cache is windows else mx.concatenate([PROMPT, PROMPT]), cache=cache))
-        assert begin_draft(box.model, cache) is None
-    assert begin_draft(box.model, make_prompt_cache(box.model)) is None
+        assert drafted(box, cache) is None
+    assert drafted(box, make_prompt_cache(box.model)) is None
     other = Gearbox(tiny_model("gpt_neox"), "4,16", kernels="native")
-    assert begin_draft(other.model, begun(other)) is None
+    assert drafted(other, begun(other)) is None
 
 
 def test_a_layer_that_is_not_known_is_run_by_mlx():
@@ -129,7 +154,7 @@ def test_a_layer_that_is_not_known_is_run_by_mlx():
     layer = box.model.layers[0].mlp.down_proj
     known = type(layer)
     layer.__class__ = type("Derived", (known,), {"__call__": lambda self, x: known.__call__(self, x) + 1})
-    assert begin_draft(box.model, cache) is None
+    assert drafted(box, cache) is None
 
 
 @pytest.mark.parametrize("values", [normal(3, 5000), normal(2, 49152, seed=1), normal(4, 17, seed=2), normal(1, 1)])

@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
-from ..formats.block import begin_draft
+from ..formats.block import DraftParts, GreedyDraft, begin_draft, draft_parts
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import ALONE, Agreement
@@ -38,7 +38,6 @@ from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
 from .sampling import GREEDY, Chooser, LogitsReader, sampled_rows
 
-NextToken = Callable[[int, int], tuple[int, float]]
 PADDING = 0  # a token that makes proposals equally long, and that nobody accepts
 
 
@@ -115,7 +114,7 @@ class Drafter:
     """Proposes tokens, for one text or several, and says what that took.
 
     Args:
-        gear: that drafts; it is engaged after a draft.
+        gear: that drafts; it may be engaged after a draft.
         reader: of logits.
         ahead: steps that are queued beyond the one whose entropy is read.
         agreement: of the ranks that share the model.
@@ -126,6 +125,8 @@ class Drafter:
     reader: LogitsReader
     ahead: int = 0
     agreement: Agreement = ALONE
+    parts: list[DraftParts] = field(default_factory=list)
+    """Of the gear, if greedy drafts have some."""
 
     def propose(
         self, writers: Sequence[Writer], cache: Any, plan: DraftPlan, inputs: mx.array | None = None
@@ -149,10 +150,10 @@ class Drafter:
     ) -> Proposals:
         """What the low gear writes after the texts that may go on, `most` tokens at most: one pass for each."""
         rule.begin(len(writers))
+        greedy = self._greedy(writers, cache)
+        if greedy is not None:
+            return write(writers[0], greedy, rule, min(most, rule.longest, greedy.room))
         self.gearbox.shift(self.gear)
-        native = self._native(writers, cache)
-        if native is not None:
-            return write(writers[0], native, rule, min(most, rule.longest))
         inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
         with Snapshot(cache).borrowed(), rewound([writer.chooser for writer in writers]):
             # Nothing is queued beyond an end that is known.
@@ -166,12 +167,20 @@ class Drafter:
                 queued.extend(itertools.islice(steps, 1))
         return Proposals(writers, drafted, len(queued))
 
-    def _native(self, writers: Sequence[Writer], cache: Any) -> NextToken | None:
-        """What drafts for one text that chooses greedily, in one call a token, without MLX's graph."""
+    def _greedy(self, writers: Sequence[Writer], cache: Any) -> GreedyDraft | None:
+        """What drafts for one text that chooses greedily, in one call a token, without MLX's graph.
+
+        The gear is engaged for the first draft. Its parts then run beside the gear that verifies.
+        """
         chooser = writers[0].chooser
-        plain = len(writers) == 1 and chooser.greedy and not chooser.processors
-        alone = self.agreement is ALONE and not self.ahead
-        return begin_draft(self.gearbox.model, cache) if plain and alone else None
+        if len(writers) > 1 or not chooser.greedy or chooser.processors or self.ahead or self.agreement is not ALONE:
+            return None
+        draft = begin_draft(self.parts[0], cache) if self.parts else None
+        if draft is None:
+            self.gearbox.shift(self.gear)
+            self.parts[:] = filter(None, [draft_parts(self.gearbox.model)])
+            draft = begin_draft(self.parts[0], cache) if self.parts else None
+        return draft
 
     def _steps(self, writers: Sequence[Writer], inputs: mx.array, cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens (B,) that follow, without end, and the entropies (bits) of their distributions.
@@ -233,11 +242,11 @@ class Drafter:
             yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
 
 
-def write(writer: Writer, next_token: NextToken, rule: JointRule, most: int) -> Proposals:
+def write(writer: Writer, draft: GreedyDraft, rule: JointRule, most: int) -> Proposals:
     """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
     token, place, wants = writer.token, 0, True
     while wants and place < most:
-        token, bits = next_token(token, place)
+        token, bits = draft.next(token, place)
         writer.take(token)
         writer.entropies.append(bits)
         wants = rule.goes_on(bits if writer.drafts else None) and writer.drafts

@@ -12,6 +12,7 @@ its entropy are there (`begin_draft`).
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -239,47 +240,61 @@ def is_block(layer: nn.Module) -> bool:
 
 
 class DraftParts(NamedTuple):
-    """What a greedy draft runs: all blocks, and the head; the embedding's rows (V, D) if they are dense."""
+    """What a greedy draft runs: all blocks, the head, and the embedding, whose rows (V, D) are read if they are dense.
 
+    A gear's parts stay what they are while another gear is engaged, as long as its weights stay in memory.
+    """
+
+    kernels: ModuleType
+    layers: nn.Module
     chain: Any
     head: Any
     table: mx.array | None
 
 
-def begin_draft(model: nn.Module, cache: Any) -> Callable[[int, int], tuple[int, float]] | None:
-    """What writes greedily after the entries of a text's cache, which stays as it is; None if nothing native does.
-
-    The function takes a token and its place behind the entries, from 0 on, and returns the best token after it, and the
-    entropy of all in bits. It must not be kept when the cache is used again.
-    """
+def draft_parts(model: nn.Module) -> DraftParts | None:
+    """The parts of greedy drafts in the gear that is engaged; None if something in it is not native."""
     kernels = block_kernels(1)
     layers = model.get("model") if stock_code(model) in MODELS else None
-    if kernels is None or _single_operations or not isinstance(layers, NativeLayers) or type(cache[0]) is not KVCache:
+    if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
         return None
-    if not runs_in_turn(layers, cache, ONE_TOKEN):
-        return None
-    parts = programs_of(model).find(model, kernels, draft_parts)
-    if parts is None:
-        return None
-    draft = kernels.begin_draft(parts.chain, parts.head, [part.keys for part in cache], [part.values for part in cache])
-    if draft is None:
-        return None
-    step, before, embed = kernels.draft_token, entries(cache[0]), layers.embed_tokens
-    if parts.table is not None:
-        return lambda token, place: step(draft, parts.table, token, before + place)
-    return lambda token, place: step(draft, embed(mx.array([token])), 0, before + place)
-
-
-def draft_parts(model: nn.Module, kernels: ModuleType) -> DraftParts | None:
-    """The parts of a draft of this model; None if some part is not native."""
-    layers = model.model
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
-    table = embedding.get("weight")
-    if chain is None:
+    tied = model.args.tie_word_embeddings
+    head = embedding.get("projection", embedding) if tied else model.lm_head
+    part = kernels.dense_part(head.weight, None) if head is embedding else part_of(head, kernels)
+    if chain is None or part is None:
         return None
-    head = embedding.get("projection") if model.args.tie_word_embeddings else model.lm_head
-    part = part_of(head, kernels) if head is not None else kernels.dense_part(table, None)
-    return None if part is None else DraftParts(chain, part, table if is_plain_table(embedding) else None)
+    return DraftParts(kernels, layers, chain, part, embedding.weight if is_plain_table(embedding) else None)
+
+
+@dataclass(frozen=True)
+class GreedyDraft:
+    """A draft behind the entries of a text's KV cache, which count as before. Not to be kept when others write there.
+
+    room: the most tokens that it may read.
+    """
+
+    parts: DraftParts
+    begun: Any
+    entries: int
+    room: int
+
+    def next(self, token: int, place: int) -> tuple[int, float]:
+        """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
+        kernels, layers, _, _, table = self.parts
+        if table is None:
+            table, token = layers.embed_tokens(mx.array([token])), 0
+        following: tuple[int, float] = kernels.draft_token(self.begun, table, token, self.entries + place)
+        return following
+
+
+def begin_draft(parts: DraftParts, cache: Any) -> GreedyDraft | None:
+    """A draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
+    if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, ONE_TOKEN):
+        return None
+    arrays = [part.keys for part in cache], [part.values for part in cache]
+    begun, before = parts.kernels.begin_draft(parts.chain, parts.head, *arrays), entries(cache[0])
+    return None if begun is None else GreedyDraft(parts, begun, before, cache[0].keys.shape[2] - before)
 
 
 def is_plain_table(embedding: nn.Module) -> bool:
