@@ -101,6 +101,8 @@ class Lossless(SharedMode):
         prompt = encoded(tokenizer, prompt)
         plans, agreement = self.plans(gearbox), agreement_of(gearbox.model)
         plan, gear = plans.of(1), plans.draft
+        if plan.stretches.in_rounds:
+            gearbox.make(gear)  # and not in the middle of the text
         # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
         ahead = self.draft_ahead
         if ahead is None and gear == gearbox.ladder.top:

@@ -109,6 +109,8 @@ class LosslessTokens(GearedTokens):
             writers = [self._writer(row, token) for row, token in enumerate(np.array(self.coming).tolist())]
             if not any(writer.goes_on for writer in writers):
                 return None
+            if self.plans.gearbox.make(self.plans.draft):
+                plan.stretches.begin()  # the time that this took is no token's
             proposals = self._drafter.propose(writers, self.prompt_cache, plan, self.coming)
         except Exception as error:  # a text must not end where only a draft has failed
             self._failed.update(self.uids)

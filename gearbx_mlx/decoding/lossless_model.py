@@ -165,6 +165,8 @@ class LosslessModel(ModelWrapper):
         """
         if self._drafting:
             try:
+                if self.gearbox.make(self.draft):
+                    self.stretches.begin()  # the time that this took is no token's
                 writer = self._writer(token, cache)
                 return self._verify(self._drafter.propose([writer], cache, self.plan), cache)
             except GearbxError:

@@ -266,6 +266,18 @@ class Gearbox(GearCosts):
             self._complete(gear)
             self._give_up_idle()
 
+    def make(self, gear: Gear) -> bool:
+        """Make a gear's modules before they are needed; the one that is engaged stays. Returns whether there were none.
+
+        Raises:
+            GearbxError: weights that cannot be quantized or read back.
+        """
+        if gear in self._trees:
+            return False
+        self._complete(gear)
+        self._give_up_idle()
+        return True
+
     def shift(self, gear: Gear | str | int) -> float:
         """Engage a gear, given itself or by its name or bits, and return the seconds that this took.
 
