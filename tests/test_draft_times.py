@@ -107,7 +107,7 @@ class TestUse:
         gearbox = Gearbox(tiny, "4,16")
         times = times_of(machine_of(gearbox), verification=[1.0 + rows for rows in range(MOST_ROWS)])
         assert times_here(times, gearbox) is times
-        costs = LearnedCosts((times.draft, times.verification))
+        costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
         assert costs.ready
         assert (costs.draft(), costs.verification(1), costs.verification(16)) == (0.3, 1.0, 16.0)
 

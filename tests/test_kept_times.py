@@ -8,6 +8,7 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
+from gearbx_mlx.decoding.draft_trials import few_pass_times
 from gearbx_mlx.kernels import tuner
 from gearbx_mlx.routing.acceptance import default_rule
 from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL
@@ -128,3 +129,35 @@ def test_the_summary_knows_both_ways_from_an_earlier_start(file):
     found = seconds_of_ways(start.gearbox)
     assert math.isclose(found["seconds_alone"], 2.0)
     assert 0.9 < found["seconds_in_rounds"] < 1.2
+
+
+def test_a_first_start_measures_before_the_text(file, monkeypatch):
+    gearbox, called = Gearbox(tiny_model(), "4,16"), []
+
+    def trial(gearbox, draft):
+        called.append(draft.bits)
+        return 0.3, {1: 1.0, 4: 1.3}
+
+    def plans(gearbox=gearbox):
+        return DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, trial=trial)
+
+    first = plans()
+    costs = first.of(1).rounds.costs
+    assert costs.ready
+    assert costs.draft() == 0.3
+    assert [costs.verification(rows) for rows in (1, 2, 4, 16)] == pytest.approx([1.0, 1.1, 1.3, 1.3])
+    first.of(2)  # texts that share passes learn while they are written
+    first.keep()
+    plans(Gearbox(tiny_model(), "4,16")).of(1)
+    assert called == [4]
+    monkeypatch.setenv("GEARBX_TUNE", "0")
+    assert not plans(Gearbox(tiny_model(), "4,16")).of(1).rounds.costs.ready
+
+
+def test_what_is_measured_leaves_the_gearbox_as_it_was(file):
+    gearbox = Gearbox(tiny_model(), "4,16")
+    step, rows = few_pass_times(gearbox, gearbox.ladder[0])
+    assert 0 < step < 10
+    assert all(0 < seconds < 10 for seconds in rows.values())
+    assert (gearbox.gear, gearbox.shifts) == (gearbox.ladder.top, 0)
+    assert few_pass_times(gearbox, gearbox.ladder.top) is None

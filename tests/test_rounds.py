@@ -280,7 +280,7 @@ class TestLearnedCosts:
         assert REMEMBERED <= wanted <= REMEMBERED + 320 // 16
 
     def test_an_earlier_measurement_is_where_they_begin(self):
-        found = LearnedCosts((0.3, [1.0 + 0.1 * rows for rows in range(MOST_ROWS)]))
+        found = LearnedCosts((0.3, {1 + rows: 1.0 + 0.1 * rows for rows in range(MOST_ROWS)}))
         assert found.ready
         assert found.verification(16) == pytest.approx(2.5)
 

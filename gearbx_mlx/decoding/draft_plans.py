@@ -6,7 +6,7 @@ sequences apart. What was learned is kept for this model and machine, so that th
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -45,6 +45,7 @@ from ..routing.rounds import (
     LearnedCosts,
     OneStretch,
     PassCosts,
+    PassTimes,
     Rounds,
     Stretches,
     joint_rule,
@@ -110,6 +111,9 @@ class DraftPlan:
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
 
 
+Trial = Callable[[Gearbox, Gear], PassTimes | None]
+
+
 class Learning:
     """What is learned about drafts in so many texts at once, beginning with what earlier starts on this machine kept.
 
@@ -117,7 +121,8 @@ class Learning:
     measured either (GEARBX_TUNE=0).
 
     Args:
-        measured: seconds that count instead of kept ones: of a drafted token, and of verifications of 1, 2, ... rows.
+        measured: seconds that count instead of kept ones: of a drafted token, and of verifications by rows.
+        trial: measures them where nothing is known, if it can.
     """
 
     # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
@@ -130,7 +135,8 @@ class Learning:
         draft: Gear,
         texts: int,
         most_looked_up: int,
-        measured: tuple[float, Sequence[float]] | None,
+        measured: PassTimes | None,
+        trial: Trial | None,
     ):
         self._cache = gearbox.kernel_choices.tuner.cache
         self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
@@ -138,7 +144,9 @@ class Learning:
         kept = self._kept = {} if anew else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
         if measured is None and kept.keys() >= {*self.ROWS} and (self.STEP in kept or not drafts):
-            measured = kept.get(self.STEP, 0.0), [kept[rows] for rows in self.ROWS]
+            measured = kept.get(self.STEP, 0.0), {int(rows): kept[rows] for rows in self.ROWS}
+        if measured is None and trial is not None and is_tuning():
+            measured = trial(gearbox, draft)
         self.costs = LearnedCosts(measured, texts, drafts)
         left = int(kept[self.LEFT]) if self.LEFT in kept else None
         self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left)
@@ -160,7 +168,9 @@ class Learning:
         if self.costs.seconds is None or not is_tuning():
             return
         drafted, rows = self.costs.seconds
-        known = self.seconds | dict(zip(self.ROWS, rows)) | {self.LEFT: self.stretches.left}
+        known = (
+            self.seconds | {str(count): seconds for count, seconds in rows.items()} | {self.LEFT: self.stretches.left}
+        )
         if drafted:  # else nothing drafts
             known[self.STEP] = drafted
         won, before, self._kept = self._rounds_win, self._kept, known
@@ -206,6 +216,7 @@ class DraftPlans:
         unit: one of COSTS. Seconds are measured while texts are written.
         most_looked_up: tokens that texts may propose at once; 0: none.
         times: seconds that were measured on this machine before, for one text; else what earlier starts kept.
+        trial: measures them for one text where nothing is known.
     """
 
     def __init__(
@@ -216,7 +227,9 @@ class DraftPlans:
         unit: str,
         most_looked_up: int = 0,
         times: DraftTimes | None = None,
+        trial: Trial | None = None,
     ):
+        self._trial = trial
         self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
         self.most_looked_up, self.times = most_looked_up, times
         curve = shared_curve(rule) if isinstance(rule, ProductRule) else None
@@ -237,8 +250,10 @@ class DraftPlans:
     def _learning(self, texts: int) -> DraftPlan:
         """A plan with costs in time that knows the times of one text, and learns from there."""
         assert isinstance(self.rule, ProductRule)
-        measured = None if self.times is None or texts > 1 else (self.times.draft, self.times.verification)
-        learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured)
+        of_one = self.times if texts == 1 else None
+        measured = None if of_one is None else (of_one.draft, dict(enumerate(of_one.verification, 1)))
+        trial = self._trial if texts == 1 else None
+        learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured, trial)
         self._learned.learning[texts] = learning
         rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
         return DraftPlan(rule, rounds, learning.stretches)

@@ -43,7 +43,7 @@ from ..routing.acceptance import (
     best_length,
     fit_curve,
 )
-from ..routing.rounds import MOST_ROWS, LearnedCosts, joint_rule, predicted_cost
+from ..routing.rounds import MOST_ROWS, LearnedCosts, PassTimes, joint_rule, predicted_cost
 from .caches import Snapshot
 from .draft_plans import name_of
 from .drafting import Drafter, Writer
@@ -78,35 +78,67 @@ def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tup
         top, draft: the gears that verify and draft; `top` is engaged afterwards.
         context: tokens in the KV cache before the pass.
     """
-    model, size, verifier = gearbox.model, vocabulary(gearbox.model), Verifier(gearbox, top)
-    gearbox.shift(top)
-    cache = filled_cache(model, context)
-    before = Snapshot(cache)
-
-    def alone() -> float:
-        gearbox.shift(top)
-        return seconds_alone(model, cache)
-
-    def drafted() -> float:
-        begun = time.perf_counter()
-        gearbox.shift(draft)
-        mx.eval(model(mx.array([[1]]), cache=cache))
-        return time.perf_counter() - begun
-
-    def verified(rows: int) -> float:
-        begun = time.perf_counter()
-        mx.eval(verifier.rows(mx.arange(rows)[None] % size, cache).logits)
-        return time.perf_counter() - begun
-
-    trials: list[Callable[[], float]] = [alone, drafted, *(partial(verified, rows) for rows in range(1, MOST_ROWS + 1))]
-    seconds: list[list[float]] = [[] for _ in trials]
-    for _ in range(TRIALS + 1):
-        for trial, found in zip(trials, seconds):
-            with before.borrowed():
-                found.append(trial())
-    gearbox.shift(top)
-    medians = [statistics.median(found[1:]) for found in seconds]
+    passes = TimedPasses(gearbox, top, draft, context)
+    verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+    medians = passes.medians([passes.alone, passes.drafted, *verified], TRIALS)
     return medians[0], medians[1], medians[2:]
+
+
+def few_pass_times(gearbox: Gearbox, draft: Gear) -> PassTimes | None:
+    """Seconds of a drafted token, and of verifications of a few rows, in few trials, since a text waits for them.
+
+    None where that would read weights from a disk, and where there is no memory for it.
+    """
+    top = gearbox.ladder.top
+    if draft == top or not isinstance(gearbox.residency, Resident):
+        return None
+    try:
+        with uncounted(gearbox):
+            passes = TimedPasses(gearbox, top, draft, FEW_BEFORE)
+            trials: list[Callable[[], float]] = [passes.drafted, *(partial(passes.verified, rows) for rows in FEW_ROWS)]
+            step, *verified = passes.medians(trials, FEW_TRIALS)
+    except RuntimeError:  # the text must not end for that
+        return None
+    return step, dict(zip(FEW_ROWS, verified))
+
+
+class TimedPasses:
+    """Passes over a KV cache with so many tokens, each of which returns the seconds that it took."""
+
+    def __init__(self, gearbox: Gearbox, top: Gear, draft: Gear, context: int):
+        self.gearbox, self.top = gearbox, top
+        gearbox.shift(top)
+        self.cache = filled_cache(gearbox.model, context)
+        self._verifier, self._drafter = Verifier(gearbox, top), Drafter(gearbox, draft, reader_of(gearbox))
+        self._size = vocabulary(gearbox.model)
+
+    def alone(self) -> float:
+        """A token of the top gear in mlx-lm's own loop."""
+        self.gearbox.shift(self.top)
+        return seconds_alone(self.gearbox.model, self.cache)
+
+    def drafted(self) -> float:
+        """A token of a draft that is chosen greedily."""
+        begun = time.perf_counter()
+        text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
+        self._drafter.draft([text], self.cache, joint_rule(FixedLength(FEW_DRAFTED)), FEW_DRAFTED)
+        return (time.perf_counter() - begun) / FEW_DRAFTED
+
+    def verified(self, rows: int) -> float:
+        """A verification."""
+        begun = time.perf_counter()
+        mx.eval(self._verifier.rows(mx.arange(rows)[None] % self._size, self.cache).logits)
+        return time.perf_counter() - begun
+
+    def medians(self, trials: Sequence[Callable[[], float]], count: int) -> list[float]:
+        """Of so many rounds of trials, after one that compiles and fills caches; the top gear is engaged afterwards."""
+        before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
+        for _ in range(count + 1):
+            for trial, found in zip(trials, seconds):
+                with before.borrowed():
+                    found.append(trial())
+        self.gearbox.shift(self.top)
+        return [statistics.median_low(found[1:]) for found in seconds]
 
 
 def filled_cache(model: nn.Module, context: int) -> list[Any]:
@@ -136,6 +168,7 @@ DEPTHS = (0, 1, 2)
 DRAFTED = 8  # tokens of a usual draft
 
 FEW_TRIALS, FEW_DRAFTED, FEW_BEFORE = 2, 4, 32  # some 50 passes of the draft gear; FEW_BEFORE: tokens before a draft
+FEW_ROWS = (1, 4, 8)  # of verifications; others cost what lies between
 NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
 
 
@@ -347,5 +380,5 @@ def draft_times(
 ) -> DraftTimes:
     """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
     alone, token, verifications = measure_times(gearbox, top, draft, context)
-    predicted = predicted_cost(sequences, curve, LearnedCosts((token, verifications)))
+    predicted = predicted_cost(sequences, curve, LearnedCosts((token, dict(enumerate(verifications, 1)))))
     return DraftTimes(machine_of(gearbox), context, alone, token, verifications, predicted)

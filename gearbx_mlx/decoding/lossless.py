@@ -16,7 +16,7 @@ from ..routing.rounds import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchText, SharedMode
 from .draft_plans import DraftPlans, default_cost, drafting_gear, find_file, find_rule
-from .draft_trials import default_depth, depth_here, times_here
+from .draft_trials import default_depth, depth_here, few_pass_times, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
 from .lossless_model import LosslessModel
@@ -154,7 +154,7 @@ class Lossless(SharedMode):
         unit = BYTES if shared else self.cost or default_cost()
         usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
-        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times)
+        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times, few_pass_times)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"

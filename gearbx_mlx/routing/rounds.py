@@ -28,7 +28,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,10 @@ FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials, at leas
 TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 4  # stretches of each way that count
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
+
+
+PassTimes = tuple[float, Mapping[int, float]]
+"""Seconds of a drafted token, and of verifications by their number of rows."""
 
 
 class PassCosts:
@@ -154,14 +158,14 @@ class LearnedCosts(PassCosts):
     trial of long drafts would cost as much as many tokens.
 
     Args:
-        seconds: of a drafted token, and of verifications of 1, 2, ... tokens, from an earlier measurement.
+        seconds: of a drafted token, and of verifications by their number of rows, from an earlier measurement.
         texts: that share the passes; rows are those of one of them.
         drafts: whether there is a gear that drafts.
     """
 
     measured, row_share = True, 0.0
 
-    def __init__(self, seconds: tuple[float, Sequence[float]] | None = None, texts: int = 1, drafts: bool = True):
+    def __init__(self, seconds: PassTimes | None = None, texts: int = 1, drafts: bool = True):
         self._drafts = drafts
         self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
@@ -170,7 +174,7 @@ class LearnedCosts(PassCosts):
         if seconds is not None:
             if seconds[0]:
                 self._draft.add(seconds[0])
-            for rows, value in enumerate(seconds[1], 1):
+            for rows, value in seconds[1].items():
                 self._of(rows).add(value)
             self._update()
 
@@ -179,9 +183,11 @@ class LearnedCosts(PassCosts):
         return 1 in self._rows and self._rows[1].value is not None
 
     @property
-    def seconds(self) -> tuple[float, Sequence[float]] | None:
+    def seconds(self) -> PassTimes | None:
         """What another text may begin with; None as long as drafts and the top gear alone were not both measured."""
-        return (self.draft(), self._costs) if self.ready and (self._draft.value or not self._drafts) else None
+        if not self.ready or (self._drafts and not self._draft.value):
+            return None
+        return self.draft(), dict(enumerate(self._costs, 1))
 
     def draft(self) -> float:
         return self._draft.value or 0.0
