@@ -144,7 +144,7 @@ class TestUse:
         with pytest.warns(GearbxWarning, match=f"and this is .*{says}"):
             assert times_here(times, other) is None
 
-    def test_where_drafts_take_long_they_are_rare_and_the_text_is_the_same(self, geared_demo, demo):
+    def test_where_drafts_took_long_they_begin_short_and_the_text_is_the_same(self, geared_demo, demo):
         slow = times_of(machine_of(geared_demo), draft=100.0, per_token=1.0)
         made = parse_draft_file(json.dumps(file_with(None)))
         runs = {}
@@ -153,9 +153,9 @@ class TestUse:
             mx.random.seed(0)
             runs[cost] = list(stream_generate(demo.model, demo.tokenizer, QUESTION, 60, gearbox=geared_demo, mode=mode))
         assert [r.token for r in runs["time"]] == [r.token for r in runs["bytes"]]
-        drafted = {cost: sum(r.drafted > 0 for r in run) for cost, run in runs.items()}
-        assert drafted["bytes"] > 4
-        assert drafted["time"] <= 2  # a probe or two, each of which measures anew
+        drafted = {cost: [r.drafted for r in run if r.drafted] for cost, run in runs.items()}
+        assert max(drafted["bytes"]) > 1
+        assert drafted["time"][0] == 1  # a trial, which shows how long a draft takes here
 
 
 @dataclass

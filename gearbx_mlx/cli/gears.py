@@ -102,7 +102,7 @@ class FormatSettings(Settings):
     format: str | None = flag(None, f"How gears are stored. Default: {DEFAULT_FORMAT}", choices=tuple(FORMATS))
     manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
-        None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES
+        None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES, rare=True
     )
     outlier_sigma: float | None = codebook_flag("sigma", "Codebooks: deviations beyond which a weight is an outlier")
     outlier_cap: float | None = codebook_flag("cap", "Codebooks: largest share of outliers in a matrix")

@@ -184,6 +184,8 @@ class Learning:
 def name_of(gearbox: Gearbox, draft: Gear) -> str:
     """What times depend on beside the machine, as a key of the cache."""
     kernels = "native" if gearbox.kernels.native else "mlx"
+    if gearbox.base:
+        kernels += ", calibrated,"
     if gearbox.kernels.x_bits:
         kernels += f" with activations of {gearbox.kernels.x_bits} bits"
     how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"

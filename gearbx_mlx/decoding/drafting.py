@@ -92,11 +92,12 @@ class Writer:
 
 @dataclass
 class Proposals:
-    """What may follow texts. steps: of the draft gear; discarded: those beyond the end of the draft."""
+    """What may follow texts. steps: of the draft gear, which took `seconds`; discarded: those beyond its end."""
 
     of: Sequence[Writer]
     steps: int = 0
     discarded: int = 0
+    seconds: float = 0.0
 
     @property
     def width(self) -> int:
@@ -138,11 +139,10 @@ class Drafter:
         """
         for writer in writers:
             writer.look_up(plan.rounds)
-        if not any(writer.drafts for writer in writers) or not plan.rounds.drafts():
+        if not any(writer.drafts for writer in writers) or not plan.rounds.drafts(plan.stretches.tries_rounds):
             return Proposals(writers)
-        start = time.perf_counter()
         proposals = self.draft(writers, cache, plan.rule, MOST_DRAFTED, inputs)
-        plan.rounds.costs.add_draft(time.perf_counter() - start, proposals.steps)
+        plan.rounds.costs.add_draft(proposals.seconds, proposals.steps)
         return proposals
 
     def draft(
@@ -153,6 +153,7 @@ class Drafter:
         greedy = self._greedy(writers, cache)
         if greedy is not None:
             return write(writers[0], greedy, rule, min(most, rule.longest, greedy.room))
+        start = time.perf_counter()
         self.gearbox.shift(self.gear)
         inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
         with Snapshot(cache).borrowed(), rewound([writer.chooser for writer in writers]):
@@ -165,7 +166,7 @@ class Drafter:
                 if not self._take(writers, *queued.popleft(), rule):
                     break
                 queued.extend(itertools.islice(steps, 1))
-        return Proposals(writers, drafted, len(queued))
+        return Proposals(writers, drafted, len(queued), time.perf_counter() - start)
 
     def _greedy(self, writers: Sequence[Writer], cache: Any) -> GreedyDraft | None:
         """What drafts for one text that chooses greedily, in one call a token, without MLX's graph.
@@ -244,14 +245,14 @@ class Drafter:
 
 def write(writer: Writer, draft: GreedyDraft, rule: JointRule, most: int) -> Proposals:
     """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
-    token, place, wants = writer.token, 0, True
+    token, place, wants, start = writer.token, 0, True, time.perf_counter()
     while wants and place < most:
         token, bits = draft.next(token, place)
         writer.take(token)
         writer.entropies.append(bits)
         wants = rule.goes_on(bits if writer.drafts else None) and writer.drafts
         place += 1
-    return Proposals([writer], place)
+    return Proposals([writer], place, seconds=time.perf_counter() - start)
 
 
 @contextlib.contextmanager

@@ -53,11 +53,15 @@ FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile
 # What a row of a verification computes, as a share of a pass over one: on one thread 8 vectors take about 1.75 times,
 # and 16 about 3.35 times, as long as it takes to read the weights (docs/performance.md).
 ROW_SHARE = 0.1
+MOST_MOVED = 1.1  # of other kinds' times by one of a kind: it may have been disturbed
 REFRESHED = 16  # a pass of this kind is measured once in so many
 
 
 KEPT_ROUNDS = 0.97  # of the weight of earlier rounds with drafts, at each further one
 PRIOR_TOKENS = 16.0  # tokens for which drafts are taken to cost what the top gear alone costs
+# Times what the top gear alone costs. Drafts that cost more are left out of rounds: one that is rejected says little,
+# and stretches are compared by the clock. In a trial of rounds they have to lose by far.
+LOSES, TRIED = 1.1, 1.5
 PROBED = 32  # rounds between two that try what loses
 KEPT_DRAFTS = 0.95  # of the weight of earlier drafts in g, at each further draft
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
@@ -140,6 +144,15 @@ class LatestTimes:
     def add(self, value: float) -> None:
         self._values.append(value)
 
+    def scale(self, factor: float) -> None:
+        """Take all times to have been longer by this factor."""
+        self._values = deque((value * factor for value in self._values), maxlen=REMEMBERED)
+
+    def known(self, value: float) -> None:
+        """Take a time from before: what the first passes would do is done."""
+        self._seen = FIRST_PASSES
+        self.add(value)
+
     @property
     def value(self) -> float | None:
         return statistics.median_low(self._values) if self._values else None
@@ -173,9 +186,9 @@ class LearnedCosts(PassCosts):
         self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
             if seconds[0]:
-                self._draft.add(seconds[0])
+                self._draft.known(seconds[0])
             for rows, value in seconds[1].items():
-                self._of(rows).add(value)
+                self._of(rows).known(value)
             self._update()
 
     @property
@@ -200,10 +213,24 @@ class LearnedCosts(PassCosts):
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
         if self._draft.begun():
-            self._draft.add(seconds / steps)
+            self._add(self._draft, seconds / steps)
 
     def add_verification(self, rows: int, seconds: float) -> None:
-        self._of(rows).add(seconds)
+        self._add(self._of(rows), seconds)
+
+    def _add(self, kind: LatestTimes, seconds: float) -> None:
+        """Take a time, and let the other kinds of passes follow: what makes one slower is most often the machine.
+
+        Else a kind that does not run any more would keep the time of another moment, and be compared with those of now.
+        As many times as turn the median move the others all the way.
+        """
+        if kind.value:
+            moved = (seconds / kind.value) ** (1 / (kind.count // 2 + 1))
+            moved = min(max(moved, 1 / MOST_MOVED), MOST_MOVED)
+            for other in (self._draft, *self._rows.values()):
+                if other is not kind:
+                    other.scale(moved)
+        kind.add(seconds)
         self._update()
 
     def _of(self, rows: int) -> LatestTimes:
@@ -304,10 +331,13 @@ class Rounds:
         computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
         return max(self.costs.verification(1 + taken), computed)
 
-    def drafts(self) -> bool:
+    def drafts(self, trial: bool = False) -> bool:
         """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
 
         Call it once for each round in which the low gear might draft.
+
+        Args:
+            trial: of rounds: then drafts that do not lose by far are tried too, so that their costs are measured again.
         """
         if not self._drafts:
             return False
@@ -315,7 +345,7 @@ class Rounds:
             return True
         if not self.costs.ready:
             return False
-        pays = self.with_drafts() <= self.alone()
+        pays = self.with_drafts() <= self.alone() * (TRIED if trial else LOSES)
         self._since_probe += 1
         if self._since_probe < PROBED:
             return pays
@@ -483,6 +513,11 @@ class Stretches:
             self.token(begins_round=False)
 
     @property
+    def tries_rounds(self) -> bool:
+        """Whether this stretch is a trial of rounds."""
+        return self._trial and self.in_rounds
+
+    @property
     def over(self) -> bool:
         """Whether the next token may begin another stretch."""
         return len(self._times) >= self._length
@@ -530,7 +565,7 @@ class Stretches:
 class OneStretch:
     """Rounds everywhere: a stretch without end, which nothing is timed for."""
 
-    in_rounds, over = True, False
+    in_rounds, over, tries_rounds = True, False, False
 
     def begin(self) -> None: ...
     def token(self, begins_round: bool = True) -> None: ...
