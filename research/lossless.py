@@ -24,12 +24,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
-from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, load, stream_generate
+from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, stream_generate
+from gearbx_mlx.cli.bases import draft_with, key_of, make_base, texts_of
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
+from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
 from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
@@ -335,23 +339,42 @@ def lossless(
     return Found(data=result)
 
 
-SETTINGS = {"planes 4,16": ("4,16", "planes"), "exact 4,16": ("4,16", "exact"), "planes 4,8": ("4,8", "planes")}
+SETTINGS = {
+    "planes 4,16": ("4,16", "planes"),
+    "planes 4,16, calibrated": ("4,16", "planes"),
+    "exact 4,16": ("4,16", "exact"),
+    "planes 4,8": ("4,8", "planes"),
+}
+CALIBRATED = "calibrated"
 ALONE = "bfloat16 alone"
 
 
 class Writer:
     """A model in gears that writes texts in lossless mode, or by the top gear alone: tokens, and seconds of each."""
 
-    def __init__(self, model: str, gears: str, format: str, mode: Lossless):
+    def __init__(self, model: str, gears: str, format: str, mode: Lossless, calibrated: bool = False):
         loaded, self.tokenizer = load(model)
-        self.gearbox, self.mode = Gearbox(loaded, gears, format=format, kernels="auto"), mode
+        self.mode = mode
+        if not calibrated:
+            self.gearbox = Gearbox(loaded, gears, format=format)
+            return
+        texts, ladder = texts_of(self.tokenizer, None), [gear.bits for gear in Ladder.parse(gears)]
+        key = key_of(loaded, get_format(format), ladder, "all", DEFAULT_GROUP_SIZE, texts)
+        base = key.find()
+        if base is None:
+            with progress_bar() as progress:
+                base = make_base(loaded, key, get_format(format), texts, progress)
+        self.gearbox = Gearbox(loaded, gears, format=format, base=base.layers)
+        draft_with(base, self.gearbox, key, texts, model)
 
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        self.gearbox.shift(self.gearbox.ladder.top)
-        return generated(mlx_lm.stream_generate(self.gearbox.model, self.tokenizer, prompt, max_tokens))
+        return self._written(Static(), prompt, max_tokens)
 
     def lossless(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        box, mode = self.gearbox, self.mode
+        return self._written(self.mode, prompt, max_tokens)
+
+    def _written(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        box = self.gearbox
         return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, gearbox=box, mode=mode))
 
 
@@ -390,7 +413,7 @@ def lossless_time(
     """
     mode = Lossless(cost=cost, lookup_tokens=lookup_tokens)
     plain = Writer(model, "4,16", "planes", mode)
-    writers = {name: Writer(model, *SETTINGS[name], mode) for name in settings}
+    writers = {name: Writer(model, *SETTINGS[name], mode, name.endswith(CALIBRATED)) for name in settings}
     ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
     texts = [read_prompts(file)[:count] for file, count in zip(prompts, num_prompts, strict=True)]
     asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]

@@ -169,8 +169,17 @@ def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = 
         raise GearbxError(f"format {format.name} has the gears {choices}, not {shown}; choose these, or another format")
 
 
+INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), mx.float32: (mx.uint32, 0x7F800000)}
+"""The type of its bits, and those of infinity; without the sign, a NaN has larger ones."""
+
+
 def is_finite(array: mx.array) -> bool:
-    return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
+    """Whether no number is infinite or NaN. Of bits a CPU finds the largest in a third of the time of `isfinite`."""
+    if array.dtype not in INFINITY:
+        return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
+    bits, infinity = INFINITY[array.dtype]
+    sign = 1 << 8 * bits.size - 1
+    return not array.size or bool(((array.view(bits) & (sign - 1)).max() < infinity).item())
 
 
 def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> None:

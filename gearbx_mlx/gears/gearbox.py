@@ -266,13 +266,17 @@ class Gearbox(GearCosts):
             self._complete(gear)
             self._give_up_idle()
 
+    def has_made(self, gear: Gear) -> bool:
+        """Whether a gear's modules were made."""
+        return gear in self._trees
+
     def make(self, gear: Gear) -> bool:
         """Make a gear's modules before they are needed; the one that is engaged stays. Returns whether there were none.
 
         Raises:
             GearbxError: weights that cannot be quantized or read back.
         """
-        if gear in self._trees:
+        if self.has_made(gear):
             return False
         self._complete(gear)
         self._give_up_idle()

@@ -68,6 +68,7 @@ KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials, at least and at most
+UNMADE = 16 * LONGEST  # where a trial has to make a gear first, which takes as long as a hundred tokens
 TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 4  # stretches of each way that count
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
@@ -465,6 +466,7 @@ class Stretches:
         texts: that share their passes. A token means one of each.
         rounds_win: which way was the faster one at an earlier start; None: nothing is known, and trials come first.
         left: tokens until the other way is tried again. Where rounds lose, a trial costs more than the other way round.
+        longest: tokens between two trials of rounds, where they lost at the earlier start: a first trial may cost more.
     """
 
     def __init__(
@@ -473,6 +475,7 @@ class Stretches:
         texts: int = 1,
         rounds_win: bool | None = None,
         left: int | None = None,
+        longest: int = LONGEST,
     ):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
@@ -486,7 +489,7 @@ class Stretches:
             first = texts == 1
             self._start(first, self._trials[first])
         else:
-            self._trial, self._pause = False, FIRST if rounds_win else LONGEST
+            self._trial, self._pause = False, FIRST if rounds_win else longest
             self._start(rounds_win, min(left or self._pause, self._pause))
 
     def begin(self) -> None:
@@ -521,6 +524,11 @@ class Stretches:
     def over(self) -> bool:
         """Whether the next token may begin another stretch."""
         return len(self._times) >= self._length
+
+    @property
+    def untried(self) -> bool:
+        """Whether nothing was tried since the start: one way wrote everything."""
+        return not any(self._timed.values()) and not self._trial
 
     @property
     def left(self) -> int:
