@@ -39,6 +39,8 @@ PARSED_ONLY = {  # pages that say how their figures were measured
 # The demo model in the place of what has to be downloaded.
 STANDS_FOR_DEMO = (
     "mlx-community/Llama-3.2-1B-Instruct-bf16",
+    "mlx-community/Llama-3.2-1B-Instruct-8bit",
+    "--model smollm2",
     "mlx-community/Qwen2.5-14B-Instruct-8bit",
     "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
     "--small-model small",

@@ -32,7 +32,7 @@ class TestGearbox:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", FORMATS)
     def test_a_hundred_random_shifts(self, name):
-        gearbox = Gearbox(tiny_model(), "2,3,4,16", format=name)
+        gearbox = Gearbox(tiny_model(), "2,3,4,16", format=name, kernels="mlx")
         logits = {}
         for choice in np.random.default_rng(0).integers(0, 4, 100):
             gear = gearbox.ladder[int(choice)]

@@ -270,8 +270,8 @@ class TestDescription:
 
     @pytest.mark.slow
     def test_the_flag(self, command):
-        plain = command("generate", "--max-tokens", 4)
-        told = command("generate", "--max-tokens", 4, "--describe")
+        plain = command("generate", "--max-tokens", 4, "--mode", "route")
+        told = command("generate", "--max-tokens", 4, "--mode", "route", "--describe")
         assert told.out == plain.out
         shown = " ".join(told.err.split())
         assert "native kernels: " in shown

@@ -153,7 +153,7 @@ class TestRouting:
 
     @pytest.mark.slow
     def test_entropies_and_gears_are_those_of_the_gate(self, fresh_demo):
-        gearbox = Gearbox(fresh_demo.model)
+        gearbox = Gearbox(fresh_demo.model, kernels="mlx")
         thresholds = (1.0, 2.0)
         responses = list(
             stream_generate(
@@ -228,7 +228,11 @@ class TestRouting:
         ]:
             encoded = fresh_demo.tokenizer.encode(prompt)
             for form in (prompt, encoded, mx.array(encoded)):
-                first = next(iter(stream_generate(fresh_demo.model, fresh_demo.tokenizer, form, 3, gearbox=gearbox)))
+                first = next(
+                    iter(
+                        stream_generate(fresh_demo.model, fresh_demo.tokenizer, form, 3, mode="route", gearbox=gearbox)
+                    )
+                )
                 assert first.gear == gear
 
     @pytest.mark.slow

@@ -79,7 +79,7 @@ class TestGearedModel:
     @pytest.mark.slow
     def test_climbs_exactly_where_it_is_in_doubt(self, fresh_demo):
         model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
-        gearbox = Gearbox(model, "4,8,16")
+        gearbox = Gearbox(model, "4,8,16", kernels="mlx")
         responses = list(stream_generate(model, tokenizer, TALE, 40, gearbox=gearbox, mode=Kickdown((4.0, 5.0))))
         chosen, logits_of = by_hand(model, gearbox, tokenizer.encode(TALE), [r.token for r in responses], (4.0, 5.0))
         assert [r.gear for r in responses] == chosen

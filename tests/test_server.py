@@ -30,7 +30,7 @@ def test_an_answer_is_openais_object_with_usage_and_gearbx(client):
     assert answer["usage"]["completion_tokens"] == 10
     assert answer["usage"]["total_tokens"] == 10 + answer["usage"]["prompt_tokens"]
     seen = answer["gearbx"]
-    assert seen["mode"] == "route"
+    assert seen["mode"] == "lossless"
     assert sum(seen["gear_tokens"].values()) == 10
     assert 0 < seen["mean_entropy_bits"] <= math.log2(4096)
     assert seen["weight_bytes_per_token"] > 1e6

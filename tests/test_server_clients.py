@@ -52,7 +52,7 @@ class TestOpenAI:
         assert answer.choices[0].message.content == expected
         assert answer.choices[0].finish_reason == "length"
         assert answer.usage.completion_tokens == 24
-        assert answer.model_extra["gearbx"]["mode"] == "route"
+        assert answer.model_extra["gearbx"]["mode"] == "lossless"
 
     def test_a_completion_in_a_gear_of_its_own(self, server, client):
         gear = {"gearbx": {"gear": "low"}}

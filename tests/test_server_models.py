@@ -50,20 +50,17 @@ def test_an_infinite_threshold_is_no_line_in_a_trace(small):
 
 
 @pytest.mark.slow
-def test_a_quantized_checkpoint_is_watched_and_nothing_shifts(tmp_path):
+def test_a_quantized_checkpoint_of_four_bits_drafts_by_lookup(tmp_path):
     model, config = quantize_model(tiny_model(vocab_size=4096), {}, 64, 4)
     save_model(model, tmp_path / "quantized")
     path = tmp_path / "quantized" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     with served(model=str(tmp_path / "quantized"), **QUIET) as client:
         about = client.get("/v1/models").json()["data"][0]["gearbx"]
-        assert about["modes"] == ["telemetry-only"]
-        assert about["bits"] == {"low": 4, "mid": 8, "high": 16}
+        assert set(about["bits"].values()) == {4}
         seen = complete(client)["gearbx"]
-        assert seen["mode"] == "telemetry-only"
+        assert seen["mode"] == "lossless"
         assert sum(seen["gear_tokens"].values()) == 24
-        assert complete(client, seed=1)["gearbx"]["gear_tokens"] == seen["gear_tokens"]
-        error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "lossless"}}))
 
 
 @pytest.mark.slow

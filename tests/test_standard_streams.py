@@ -127,7 +127,7 @@ class TestPipes:
     @pytest.mark.processes
     def test_a_reader_that_goes_ends_the_run_quietly_and_keeps_the_trace(self, endless, tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        with subprocess.Popen([*endless, "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
+        with subprocess.Popen([*endless, "--mode", "route", "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
             process.stdout.read(1)  # as head -c1
             process.stdout.close()
             err = process.stderr.read()

@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
-from .loops import LogSumExp, batch_step
+from .loops import LogSumExp, batch_step, first_step
 from .versions import check_tested
 
 Pass = Callable[[Sequence[int]], AbstractContextManager]
@@ -80,17 +80,20 @@ class GearedPrompts(PromptProcessingBatch):
     """The sequences whose prompts are still read, all in the same gear."""
 
     begin: Pass
+    logsumexp: LogSumExp | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass) -> "GearedPrompts":
-        """One without sequences."""
+    def of(
+        cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass, logsumexp: LogSumExp | None
+    ) -> "GearedPrompts":
+        """One without sequences, whose first log-probabilities are made with this function; with MLX's without one."""
         batch = cls.empty(model, sampler, prefill_step_size)
-        batch.begin = begin
+        batch.begin, batch.logsumexp = begin, logsumexp
         return batch
 
     def _copy(self) -> "GearedPrompts":
         batch = super()._copy()
-        batch.begin = self.begin
+        batch.begin, batch.logsumexp = self.begin, self.logsumexp
         return batch
 
     def prompt(self, tokens: list[list[int]]) -> None:
@@ -100,7 +103,7 @@ class GearedPrompts(PromptProcessingBatch):
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         """Reads the last tokens of prompts, and samples the first of the texts."""
         with self.begin(self.uids):
-            return super().generate(tokens)
+            return first_step(self.logsumexp)(self, tokens)
 
 
 class StagedGenerator(BatchGenerator):

@@ -9,7 +9,7 @@ from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import GenerationBatch, GenerationResponse, generate_step
+from mlx_lm.generate import GenerationBatch, GenerationResponse, PromptProcessingBatch, generate_step
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from .versions import is_tested
@@ -54,3 +54,12 @@ def batch_step(logsumexp: LogSumExp | None) -> Callable[[GenerationBatch], Any]:
     """As `stream_generate`, mlx-lm's step of a batch that writes."""
     step = GenerationBatch._step
     return step if logsumexp is None or not is_tested() else with_globals(step, mx=StandIn(logsumexp))
+
+
+@functools.cache
+def first_step(logsumexp: LogSumExp | None) -> Callable[[PromptProcessingBatch, list[list[int]]], GenerationBatch]:
+    """As `stream_generate`, what samples the first tokens of texts whose prompts are read."""
+    generate, step = PromptProcessingBatch.generate, batch_step(logsumexp)
+    if step is GenerationBatch._step:
+        return generate
+    return with_globals(generate, GenerationBatch=type("GenerationBatch", (GenerationBatch,), {"_step": step}))

@@ -187,7 +187,7 @@ class BatchGenerator(StagedGenerator):
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         self._rows = rows
-        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading)
+        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading, rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, self._writing, rows.reader.logsumexp), prompts)
 
     def insert_segments(
