@@ -261,7 +261,10 @@ def draft_parts(model: nn.Module) -> DraftParts | None:
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
     tied = model.args.tie_word_embeddings
     head = embedding.get("projection", embedding) if tied else model.lm_head
-    part = kernels.dense_part(head.weight, None) if head is embedding else part_of(head, kernels)
+    try:
+        part = kernels.dense_part(head.weight, None) if head is embedding else part_of(head, kernels)
+    except ValueError:  # weights of another type, or that are not contiguous
+        return None
     if chain is None or part is None:
         return None
     return DraftParts(kernels, layers, chain, part, embedding.weight if is_plain_table(embedding) else None)
