@@ -58,6 +58,7 @@ def color_at(line: Text, column: int) -> str:
 
 
 COMMAND = ["gearbx_mlx.chat", "--mode", "route", "--max-tokens", "48"]
+UNTIMED = {"GEARBX_TUNE": "0"}  # drafts save bytes, as many in every run
 TYPED = (
     "Tom has 3 apples and buys 4 more. How many has he?",
     "/mode lossless",
@@ -73,7 +74,7 @@ def recorded() -> Text:
     line = [sys.executable, "-m", *COMMAND, "--color", "always"]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL, **streams)
+    done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL | UNTIMED, **streams)
     ends = [0, *(found.end() for found in LAST.finditer(done.stdout))]
     text = Text(f"$ python -m {' '.join(COMMAND)}\n")
     for asked, begin, end in zip(TYPED, ends, ends[1:]):
