@@ -51,9 +51,15 @@ def calling(kind: Any, replaced: Mapping[str, tuple[Any, Any]]) -> type[nn.Modul
     }
     if not ours:
         return None
-    made = FunctionType(call.__code__, {**call.__globals__, **ours}, call.__name__, call.__defaults__, call.__closure__)
-    made.__kwdefaults__ = call.__kwdefaults__
-    return standing_for(kind, {"__call__": made})
+    return standing_for(kind, {"__call__": with_globals(call, ours)})
+
+
+def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
+    """A copy of a function for which these global names mean something else."""
+    own = {**function.__globals__, **named}
+    made = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:

@@ -5,13 +5,13 @@ They call it by the name `mx.logsumexp`. Copies of their functions get a stand-i
 
 import functools
 from collections.abc import Callable, Iterator
-from types import FunctionType
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, GenerationResponse, PromptProcessingBatch, generate_step
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
+from .classes import with_globals
 from .versions import is_tested
 
 LogSumExp = Callable[[mx.array], mx.array]
@@ -32,28 +32,20 @@ class StandIn:
         return getattr(mx, name)
 
 
-def with_globals(function: Any, **named: Any) -> Any:
-    """A copy of a function for which these global names mean something else."""
-    own = {**function.__globals__, **named}
-    made = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
 @functools.cache
 def stream_generate(logsumexp: LogSumExp | None) -> Callable[..., Iterator[GenerationResponse]]:
     """mlx-lm's `stream_generate`, with this function; its own without one, or with versions that are not tested."""
     if logsumexp is None or not is_tested():
         return mlx_stream_generate
-    step = with_globals(generate_step, mx=StandIn(logsumexp))
-    return with_globals(mlx_stream_generate, generate_step=step)
+    step = with_globals(generate_step, {"mx": StandIn(logsumexp)})
+    return with_globals(mlx_stream_generate, {"generate_step": step})
 
 
 @functools.cache
 def batch_step(logsumexp: LogSumExp | None) -> Callable[[GenerationBatch], Any]:
     """As `stream_generate`, mlx-lm's step of a batch that writes."""
     step = GenerationBatch._step
-    return step if logsumexp is None or not is_tested() else with_globals(step, mx=StandIn(logsumexp))
+    return step if logsumexp is None or not is_tested() else with_globals(step, {"mx": StandIn(logsumexp)})
 
 
 @functools.cache
@@ -62,4 +54,4 @@ def first_step(logsumexp: LogSumExp | None) -> Callable[[PromptProcessingBatch, 
     generate, step = PromptProcessingBatch.generate, batch_step(logsumexp)
     if step is GenerationBatch._step:
         return generate
-    return with_globals(generate, GenerationBatch=type("GenerationBatch", (GenerationBatch,), {"_step": step}))
+    return with_globals(generate, {"GenerationBatch": type("GenerationBatch", (GenerationBatch,), {"_step": step})})
