@@ -240,7 +240,7 @@ def is_block(layer: nn.Module) -> bool:
 
 
 class DraftParts(NamedTuple):
-    """What a greedy draft runs: all blocks, the head, and the embedding, whose rows (V, D) are read if they are dense.
+    """What a greedy draft runs: the embedding, whose rows (V, D) are read if they are dense, all blocks, and the head.
 
     A gear's parts stay what they are while another gear is engaged, as long as its weights stay in memory.
     """
@@ -249,6 +249,7 @@ class DraftParts(NamedTuple):
     layers: nn.Module
     chain: Any
     head: Any
+    embedding: nn.Module
     table: mx.array | None
 
 
@@ -267,7 +268,8 @@ def draft_parts(model: nn.Module) -> DraftParts | None:
         return None
     if chain is None or part is None:
         return None
-    return DraftParts(kernels, layers, chain, part, embedding.weight if is_plain_table(embedding) else None)
+    table = embedding.weight if is_plain_table(embedding) else None
+    return DraftParts(kernels, layers, chain, part, embedding, table)
 
 
 @dataclass(frozen=True)
@@ -284,10 +286,10 @@ class GreedyDraft:
 
     def next(self, token: int, place: int) -> tuple[int, float]:
         """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
-        kernels, layers, _, _, table = self.parts
+        table, row = self.parts.table, token
         if table is None:
-            table, token = layers.embed_tokens(mx.array([token])), 0
-        following: tuple[int, float] = kernels.draft_token(self.begun, table, token, self.entries + place)
+            table, row = self.parts.embedding(mx.array([token])), 0
+        following: tuple[int, float] = self.parts.kernels.draft_token(self.begun, table, row, self.entries + place)
         return following
 
 

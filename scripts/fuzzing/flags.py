@@ -132,6 +132,9 @@ class Flag:
         return [self.name, value, more] if self.takes == "several" else [f"{self.name}={value}"]
 
 
+TAKES = {None: "one", "+": "several", "?": "one"}
+
+
 @dataclass(frozen=True)
 class Parser:
     """A command, the words before its flags, and its flags. joined: these are one word, with commas between."""
@@ -175,7 +178,7 @@ def flag_for(item: Field, kind: type) -> Flag:
     keywords = item.metadata["argparse"]
     least, most = item.metadata.get("bounds", (None, math.inf))
     always = item.default is MISSING or item.name == "model"
-    takes = "several" if "nargs" in keywords else "none" if kind is bool and "type" not in keywords else "one"
+    takes = TAKES[keywords.get("nargs")] if "type" in keywords or kind is not bool else "none"
     if choices := item.metadata["choices"]:
         good = st.sampled_from([str(choice) for choice in choices])
     elif kind is int:

@@ -31,6 +31,7 @@ REST = (".part", ".incomplete")  # ends of names that are not whole yet
 GOES_ON = "the same command goes on"  # says that what is left is of use
 OUT, ERR = ".stdout", ".stderr"
 
+LOST = 255  # what multiprocessing says if its server of forks lost a process: nothing about the command
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["__main__", "matplotlib.pyplot", "mlx_lm.tuner", "gearbx_mlx.benchmark.decode"]
@@ -109,6 +110,8 @@ def run(
         if process.is_alive() and process.pid:
             os.kill(process.pid, number)
             process.join(PATIENCE)
+    if process.exitcode == LOST:
+        return run(name, arguments, directory, limit, stop)
     left = sorted(path.name for path in {path for path in directory.rglob("*") if path.name.endswith(REST)} - before)
     err = (directory / ERR).read_text(encoding="utf-8", errors="replace")
     status = -signal.SIGKILL if process.exitcode is None else process.exitcode  # None: it does not even die
