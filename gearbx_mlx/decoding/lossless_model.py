@@ -167,15 +167,17 @@ class LosslessModel(ModelWrapper):
             try:
                 if self.gearbox.make(self.draft):
                     self.stretches.begin()  # the time that this took is no token's
-                writer = self._writer(token, cache)
-                return self._verify(self._drafter.propose([writer], cache, self.plan), cache)
+                start = time.perf_counter()
+                proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
+                return self._verify(proposals, cache, start + proposals.seconds)
             except GearbxError:
                 raise
             except Exception as error:
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        return self._verify(Proposals([Writer(self._chooser, token, 0, self.stop_tokens.__contains__)]), cache)
+        alone = Proposals([Writer(self._chooser, token, 0, self.stop_tokens.__contains__)])
+        return self._verify(alone, cache, time.perf_counter())
 
     def _writer(self, token: int, cache: Any) -> Writer:
         """The text, which may be drafted to its end, and not before it begins."""
@@ -186,13 +188,17 @@ class LosslessModel(ModelWrapper):
             self._lookup.follow(text, self.prompt_tokens)
         return Writer(self._chooser, token, room, self.stop_tokens.__contains__, text, self._lookup)
 
-    def _verify(self, proposals: Proposals, cache: Any) -> Verified:
-        """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later."""
+    def _verify(self, proposals: Proposals, cache: Any, start: float) -> Verified:
+        """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later.
+
+        All that a round does beside its draft counts: `start` is when it began, and the draft took no time.
+        """
         (tokens,), costs = proposals.rows(), self.rounds.costs
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
+            begun = time.perf_counter()
             mx.synchronize()  # steps that were thrown away are none of this pass's time
-        start = time.perf_counter()
+            start += time.perf_counter() - begun
         rows = self._verifier.rows(mx.array([tokens]), cache)
         if wanted:
             mx.eval(rows.logits)

@@ -18,9 +18,11 @@ while g a times the sum of p_i is above c.
 
 **Stretches.** A round has to know its token before it can propose what follows, so that mlx-lm cannot run ahead; and
 no model of costs is exact. So rounds and the top gear alone are both timed on the clock, over stretches of some
-tokens, and the faster way writes. The other one gets a short stretch in between, the more rarely the more it loses.
-Whoever reads the tokens may pause between them, and the clock runs on. So what took far longer than the median token
-of its stretches counts as the median. Not every token does: rounds differ, and their mean decides.
+tokens, and the faster way writes. How many tokens a round makes is chance, so that a few rounds say little: rounds
+lose only where they are slower by more than chance explains. The way that does not write gets a short stretch in
+between, the more rarely the more it loses. Rounds that lost with one text are tried again soon with the next one, if
+they did not lose by much: texts differ in how well they can be drafted. Whoever reads the tokens may pause between
+them, and the clock runs on. So what took far longer than the median token counts as the median.
 """
 
 import copy
@@ -47,13 +49,13 @@ from .lookup import LookupAgreement, RunningMean
 TIME, BYTES = "time", "bytes"
 COSTS = (TIME, BYTES)
 REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
+FEW = 3  # passes that say how fast the machine is in this moment
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
 
 
 # What a row of a verification computes, as a share of a pass over one: on one thread 8 vectors take about 1.75 times,
 # and 16 about 3.35 times, as long as it takes to read the weights (docs/performance.md).
 ROW_SHARE = 0.1
-MOST_MOVED = 1.1  # of other kinds' times by one of a kind: it may have been disturbed
 REFRESHED = 16  # a pass of this kind is measured once in so many
 
 
@@ -70,7 +72,10 @@ TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds dif
 FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials, at least and at most
 UNMADE = 16 * LONGEST  # where a trial has to make a gear first, which takes as long as a hundred tokens
 TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
-COMPARED = 4  # stretches of each way that count
+COMPARED = 64  # rounds, or tokens of the top gear alone, that count
+OTHER_TEXTS = 0.5  # of the weight of what is known, when another text begins
+CHANCE = 0.2  # half of how much the tokens of a round vary, as a share of their mean
+TEXTS_DIFFER = 0.1  # what rounds may have lost by to be tried at once with another text
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
 
 
@@ -145,10 +150,6 @@ class LatestTimes:
     def add(self, value: float) -> None:
         self._values.append(value)
 
-    def scale(self, factor: float) -> None:
-        """Take all times to have been longer by this factor."""
-        self._values = deque((value * factor for value in self._values), maxlen=REMEMBERED)
-
     def known(self, value: float) -> None:
         """Take a time from before: what the first passes would do is done."""
         self._seen = FIRST_PASSES
@@ -159,12 +160,20 @@ class LatestTimes:
         return statistics.median_low(self._values) if self._values else None
 
     @property
+    def latest(self) -> float:
+        """The lower median of the last few alone."""
+        return statistics.median_low([*self._values][-FEW:])
+
+    @property
     def count(self) -> int:
         return len(self._values)
 
 
 class LearnedCosts(PassCosts):
     """Seconds, measured while a text is written.
+
+    The machine is faster at one moment than at another. So a verification counts in relation to the drafted tokens just
+    before it, and what is known of one kind of pass stays true of the others while only some kinds run.
 
     Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
     regression, where a kind of pass weighs by how often it was measured. Beyond the most rows that were measured, more
@@ -183,10 +192,13 @@ class LearnedCosts(PassCosts):
         self._drafts = drafts
         self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
+        self._usual: float | None = None  # seconds of the first drafted token that counts: the machine at speed 1
+        self._slowness = self._now = 1.0  # times as long as then: over the latest drafts, and in this moment
         self._rows: dict[int, LatestTimes] = {}
         self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
             if seconds[0]:
+                self._usual = seconds[0]
                 self._draft.known(seconds[0])
             for rows, value in seconds[1].items():
                 self._of(rows).known(value)
@@ -201,37 +213,26 @@ class LearnedCosts(PassCosts):
         """What another text may begin with; None as long as drafts and the top gear alone were not both measured."""
         if not self.ready or (self._drafts and not self._draft.value):
             return None
-        return self.draft(), dict(enumerate(self._costs, 1))
+        return self.draft(), {rows: self.verification(rows) for rows in range(1, MOST_ROWS + 1)}
 
     def draft(self) -> float:
         return self._draft.value or 0.0
 
     def verification(self, rows: int) -> float:
-        return self._costs[rows - 1]
+        return self._costs[rows - 1] * self._slowness
 
     def wants_verification(self, rows: int) -> bool:
         return self._of(rows).wanted()
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
-        if self._draft.begun():
-            self._add(self._draft, seconds / steps)
+        if not self._draft.begun():
+            return
+        self._draft.add(seconds / steps)
+        self._usual = self._usual or seconds / steps
+        self._slowness, self._now = self.draft() / self._usual, self._draft.latest / self._usual
 
     def add_verification(self, rows: int, seconds: float) -> None:
-        self._add(self._of(rows), seconds)
-
-    def _add(self, kind: LatestTimes, seconds: float) -> None:
-        """Take a time, and let the other kinds of passes follow: what makes one slower is most often the machine.
-
-        Else a kind that does not run any more would keep the time of another moment, and be compared with those of now.
-        As many times as turn the median move the others all the way.
-        """
-        if kind.value:
-            moved = (seconds / kind.value) ** (1 / (kind.count // 2 + 1))
-            moved = min(max(moved, 1 / MOST_MOVED), MOST_MOVED)
-            for other in (self._draft, *self._rows.values()):
-                if other is not kind:
-                    other.scale(moved)
-        kind.add(seconds)
+        self._of(rows).add(seconds / self._now)
         self._update()
 
     def _of(self, rows: int) -> LatestTimes:
@@ -479,22 +480,27 @@ class Stretches:
     ):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
-        self._timed: dict[bool, deque[Times]] = {way: deque(maxlen=COMPARED) for way in (True, False)}
-        self._pause = FIRST
-        self._trial = True
+        self._seen = {True: Times(CHANCE), False: Times(0.0)}
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
         self._owed = 0.0
+        self._waited, self._pause = 0, FIRST  # tokens since the other way was tried, of those that it has to wait
         if rounds_win is None:
-            first = texts == 1
-            self._start(first, self._trials[first])
+            self._trial = True
+            self._start(texts == 1)
         else:
-            self._trial, self._pause = False, FIRST if rounds_win else longest
-            self._start(rounds_win, min(left or self._pause, self._pause))
+            self._pause = FIRST if rounds_win else longest
+            self._waited = self._pause - min(left or self._pause, self._pause)
+            self._trial = False
+            self._start(rounds_win)
 
     def begin(self) -> None:
-        """A text begins: the time since the one before does not count."""
+        """A text begins: the time since the one before does not count, and rounds may do better than with that one."""
         self._latest = None
+        for seen in self._seen.values():
+            seen.fade()
+        if self._lost is not None and self._lost <= TEXTS_DIFFER:
+            self._pause = min(self._pause, FIRST)
 
     def token(self, begins_round: bool = True) -> None:
         """A token begins in the present stretch.
@@ -504,8 +510,9 @@ class Stretches:
         """
         now = self._clock()
         if self._latest is not None:
-            times = self._times.begun if self._begins_round else self._times.made
-            times.append(now - self._latest)
+            self._seen[self.in_rounds].add(now - self._latest, self._begins_round)
+            self._count += 1
+            self._waited += not self._trial
         self._latest, self._begins_round = now, begins_round
 
     def made(self, tokens: float) -> None:
@@ -523,51 +530,52 @@ class Stretches:
     @property
     def over(self) -> bool:
         """Whether the next token may begin another stretch."""
-        return len(self._times) >= self._length
+        return self._count >= self._length
 
     @property
     def untried(self) -> bool:
         """Whether nothing was tried since the start: one way wrote everything."""
-        return not any(self._timed.values()) and not self._trial
+        return not (all(self._seen.values()) or self._trial)
 
     @property
     def left(self) -> int:
         """Tokens, one or more, until the way that loses is tried again; those of a trial do not count."""
-        return self._pause if self._trial else max(1, self._length - len(self._times))
+        return max(1, self._pause - self._waited)
+
+    @property
+    def _lost(self) -> float | None:
+        """By how much rounds lose beyond what chance explains, as a share of the time alone; None where they win."""
+        if not all(self._seen.values()):
+            return None
+        rounds, alone = self._seen[True].least(), self._seen[False].least()
+        return rounds / alone - 1 if rounds > alone else None
 
     def turn(self) -> None:
         """End the stretch, and choose the way of the next one."""
-        self._timed[self.in_rounds].append(self._times)
         other = not self.in_rounds
-        if not self._timed[other]:
-            self._trial = True
-            self._start(other, self._trials[other])
+        if self._trial and not self._seen[other]:
+            self._start(other)
             return
-        rounds, alone = self._seconds(True), self._seconds(False)
-        rounds_win = rounds <= alone
-        if self._trial:  # it was compared just now
-            lost = self._trials[not rounds_win] * (max(rounds, alone) / min(rounds, alone) - 1)  # tokens' time, a trial
-            self._pause = round(min(max(lost / TRIALS_SHARE, FIRST), LONGEST))
-            self._trial = False
-            self._start(rounds_win, self._pause)
-        else:
-            self._trial = True
-            self._start(other, self._trials[other])
+        rounds_win = self._lost is None if self._seen[other] else self.in_rounds
+        if not self._trial and rounds_win == self.in_rounds:
+            self._trial = self._waited >= self._pause
+            self._start(self.in_rounds != self._trial)
+            return
+        rounds, alone = (self._seen[way].per_token() for way in (True, False))
+        lost = self._trials[not rounds_win] * (max(rounds, alone) / min(rounds, alone) - 1)  # tokens' time, a trial
+        self._waited, self._pause = 0, round(min(max(lost / TRIALS_SHARE, FIRST), LONGEST))
+        self._trial = False
+        self._start(rounds_win)
 
     @property
     def seconds(self) -> dict[bool, float]:
-        """What a token took in rounds (True) and by the top gear alone, over the latest stretches, as far as known."""
-        found = {way: self._seconds(way) for way, timed in self._timed.items() if timed}
-        if len(self._times) >= TRIAL[False]:
-            found[self.in_rounds] = sum(self._timed[self.in_rounds], self._times).per_token()
-        return found
+        """What a token took in rounds (True) and by the top gear alone, as far as known."""
+        return {way: seen.per_token() for way, seen in self._seen.items() if len(seen) >= self._trials[way]}
 
-    def _seconds(self, way: bool) -> float:
-        return sum(self._timed[way], Times()).per_token()
-
-    def _start(self, in_rounds: bool, length: int) -> None:
-        self.in_rounds, self._length = in_rounds, length
-        self._times = Times()
+    def _start(self, in_rounds: bool) -> None:
+        """Begin a stretch: of a trial, or as long as the other way has to wait, with a look at the clock in between."""
+        self.in_rounds, self._count = in_rounds, 0
+        self._length = self._trials[in_rounds] if self._trial else min(self.left, TRIAL[True])
 
 
 class OneStretch:
@@ -581,26 +589,59 @@ class OneStretch:
     def turn(self) -> None: ...
 
 
-@dataclass
 class Times:
-    """Seconds of tokens that are complete: of those that began a round, and of those that a round had already made."""
+    """Seconds of tokens in one way: of those that began a round, and of those that a round had already made.
 
-    begun: list[float] = field(default_factory=list)
-    made: list[float] = field(default_factory=list)
+    Args:
+        chance: how far the mean of one round may be off, as a share.
+    """
+
+    def __init__(self, chance: float):
+        self._chance = chance
+        self._rounds: deque[TimedRound] = deque(maxlen=COMPARED)
 
     def __len__(self) -> int:
-        return len(self.begun) + len(self.made)
+        """Tokens."""
+        return sum(1 + len(timed.made) for timed in self._rounds)
 
-    def __add__(self, other: "Times") -> "Times":
-        return Times(self.begun + other.begun, self.made + other.made)
+    def add(self, seconds: float, begins_round: bool) -> None:
+        if begins_round or not self._rounds:
+            self._rounds.append(TimedRound(seconds))
+        else:
+            self._rounds[-1].made.append(seconds)
+
+    def fade(self) -> None:
+        """Let what comes weigh more than what is known."""
+        for timed in self._rounds:
+            timed.weight *= OTHER_TEXTS
 
     def per_token(self) -> float:
         """The mean without pauses."""
-        longest = PAUSE * statistics.median_low(self.begun or self.made)
-        return (without_pauses(self.begun, longest) + without_pauses(self.made, longest)) / len(self)
+        usual = statistics.median_low(timed.begun for timed in self._rounds)
+        made = [seconds for timed in self._rounds for seconds in timed.made]
+        usual_made = statistics.median_low(made) if made else 0.0
+        spent = tokens = 0.0
+        for timed in self._rounds:
+            rest = (without_pause(seconds, usual_made, PAUSE * usual) for seconds in timed.made)
+            spent += timed.weight * (without_pause(timed.begun, usual, PAUSE * usual) + sum(rest))
+            tokens += timed.weight * (1 + len(timed.made))
+        return spent / tokens
+
+    def least(self) -> float:
+        """The mean, less what may be chance in so many rounds."""
+        weights = np.array([timed.weight for timed in self._rounds])
+        rounds = weights.sum() ** 2 / (weights**2).sum()
+        return self.per_token() * (1 - self._chance / math.sqrt(rounds))
 
 
-def without_pauses(seconds: Sequence[float], longest: float) -> float:
-    """The sum, where the median stands for what took longer than `longest`."""
-    usual = statistics.median_low(seconds) if seconds else 0.0
-    return sum(value if value <= longest else usual for value in seconds)
+@dataclass
+class TimedRound:
+    """Seconds of the token that began a round, and of each of those that it had made."""
+
+    begun: float
+    made: list[float] = field(default_factory=list)
+    weight: float = 1.0
+
+
+def without_pause(seconds: float, usual: float, longest: float) -> float:
+    return seconds if seconds <= longest else usual
