@@ -27,7 +27,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
 from ..compat.caches import cut_window, is_unsettled, settle_later, settled
@@ -101,7 +101,8 @@ class Rows:
         except BaseException:
             self._before.restore()
             raise
-        self._after = [PartState.of(part.part) for part in self._before.parts]
+        self._plain = PlainEntries.of(cache)
+        self._after = [] if self._plain else [PartState.of(part.part) for part in self._before.parts]
         if self._outputs is None:
             del self._before  # else old windows stay in memory
         self.show(1)
@@ -109,6 +110,8 @@ class Rows:
     def show(self, rows: int) -> None:
         """Put the cache as it was after the first `rows` tokens, 1 to K."""
         self.rows = rows
+        if self._plain is not None:
+            self._plain.show(self.count - rows)
         for after in self._after:
             self._show(after, self.count - rows)
         self._shown = [attributes(after.part) for after in self._after]
@@ -126,6 +129,8 @@ class Rows:
 
     def untouched(self) -> bool:
         """Whether the cache is as it was shown, so that the next row may be shown too."""
+        if self._plain is not None:
+            return self._plain.are_as_shown()
         return all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
 
     def _settle(self) -> None:
@@ -144,6 +149,37 @@ class Rows:
             if not loses_entries(after.kind):
                 settled(after.part, after.kind)
                 vars(after.part).update(vars(part))
+
+
+class PlainEntries:
+    """What a pass has left in caches of mlx-lm's simplest class, which most models have: they are asked at each token.
+
+    Args:
+        parts: of all layers.
+    """
+
+    def __init__(self, parts: Sequence[KVCache]):
+        self._ends = [(part, part.keys, part.offset) for part in parts]
+        self._dropped = 0
+
+    @classmethod
+    def of(cls, cache: Cache) -> "PlainEntries | None":
+        """None for other caches."""
+        return cls(cache) if all(type(part) is KVCache for part in cache) else None
+
+    def show(self, dropped: int) -> None:
+        """Put the caches as they were so many entries before the end."""
+        self._dropped = dropped
+        for part, _, end in self._ends:
+            part.offset = end - dropped
+
+    def are_as_shown(self) -> bool:
+        """Whether nobody has added or dropped entries since."""
+        dropped = self._dropped
+        return all(
+            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
+            for part, keys, end in self._ends
+        )
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:

@@ -480,7 +480,7 @@ class Stretches:
     ):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
-        self._seen = {True: Times(CHANCE), False: Times(0.0)}
+        self._seen: dict[bool, Times] = {True: Times(), False: TimesAlone()}
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
         self._owed = 0.0
@@ -590,14 +590,9 @@ class OneStretch:
 
 
 class Times:
-    """Seconds of tokens in one way: of those that began a round, and of those that a round had already made.
+    """Seconds of tokens in rounds: of those that began one, and of those that a round had already made."""
 
-    Args:
-        chance: how far the mean of one round may be off, as a share.
-    """
-
-    def __init__(self, chance: float):
-        self._chance = chance
+    def __init__(self) -> None:
         self._rounds: deque[TimedRound] = deque(maxlen=COMPARED)
 
     def __len__(self) -> int:
@@ -631,7 +626,19 @@ class Times:
         """The mean, less what may be chance in so many rounds."""
         weights = np.array([timed.weight for timed in self._rounds])
         rounds = weights.sum() ** 2 / (weights**2).sum()
-        return self.per_token() * (1 - self._chance / math.sqrt(rounds))
+        return self.per_token() * (1 - CHANCE / math.sqrt(rounds))
+
+
+class TimesAlone(Times):
+    """Seconds of tokens of the top gear alone, which all take as long.
+
+    Where a stretch begins and ends, mlx-lm's run ahead begins and ends too, so that those tokens say nothing.
+    """
+
+    def per_token(self) -> float:
+        return statistics.median_low(timed.begun for timed in self._rounds)
+
+    least = per_token
 
 
 @dataclass
