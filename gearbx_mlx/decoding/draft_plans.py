@@ -39,6 +39,7 @@ from ..routing.rounds import (
     BYTES,
     LONGEST,
     MOST_ROWS,
+    TEXTS_DIFFER,
     TIME,
     UNMADE,
     CostRule,
@@ -158,9 +159,9 @@ class Learning:
 
     @property
     def _rounds_win(self) -> bool | None:
-        """Whether a token took less in rounds than by the top gear alone; None where that is not known."""
+        """Whether rounds took less than the top gear alone, or may do so with another text; None: nothing is known."""
         rounds, alone = self._kept.get(self.IN_ROUNDS), self._kept.get(self.ALONE)
-        return None if rounds is None or alone is None else rounds <= alone
+        return None if rounds is None or alone is None else rounds <= alone * (1 + TEXTS_DIFFER)
 
     @property
     def seconds(self) -> Times:

@@ -500,7 +500,8 @@ class Stretches:
         for seen in self._seen.values():
             seen.fade()
         if self._lost is not None and self._lost <= TEXTS_DIFFER:
-            self._pause = min(self._pause, FIRST)
+            self._pause = min(self._pause, FIRST // 2)
+            self._length = min(self._length, self._count + self.left)
 
     def token(self, begins_round: bool = True) -> None:
         """A token begins in the present stretch.
