@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
-from ..formats.block import DraftParts, GreedyDraft, begin_draft, draft_parts
+from ..formats.block import GreedyDraft, PassParts, begin_draft, pass_parts
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import ALONE, Agreement
@@ -126,7 +126,7 @@ class Drafter:
     reader: LogitsReader
     ahead: int = 0
     agreement: Agreement = ALONE
-    parts: list[DraftParts] = field(default_factory=list)
+    parts: list[PassParts] = field(default_factory=list)
     """Of the gear, if greedy drafts have some."""
 
     def propose(
@@ -179,7 +179,7 @@ class Drafter:
         draft = begin_draft(self.parts[0], cache) if self.parts else None
         if draft is None:
             self.gearbox.shift(self.gear)
-            self.parts[:] = filter(None, [draft_parts(self.gearbox.model)])
+            self.parts[:] = filter(None, [pass_parts(self.gearbox.model)])
             draft = begin_draft(self.parts[0], cache) if self.parts else None
         return draft
 

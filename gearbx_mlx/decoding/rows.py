@@ -35,6 +35,7 @@ from ..compat.classes import of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
 from ..compat.versions import is_tested
 from ..errors import GearbxWarning
+from ..formats.block import pass_logits
 from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -58,6 +59,9 @@ class Verifier:
     def run(self, tokens: mx.array, cache: Cache) -> mx.array:
         """Logits (1, K, V)."""
         self.gearbox.shift(self.gear)
+        logits = pass_logits(self.gearbox.model, tokens, cache)
+        if logits is not None:
+            return logits
         with ExitStack() as stack:
             if tokens.shape[1] > 1:
                 stack.enter_context(windows_of_single_tokens(cache))

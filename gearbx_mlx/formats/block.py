@@ -5,8 +5,8 @@ products. A block that has the code of a known one runs as one operation instead
 same arithmetic, bit for bit; so do all blocks of a model whose class runs them one after the other. Whatever is not
 recognised runs as it did.
 
-A greedy draft of a low gear goes further: from a token to the next one it is one call, which returns when the token and
-its entropy are there (`begin_draft`).
+What lossless mode runs goes further: a pass over a few tokens of one text is one call, which returns when the logits
+are there (`pass_logits`), or, of a greedy draft, the next token and its entropy (`begin_draft`).
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
@@ -239,8 +240,8 @@ def is_block(layer: nn.Module) -> bool:
     return isinstance(layer, NativeBlock) and ORIGIN in vars(type(layer))
 
 
-class DraftParts(NamedTuple):
-    """What a greedy draft runs: the embedding, whose rows (V, D) are read if they are dense, all blocks, and the head.
+class PassParts(NamedTuple):
+    """What a pass runs: the embedding, whose rows (V, D) are read if they are dense, all blocks, and the head.
 
     A gear's parts stay what they are while another gear is engaged, as long as its weights stay in memory.
     """
@@ -252,9 +253,15 @@ class DraftParts(NamedTuple):
     embedding: nn.Module
     table: mx.array | None
 
+    def rows(self, tokens: Sequence[int]) -> tuple[mx.array, Sequence[int]]:
+        """An array, and which of its rows are those of the tokens."""
+        if self.table is not None:
+            return self.table, tokens
+        return self.embedding(mx.array(tokens)), range(len(tokens))
 
-def draft_parts(model: nn.Module) -> DraftParts | None:
-    """The parts of greedy drafts in the gear that is engaged; None if something in it is not native."""
+
+def pass_parts(model: nn.Module) -> PassParts | None:
+    """The parts of passes in the gear that is engaged; None if something in it is not native."""
     kernels = block_kernels(1)
     layers = model.get("model") if stock_code(model) in MODELS else None
     if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
@@ -269,7 +276,29 @@ def draft_parts(model: nn.Module) -> DraftParts | None:
     if chain is None or part is None:
         return None
     table = embedding.weight if is_plain_table(embedding) else None
-    return DraftParts(kernels, layers, chain, part, embedding, table)
+    return PassParts(kernels, layers, chain, part, embedding, table)
+
+
+def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
+    """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or if memory was given up."""
+    if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
+        return None
+    return parts.kernels.begin_passes(
+        parts.chain, parts.head, [part.keys for part in cache], [part.values for part in cache]
+    )
+
+
+def pass_logits(model: nn.Module, tokens: mx.array, cache: Any) -> mx.array | None:
+    """Logits (1, L, V) after each of the tokens (1, L), which are added to the cache; None if the model must run."""
+    parts = pass_parts(model) if cache and tokens.shape[0] == 1 else None
+    passes = None if parts is None else begun(parts, cache, tokens)
+    if parts is None or passes is None:
+        return None
+    before = entries(cache[0])
+    logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(np.array(tokens[0]).tolist()), before)
+    for part in cache:
+        set_entries(part, before + tokens.shape[1])
+    return logits
 
 
 @dataclass(frozen=True)
@@ -279,27 +308,25 @@ class GreedyDraft:
     room: the most tokens that it may read.
     """
 
-    parts: DraftParts
+    parts: PassParts
     begun: Any
     entries: int
     room: int
 
     def next(self, token: int, place: int) -> tuple[int, float]:
         """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
-        table, row = self.parts.table, token
-        if table is None:
-            table, row = self.parts.embedding(mx.array([token])), 0
-        following: tuple[int, float] = self.parts.kernels.draft_token(self.begun, table, row, self.entries + place)
+        table, (row,) = self.parts.rows([token])
+        following: tuple[int, float] = self.parts.kernels.best_token(self.begun, table, row, self.entries + place)
         return following
 
 
-def begin_draft(parts: DraftParts, cache: Any) -> GreedyDraft | None:
+def begin_draft(parts: PassParts, cache: Any) -> GreedyDraft | None:
     """A draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
-    if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, ONE_TOKEN):
+    passes = begun(parts, cache, ONE_TOKEN)
+    if passes is None:
         return None
-    arrays = [part.keys for part in cache], [part.values for part in cache]
-    begun, before = parts.kernels.begin_draft(parts.chain, parts.head, *arrays), entries(cache[0])
-    return None if begun is None else GreedyDraft(parts, begun, before, cache[0].keys.shape[2] - before)
+    before = entries(cache[0])
+    return GreedyDraft(parts, passes, before, cache[0].keys.shape[2] - before)
 
 
 def is_plain_table(embedding: nn.Module) -> bool:

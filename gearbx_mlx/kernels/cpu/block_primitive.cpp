@@ -269,7 +269,7 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
 
 void bind_blocks(nb::module_& m) {
   bind_block_parts(m);
-  bind_drafts(m);
+  bind_passes(m);
   m.def("run_blocks", &run_blocks, "chain"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
         "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
         "packed"_a = 0, "group"_a = 0);

@@ -145,7 +145,7 @@ constexpr char CHAIN[] = "gearbx_chain";
 // Adds what makes parts and blocks to the module (block_parts_primitive.cpp).
 void bind_block_parts(nb::module_& m);
 
-// Adds greedy drafts (draft_primitive.cpp).
-void bind_drafts(nb::module_& m);
+// Adds passes over a few tokens (pass_primitive.cpp).
+void bind_passes(nb::module_& m);
 
 }  // namespace gearbx

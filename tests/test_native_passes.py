@@ -1,4 +1,4 @@
-"""Drafts as one native call a token: what the model itself would write, and nothing that it does not know."""
+"""Passes and drafts as one native call: what the model itself computes, and nothing that it does not know."""
 
 import copy
 
@@ -9,7 +9,7 @@ from conftest import PROMPT, normal, tiny_model
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits
-from gearbx_mlx.formats.block import begin_draft, draft_parts
+from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -31,7 +31,7 @@ def begun(box: Gearbox, gear: int = 4) -> list:
 
 def drafted(box: Gearbox, cache: list):
     """A draft of the gear that is engaged; None if there is none."""
-    parts = draft_parts(box.model)
+    parts = pass_parts(box.model)
     return None if parts is None else begin_draft(parts, cache)
 
 
@@ -45,19 +45,44 @@ def greedy(box: Gearbox, cache: list, token: int, count: int) -> list[tuple[int,
     return found
 
 
-@pytest.mark.parametrize(
-    ("architecture", "settings"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"format": "affine", "activations": "int8"}),
-        ("llama", {"format": "exact"}),
-        ("llama", {"ladder": "4,8,16", "activations": "float"}),
-        ("qwen2", {}),
-        ("qwen3", {}),
-        ("phi3", {}),
-    ],
-)
+MODELS = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True}),
+    ("llama", {"format": "affine", "activations": "int8"}),
+    ("llama", {"format": "exact"}),
+    ("llama", {"ladder": "4,8,16", "activations": "float"}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("phi3", {}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "settings"), MODELS)
+def test_a_pass_has_the_bits_of_the_models_own(architecture, settings):
+    box = boxed(architecture, **settings)
+    for gear in box.ladder:
+        for count in (1, 2, 5, 16):
+            tokens, own, cache = mx.arange(3, 3 + count)[None], begun(box, gear.bits), begun(box, gear.bits)
+            expected = box.model(tokens, cache=own)
+            logits = pass_logits(box.model, tokens, cache)
+            assert np.array_equal(np.array(logits), np.array(expected))
+            for part, its in zip(cache, own):
+                assert part.offset == its.offset
+                for a, b in zip(part.state, its.state):
+                    assert np.array_equal(np.array(a), np.array(b))
+
+
+def test_a_pass_is_the_models_own_where_there_is_no_room_or_another_cache():
+    box = boxed()
+    cache = begun(box)
+    assert pass_logits(box.model, mx.zeros((1, 17), mx.int32), cache) is None
+    assert pass_logits(box.model, mx.zeros((2, 1), mx.int32), cache) is None
+    assert pass_logits(box.model, mx.zeros((1, 1), mx.int32), [RotatingKVCache(8) for _ in cache]) is None
+    assert pass_logits(box.model, mx.zeros((1, 1), mx.int32), None) is None
+    assert cache[0].offset == PROMPT.size
+
+
+@pytest.mark.parametrize(("architecture", "settings"), MODELS)
 def test_is_what_the_model_writes(architecture, settings):
     box = boxed(architecture, **settings)
     for gear in box.ladder:
@@ -101,14 +126,14 @@ def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up()
     model.set_dtype(mx.bfloat16)
     box = Gearbox(model, "4,16", kernels="native", residency="host")
     cache = begun(box)
-    parts = draft_parts(box.model)
+    parts = pass_parts(box.model)
     assert begin_draft(parts, cache) is not None
     box.shift(16)
     assert begin_draft(parts, cache) is None
 
     box = boxed()
     cache = begun(box)
-    parts, expected = draft_parts(box.model), greedy(box, cache, 3, 1)
+    parts, expected = pass_parts(box.model), greedy(box, cache, 3, 1)
     box.shift(16)
     token, bits = begin_draft(parts, cache).next(3, 0)
     assert (token, bits) == (expected[0][0], pytest.approx(expected[0][1], abs=1e-4))

@@ -1,0 +1,152 @@
+// Passes over a few tokens of one text, in one call that returns when the result is there: rows of the embedding, all
+// blocks, the head. They are no operations of MLX's graph: nobody has to wait for a thread to take them up, which a
+// system does milliseconds late where it puts that thread onto the core of one that still looks for work.
+//
+// A greedy draft is such a pass over each token in turn, with its best token and entropy. What it writes into the KV
+// cache stands behind the entries that count, so that nothing has to be undone.
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+
+#include "block_program.h"
+#include "simd.h"
+
+namespace gearbx {
+namespace {
+
+constexpr char PASSES[] = "gearbx_passes";
+
+template <class T>
+void widen(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i++) to[i] = to_float(from[i]);
+}
+
+void look_up(const gearbx_dense& table, int64_t row, float* to) {
+  const int64_t n = table.columns, at = row * n;
+  if (table.type == GEARBX_BFLOAT16) return widen(static_cast<const Bf16*>(table.weights) + at, n, to);
+  if (table.type == GEARBX_FLOAT16) return widen(static_cast<const Fp16*>(table.weights) + at, n, to);
+  widen(static_cast<const float*>(table.weights) + at, n, to);
+}
+
+// Passes that have begun. They keep what they read, and must not outlive the entries that they write.
+class Passes {
+ public:
+  Passes(std::shared_ptr<const Chain> chain, Linear head, Kept kept, std::vector<Entries> entries)
+      : chain_(std::move(chain)), head_(head), kept_(std::move(kept)), entries_(std::move(entries)) {}
+
+  int64_t inputs() const { return chain_->inputs(); }
+  int64_t vocabulary() const { return head_.rows(); }
+  int64_t room() const { return entries_.front().room; }
+
+  // Where the rows of the embedding go that are read next (count, inputs).
+  float* rows(int64_t count) {
+    for (auto* each : {&x_, &y_}) each->resize(static_cast<size_t>(count * inputs()));
+    return x_.data();
+  }
+
+  // Logits (count, vocabulary) after each of these rows, the first of which stands at `offset`.
+  void run(int64_t count, int64_t offset, float* logits) {
+    const Positions at = {1, count, offset};
+    float *from = x_.data(), *to = y_.data();
+    for (size_t i = 0; i < entries_.size(); i++, std::swap(from, to)) {
+      const Block& block = chain_->blocks[i]->block();
+      run_block(block, at, attention_over(block, at, entries_[i].room, count > 1), entries_[i], from, to);
+    }
+    if (chain_->norm.value.weight) norm(chain_->norm.value, from, count, inputs(), from);
+    multiply(head_, from, count, logits);
+  }
+
+  // The best token after the row, and the entropy (bits) of all.
+  std::pair<int64_t, float> best(int64_t offset) {
+    logits_.resize(static_cast<size_t>(vocabulary()));
+    run(1, offset, logits_.data());
+    float bits;
+    gearbx_entropy_bits(logits_.data(), 1, vocabulary(), &bits);
+    return {std::max_element(logits_.begin(), logits_.end()) - logits_.begin(), bits};
+  }
+
+ private:
+  std::shared_ptr<const Chain> chain_;
+  Linear head_;
+  Kept kept_;
+  std::vector<Entries> entries_;
+  std::vector<float> x_, y_, logits_;
+};
+
+// The entries of a cache that nobody else has, where they are; none where nobody must write in place.
+std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
+  for (mx::array* a : {&keys, &values}) {
+    a->eval();
+    if (!a->is_donatable() || !a->flags().row_contiguous) return std::nullopt;
+  }
+  return Entries{keys.data<float>(), values.data<float>(), keys.shape(2)};
+}
+
+// None where memory was given up, or somebody else has the entries of a cache too.
+std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule& head_of,
+                                 const std::vector<mx::array*>& keys, const std::vector<mx::array*>& values) {
+  const auto& chain = from_capsule<std::shared_ptr<const Chain>>(CHAIN, chain_of);
+  const auto& head = from_capsule<LinearPart>(LINEAR, head_of);
+  auto kept = chain->keep(), of_head = locked(head.memory);
+  if (!kept || !of_head) return std::nullopt;
+  kept->insert(kept->end(), of_head->begin(), of_head->end());
+  require(head.value.inputs() == chain->inputs(), "the blocks and the head differ in width");
+  require(keys.size() == chain->blocks.size() && values.size() == keys.size(), "each block has its keys and values");
+  std::vector<Entries> entries;
+  for (size_t i = 0; i < keys.size(); i++) {
+    const Block& block = chain->blocks[i]->block();
+    for (const mx::array* a : {keys[i], values[i]})
+      require(a->dtype() == mx::float32 && a->ndim() == 4 && a->shape(0) == 1 && a->shape(1) == block.key_heads &&
+                  a->shape(3) == block.width && a->shape(2) == keys[0]->shape(2),
+              "keys and values must be float32 (1, heads, positions, width)");
+    const auto here = entries_of(*keys[i], *values[i]);
+    if (!here) return std::nullopt;
+    entries.push_back(*here);
+  }
+  return in_capsule(PASSES, Passes(chain, head.value, std::move(*kept), std::move(entries)));
+}
+
+// Passes, with the rows of these tokens looked up. table: a row for each token.
+Passes& looked_up(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
+  auto& passes = const_cast<Passes&>(from_capsule<Passes>(PASSES, passes_of));
+  const auto count = static_cast<int64_t>(tokens.size());
+  require(table.ndim() == 2 && table.shape(1) == passes.inputs(), "the embedding and the blocks differ in width");
+  require(count > 0 && offset >= 0 && offset + count <= passes.room(), "the cache has no room");
+  table.eval();
+  require(table.flags().row_contiguous, "the rows of the embedding must be contiguous");
+  float* to = passes.rows(count);
+  for (const int64_t token : tokens) {
+    require(token >= 0 && token < table.shape(0), "no such token");
+    look_up(dense_of(table), token, to);
+    to += passes.inputs();
+  }
+  return passes;
+}
+
+std::pair<int64_t, float> next(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
+  Passes& passes = looked_up(passes_of, table, {token}, offset);
+  const nb::gil_scoped_release released;
+  return passes.best(offset);
+}
+
+mx::array logits(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
+  Passes& passes = looked_up(passes_of, table, tokens, offset);
+  const int count = static_cast<int>(tokens.size()), size = static_cast<int>(passes.vocabulary());
+  mx::array made(mx::allocator::malloc(sizeof(float) * count * size), {1, count, size}, mx::float32);
+  const nb::gil_scoped_release released;
+  passes.run(count, offset, made.data<float>());
+  return made;
+}
+
+}  // namespace
+
+void bind_passes(nb::module_& m) {
+  m.def("begin_passes", &begin, "chain"_a, "head"_a, "keys"_a, "values"_a);
+  m.def("best_token", &next, "passes"_a, "table"_a, "token"_a, "offset"_a);
+  m.def("pass_logits", &logits, "passes"_a, "table"_a, "tokens"_a, "offset"_a);
+}
+
+}  // namespace gearbx
