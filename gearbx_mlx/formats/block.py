@@ -280,7 +280,7 @@ def pass_parts(model: nn.Module) -> PassParts | None:
 
 
 def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
-    """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or if memory was given up."""
+    """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or without the memory."""
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
         return None
     return parts.kernels.begin_passes(

@@ -75,7 +75,7 @@ TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 64  # rounds, or tokens of the top gear alone, that count
 OTHER_TEXTS = 0.5  # of the weight of what is known, when another text begins
 CHANCE = 0.2  # half of how much the tokens of a round vary, as a share of their mean
-TEXTS_DIFFER = 0.1  # what rounds may have lost by to be tried at once with another text
+TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text
 PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
 
 
@@ -405,7 +405,7 @@ class CostRule:
     def goes_on(self, *entropies: float | None) -> bool:
         agreed = [0.0 if entropy is None else self.agreement(entropy) for entropy in entropies]
         for entropy, value in zip(entropies, agreed):
-            if entropy is not None:
+            if entropy is not None and self._drafted:  # the first one follows what was rejected, and is harder
                 self._mean.add(value)
         self._products = [product * value for product, value in zip(self._products, agreed)]
         self._drafted += 1
