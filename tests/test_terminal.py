@@ -1,15 +1,20 @@
 """What the commands write on stderr: progress, tables, errors."""
 
 import io
+import re
+import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
 from rich.console import Console
 from test_bad_input import assert_refused
 
 from gearbx_mlx.cli import terminal as progress_module
 from gearbx_mlx.cli.settings import human_bytes
 from gearbx_mlx.cli.tables import layers_table, summary_table
-from gearbx_mlx.cli.terminal import ProgressLines
+from gearbx_mlx.cli.terminal import ProgressLines, WrappedText
 from gearbx_mlx.gears.cost import LayerPath
 from gearbx_mlx.gears.ladder import Ladder
 
@@ -83,6 +88,49 @@ class TestProgress:
             for _ in progress.track(range(3)):
                 pass
         assert console.file.getvalue() == ""
+
+
+class Screen(io.StringIO):
+    """A terminal that knows text, line ends, colours, and how to go back and erase."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def lines(self) -> list[str]:
+        lines = [""]
+        for part in re.split(r"(\x1b\[[\d;]*[A-Za-z]|\n)", self.getvalue()):
+            if part == "\n":
+                lines.append("")
+            elif part.endswith("D") and part.startswith("\x1b"):
+                kept = cell_len(lines[-1]) - int(part[2:-1])
+                while cell_len(lines[-1]) > kept:  # what is erased next
+                    lines[-1] = lines[-1][:-1]
+            elif not part.startswith("\x1b"):
+                lines[-1] += part
+        return lines
+
+
+@given(st.lists(st.text("abc \n漢", max_size=7), max_size=40), st.integers(6, 30), st.sampled_from(["always", "never"]))
+def test_lines_break_between_words_however_they_come(pieces, columns, color):
+    screen = Screen()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stdout", screen)
+        patched.setenv("COLUMNS", str(columns))
+        out = WrappedText(["low", "high"], color)
+        for number, piece in enumerate(pieces):
+            out.write(piece, ("low", "high")[number % 2])
+    lines, words = screen.lines(), "".join(pieces).split()
+    assert all(cell_len(line) < columns for line in lines)
+    assert "".join("".join(lines).split()) == "".join(words)
+    if all(cell_len(word) < columns for word in words):
+        assert [word for line in lines for word in line.split()] == words
+
+
+def test_a_file_gets_its_lines_as_they_are(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    WrappedText(["low"], "never").write("word " * 100, "low")
+    assert written.getvalue() == "word " * 100
 
 
 SUMMARY = {

@@ -97,7 +97,7 @@ class Session:
         self.settings, self.model, self._ctrl_c = settings, model, ctrl_c
         self.conversation = Conversation(settings.prompt, model.tokenizer)
         self.cache = KeptCache(model.new_cache)
-        self._out = terminal.TintedText(model.gears, settings.terminal.color)
+        self._out = terminal.WrappedText(model.gears, settings.terminal.color)
 
     def reset(self) -> None:
         """Forget what was said. The system prompt stays."""
@@ -151,6 +151,7 @@ class Session:
 
     def _write(self, responses: Iterator[GearResponse], answer: ChatAnswer) -> None:
         """Write an answer as it comes, until it ends or Ctrl-C asks it to."""
+        self._out.begin()
         try:
             with closing(responses):  # type: ignore[type-var]  # it is a generator
                 for response in responses:

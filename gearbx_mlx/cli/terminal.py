@@ -1,6 +1,7 @@
 """How a command runs in a terminal: text on stdout, everything else on stderr, errors in one line, an exit status."""
 
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -9,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
+from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
 from rich.progress import (
     BarColumn,
@@ -226,5 +228,63 @@ class TintedText:
 
     def write(self, text: str, gear: str) -> None:
         # Not through a console, which would expand the text's tabs and drop its control characters.
-        sys.stdout.write(self.styles[gear].render(text, color_system=self.system) if self.system else text)
+        sys.stdout.write(self.tinted(text, gear))
         sys.stdout.flush()
+
+    def tinted(self, text: str, gear: str) -> str:
+        return self.styles[gear].render(text, color_system=self.system) if self.system else text
+
+
+class WrappedText(TintedText):
+    """The same, with lines that a terminal shows broken between words. Elsewhere nothing is broken.
+
+    A word comes in pieces, so that it may turn out to be too long only when its beginning stands there already. The
+    beginning is then taken back and written again on the next line.
+    """
+
+    def __init__(self, gears: Sequence[str], color: str):
+        super().__init__(gears, color)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin at the left edge."""
+        self._column, self._word = 0, list[tuple[str, str]]()  # of the line; letters of its last word, each with a gear
+
+    def write(self, text: str, gear: str) -> None:
+        if not sys.stdout.isatty():
+            super().write(text, gear)
+            return
+        width = shutil.get_terminal_size().columns - 1  # behind the last column terminals differ in where they are
+        written = line = ""
+        for letter in text:
+            moved = self._moved(letter, width)
+            if moved is not None:
+                written += self.tinted(line, gear) + moved
+                line = ""
+            if moved is None or not letter.isspace():
+                line += letter
+                self._count(letter, gear)
+        sys.stdout.write(written + self.tinted(line, gear))
+        sys.stdout.flush()
+
+    def _moved(self, letter: str, width: int) -> str | None:
+        """What begins a new line for a letter, with the beginning of its word; None where it has room."""
+        if letter == "\n" or self._column + self._cells(letter) <= width:
+            return None
+        back = sum(self._cells(part) for part, _ in self._word)
+        if letter.isspace() or back >= self._column:  # it stands for the break, or no line has room for this word
+            self.begin()
+            return "\n"
+        self._column = back
+        taken_back = f"\x1b[{back}D\x1b[K" if back else ""
+        return taken_back + "\n" + "".join(self.tinted(*part) for part in self._word)
+
+    def _cells(self, letter: str) -> int:
+        return 8 - self._column % 8 if letter == "\t" else cell_len(letter)
+
+    def _count(self, letter: str, gear: str) -> None:
+        if letter == "\n":
+            self.begin()
+            return
+        self._column += self._cells(letter)
+        self._word = [] if letter.isspace() else [*self._word, (letter, gear)]
