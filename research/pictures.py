@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ def run_command(flags: list[str]) -> tuple[str, str]:
 def terminal_text(flags: list[str]) -> Text:
     """The command, its text and its summary, with their colours."""
     out, err = map(Text.from_ansi, run_command(flags))
-    text = Text(" ".join(["$ python -m gearbx_mlx.generate", *flags]) + "\n\n") + out + Text("\n") + err
+    text = Text(f"$ python -m gearbx_mlx.generate {shlex.join(flags)}\n\n") + out + Text("\n") + err
     text.rstrip()
     return text
 
@@ -95,6 +96,14 @@ def terminal() -> Found:
     """What `python -m gearbx_mlx.generate --mode route` shows in a terminal, for the README."""
     flags = ["--mode", "route", "--max-tokens", "200"]
     return Found(pictures={"generate.png": partial(write_both, terminal_text(flags))})
+
+
+@study(writes="images/smollm2.png, images/smollm2.txt")
+def real_model() -> Found:
+    """What a real model answers in a terminal, for the README, at a second start."""
+    flags = ["--model", "smollm2", "--prompt", "How do bees find flowers?"]
+    run_command(flags)
+    return Found(pictures={"smollm2.png": partial(write_both, terminal_text(flags))})
 
 
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")

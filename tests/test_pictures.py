@@ -1,6 +1,7 @@
 """The pictures in the docs show what the commands write."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -20,11 +21,23 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
+def flags_of(shown: str) -> list[str]:
+    """The flags of the command in the first line of a terminal."""
+    return shlex.split(shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate"))
+
+
 @pytest.mark.slow
 def test_the_terminal_in_the_readme_shows_what_generate_writes():
     shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
-    flags = shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate").split()
-    assert words(pictures.terminal_text(flags).plain) == words(shown)
+    assert words(pictures.terminal_text(flags_of(shown)).plain) == words(shown)
+
+
+@pytest.mark.real
+def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
+    shown = (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
+    answer = shown.split("\n\n", 1)[1].split("\nmodel", 1)[0]
+    assert len(answer.split()) > 50
+    assert pictures.terminal_text(flags_of(shown)).plain.split("\n\n", 1)[1].startswith(answer)
 
 
 @pytest.mark.slow

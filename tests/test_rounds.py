@@ -270,6 +270,23 @@ class TestLearnedCosts:
         found.add_verification(3, 20.0)
         assert found.verification(8) < 4
 
+    def test_what_is_not_measured_follows_the_machine_and_comes_back_with_it(self):
+        found = measured({1: 1.0, 4: 1.2, 8: 1.4})
+        for slowness in (2.0, 1.0):
+            for _ in range(REMEMBERED):
+                found.add_draft(0.3 * slowness)
+                found.add_verification(4, 1.2 * slowness)
+            assert [found.verification(rows) for rows in (1, 4, 8)] == pytest.approx(
+                [1.0 * slowness, 1.2 * slowness, 1.4 * slowness]
+            )
+
+    def test_drafts_that_are_disturbed_now_and_then_change_nothing_else(self):
+        """What is slower than usual is so more often than what is faster: kinds that only follow would creep upwards."""
+        found = measured({1: 1.0, 8: 1.4})
+        for number in range(300):
+            found.add_draft(0.3 if number % 3 else 0.9)
+        assert [found.verification(rows) for rows in (1, 8)] == pytest.approx([1.0, 1.4])
+
     def test_what_is_well_known_is_measured_rarely(self):
         found = LearnedCosts()
         wanted = 0

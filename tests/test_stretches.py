@@ -1,6 +1,8 @@
 """Whether a text is written in rounds or by the top gear alone, by the clock. A clock of the test's own; no model."""
 
 import itertools
+import random
+import statistics
 
 import pytest
 
@@ -85,6 +87,38 @@ def test_pauses_of_whoever_reads_do_not_decide(rounds, alone, length, every):
     ways = with_pauses(rounds, alone, every, 100.0, length)
     faster = sum(ways[1000:]) / 3000
     assert faster > 0.85 if rounds < alone else faster < 0.2
+
+
+def texts_of_chance(seconds, seed, tokens=200):
+    """Seconds of a token of each text. Its rounds take so many seconds and make 1 to 5 tokens by chance; alone 1."""
+    now, drawn, taken = [0.0], random.Random(seed), []
+    stretches = Stretches(lambda: now[0])
+    for of_round in seconds:
+        stretches.begin()
+        begun, left = now[0], 0
+        for _ in range(tokens):
+            stretches.token(left == 0)
+            if left == 0:
+                if stretches.over:
+                    stretches.turn()
+                left = drawn.randint(1, 5) if stretches.in_rounds else 1
+                now[0] += of_round if stretches.in_rounds else 1.0
+            left -= 1
+        taken.append((now[0] - begun) / tokens)
+    return taken
+
+
+@pytest.mark.parametrize("seconds", [[2.4] * 8, [2.7] * 8, [3.0] * 8, [3.3] * 8, [3.9] * 8])
+def test_chance_does_not_decide(seconds):
+    """A round makes 3 tokens on average, and a few that make one or two in a row say little."""
+    found = [time for seed in range(20) for time in texts_of_chance(seconds, seed)]
+    assert statistics.mean(found) < min(1, seconds[0] / 3) + 0.04
+
+
+def test_a_text_that_drafts_badly_does_not_decide_about_the_next_one():
+    found = [time for seed in range(20) for time in texts_of_chance([2.2, 3.3] * 4, seed)]
+    assert statistics.mean(found) < 0.93
+    assert sorted(found)[int(0.95 * len(found))] < 1.12
 
 
 def test_texts_that_share_their_passes_begin_with_the_top_gear_alone_and_try_rounds_for_less_long():
