@@ -26,6 +26,7 @@ MODULES = (
     "processes",
     "servers",
     "llama_cpp",
+    "same_file",
     "pictures",
     "evidence",
 )

@@ -309,14 +309,14 @@ class GreedyDraft:
     """
 
     parts: PassParts
-    begun: Any
+    passes: Any
     entries: int
     room: int
 
     def next(self, token: int, place: int) -> tuple[int, float]:
         """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
         table, (row,) = self.parts.rows([token])
-        following: tuple[int, float] = self.parts.kernels.best_token(self.begun, table, row, self.entries + place)
+        following: tuple[int, float] = self.parts.kernels.best_token(self.passes, table, row, self.entries + place)
         return following
 
 

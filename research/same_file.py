@@ -1,0 +1,145 @@
+"""SmolLM2's GGUF file in llama.cpp and here, in turn: milliseconds of a token, and what drafts save on either side."""
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import track
+
+from gearbx_mlx import Lossless
+from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files import smollm2
+
+from .lossless import ASSISTANT, Writer, encode
+from .studies import HELD_OUT, Found, ratios, spread, study, table_here
+
+CONTEXT = 2048
+Write = Callable[[list[int], int], tuple[str, float]]
+"""A text after the tokens of a prompt, and the milliseconds of a token."""
+
+
+def unpacked(file: Path, out: Path) -> Path:
+    """The same model in float16: llama.cpp's own type for weights that are not quantized, and all else as it was."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        kinds = field.types
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values if values.ndim == 1 else values.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def llama_cpp(file: Path, draft: Path | None = None) -> Write:
+    """What writes greedily in llama.cpp, with a draft model if one is given.
+
+    Raises:
+        GearbxError: llama.cpp is not installed.
+    """
+    try:
+        import xllamacpp
+    except ImportError:
+        raise GearbxError("xllamacpp is not installed: pip install xllamacpp gguf") from None
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx, params.n_parallel, params.verbosity, params.warmup = CONTEXT, 1, -1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
+    if draft is not None:
+        params.speculative.draft.mparams.path = str(draft)
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    server = xllamacpp.Server(params)
+
+    def write(prompt: list[int], tokens: int) -> tuple[str, float]:
+        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False}
+        answer: Any = server.handle_completions(asked)
+        times = answer["timings"]
+        return answer["choices"][0]["text"], times["predicted_ms"] / times["predicted_n"]
+
+    return write
+
+
+def here(writer: Writer, way: Callable[[list[int], int], tuple[list[int], float]]) -> Write:
+    def write(prompt: list[int], tokens: int) -> tuple[str, float]:
+        written, seconds = way(prompt, tokens)
+        ends = writer.tokenizer.eos_token_ids
+        return writer.tokenizer.decode([token for token in written if token not in ends]), 1000 * seconds
+
+    return write
+
+
+@study("docs/performance.md", minutes=10)
+def same_file(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [4, 8],  # noqa: B006
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """A token of SmolLM2 in llama.cpp and here, from the same file, in turn.
+
+    The file is Q4_1. Both sides unpack it to 16 bits too, and draft for those with 4 bits. The time of the prompt does
+    not count.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        num_prompts: Of each file.
+        pairs: Trials of a prompt.
+    """
+    file = smollm2.installed()
+    plain = Writer("smollm2", "4,16", "planes", Lossless())
+    drafted = Writer("smollm2", "4,16", "planes", Lossless(), calibrated=True)
+    with tempfile.TemporaryDirectory() as directory:
+        whole = unpacked(file, Path(directory) / "f16.gguf")
+        ways = {
+            "llama.cpp, float16": llama_cpp(whole),
+            "llama.cpp, Q4_1": llama_cpp(file),
+            "llama.cpp, float16, drafts by Q4_1": llama_cpp(whole, file),
+            "here, bfloat16": here(plain, plain.alone),
+            "here, bfloat16, lossless": here(plain, plain.lossless),
+            "here, bfloat16, lossless, calibrated": here(drafted, drafted.lossless),
+        }
+        texts = [read_prompts(name)[:count] for name, count in zip(prompts, num_prompts, strict=True)]
+        asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]
+        found = in_turn(ways, asked, max_tokens, pairs)
+    first = next(iter(ways))
+    rows = [
+        [
+            name,
+            spread([time for each in times for _, time in each]),
+            spread([ratio for a, b in zip(found[first], times) for ratio in ratios([t for _, t in a], [t for _, t in b])]),
+            f"{sum(a[0][0] == b[0][0] for a, b in zip(found[first], times))} of {len(asked)}",
+        ]
+        for name, times in found.items()
+    ]
+    head = [f"smollm2, {len(asked)} prompts, {max_tokens} tokens", "ms a token: median (range)", "times as fast", "texts"]
+    return Found({"same_file": table_here(head, rows)}, found)
+
+
+def in_turn(
+    ways: Mapping[str, Write], prompts: list[list[int]], tokens: int, pairs: int
+) -> dict[str, list[list[tuple[str, float]]]]:
+    """Of each way, and of each prompt: the texts, and the milliseconds of their tokens."""
+    found: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in ways}
+    for write in ways.values():  # makes the gears
+        write(prompts[0], 32)
+    for prompt in track(prompts, "prompts"):
+        for name in ways:
+            found[name].append([])
+        for _ in range(pairs):
+            for name, write in ways.items():
+                found[name][-1].append(write(prompt, tokens))
+    return found
