@@ -4,6 +4,9 @@ import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from .lossless import ASSISTANT, Writer, encode
 from .studies import HELD_OUT, Found, ratios, spread, study, table_here
 
 CONTEXT = 2048
+server: Any = None  # of llama.cpp, in a child
 Write = Callable[[list[int], int], tuple[str, float]]
 """A text after the tokens of a prompt, and the milliseconds of a token."""
 
@@ -46,15 +50,24 @@ def unpacked(file: Path, out: Path) -> Path:
 
 
 def llama_cpp(file: Path, draft: Path | None = None) -> Write:
-    """What writes greedily in llama.cpp, with a draft model if one is given.
+    """What writes greedily in llama.cpp, with a draft model if one is given, in a process of its own.
+
+    Where threads of several models share a process, libgomp lets them sleep at every barrier.
 
     Raises:
         GearbxError: llama.cpp is not installed.
     """
-    try:
-        import xllamacpp
-    except ImportError:
-        raise GearbxError("xllamacpp is not installed: pip install xllamacpp gguf") from None
+    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
+        raise GearbxError("llama.cpp is not installed: pip install xllamacpp gguf")
+    child = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin, initargs=(file, draft))
+    return lambda prompt, tokens: child.submit(answered, prompt, tokens).result()
+
+
+def begin(file: Path, draft: Path | None) -> None:
+    """Load the model, in the child."""
+    import xllamacpp
+
+    global server
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.verbosity, params.warmup = CONTEXT, 1, -1, True
@@ -64,13 +77,12 @@ def llama_cpp(file: Path, draft: Path | None = None) -> Write:
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
     server = xllamacpp.Server(params)
 
-    def write(prompt: list[int], tokens: int) -> tuple[str, float]:
-        asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False}
-        answer: Any = server.handle_completions(asked)
-        times = answer["timings"]
-        return answer["choices"][0]["text"], times["predicted_ms"] / times["predicted_n"]
 
-    return write
+def answered(prompt: list[int], tokens: int) -> tuple[str, float]:
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False}
+    answer = server.handle_completions(asked)
+    times = answer["timings"]
+    return answer["choices"][0]["text"], times["predicted_ms"] / times["predicted_n"]
 
 
 def here(writer: Writer, way: Callable[[list[int], int], tuple[list[int], float]]) -> Write:
@@ -115,18 +127,25 @@ def same_file(
         texts = [read_prompts(name)[:count] for name, count in zip(prompts, num_prompts, strict=True)]
         asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]
         found = in_turn(ways, asked, max_tokens, pairs)
-    first = next(iter(ways))
+    first = found[next(iter(ways))]
     rows = [
         [
             name,
-            spread([time for each in times for _, time in each]),
-            spread([ratio for a, b in zip(found[first], times) for ratio in ratios([t for _, t in a], [t for _, t in b])]),
-            f"{sum(a[0][0] == b[0][0] for a, b in zip(found[first], times))} of {len(asked)}",
+            spread([time for texts in trials for _, time in texts]),
+            spread(
+                [ratio for theirs, ours in zip(first, trials) for ratio in ratios(times_of(theirs), times_of(ours))]
+            ),
+            f"{sum(theirs[0][0] == ours[0][0] for theirs, ours in zip(first, trials))} of {len(asked)}",
         ]
-        for name, times in found.items()
+        for name, trials in found.items()
     ]
-    head = [f"smollm2, {len(asked)} prompts, {max_tokens} tokens", "ms a token: median (range)", "times as fast", "texts"]
+    title = f"smollm2, {len(asked)} prompts, {max_tokens} tokens"
+    head = [title, "ms a token: median (range)", "times as fast", "texts"]
     return Found({"same_file": table_here(head, rows)}, found)
+
+
+def times_of(trials: list[tuple[str, float]]) -> list[float]:
+    return [time for _, time in trials]
 
 
 def in_turn(

@@ -281,7 +281,7 @@ class TestLearnedCosts:
             )
 
     def test_drafts_that_are_disturbed_now_and_then_change_nothing_else(self):
-        """What is slower than usual is so more often than what is faster: kinds that only follow would creep upwards."""
+        """Passes are slowed down more often than sped up: kinds that only follow would creep upwards."""
         found = measured({1: 1.0, 8: 1.4})
         for number in range(300):
             found.add_draft(0.3 if number % 3 else 0.9)

@@ -151,9 +151,10 @@ class Learning:
         if measured is None and trial is not None and is_tuning():
             measured = trial(gearbox, draft)
         self.costs = LearnedCosts(measured, texts, drafts)
-        # Where a trial has to make the gear first, which takes as long as a hundred tokens, it waits for many more.
-        longest = LONGEST if gearbox.has_made(draft) or self._rounds_win else UNMADE
-        left = int(kept[self.LEFT]) if self.LEFT in kept else None
+        # Where a trial has to make the gear first, it waits for so many times more tokens.
+        self._scale = 1 if gearbox.has_made(draft) or self._rounds_win else UNMADE // LONGEST
+        left = int(kept[self.LEFT] * self._scale) if self.LEFT in kept else None
+        longest = LONGEST * self._scale
         self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left, longest=longest)
 
     @property
@@ -173,14 +174,14 @@ class Learning:
         if self.costs.seconds is None or not is_tuning():
             return
         drafted, rows = self.costs.seconds
-        left = self.stretches.left if self.stretches.untried else UNMADE  # the next start has made nothing
+        scale = self._scale if self.stretches.untried else 1
         of_rows = {str(count): seconds for count, seconds in rows.items()}
-        known = self.seconds | of_rows | {self.LEFT: left}
+        known = self.seconds | of_rows | {self.LEFT: self.stretches.left / scale}
         if drafted:  # else nothing drafts
             known[self.STEP] = drafted
         won, before, self._kept = self._rounds_win, self._kept, known
         news = any(not math.isclose(value, before.get(key, 0.0), rel_tol=NEWS) for key, value in known.items())
-        written = before.get(self.LEFT, 0.0) - left >= MUCH_WRITTEN
+        written = (before.get(self.LEFT, 0.0) - known[self.LEFT]) * scale >= MUCH_WRITTEN
         if news or written or won != self._rounds_win:
             self._cache.keep(self._name, known)
             self._cache.save()
