@@ -23,16 +23,16 @@ FOREGROUND, BACKGROUND = "#d8d8d8", "#1e1e1e"
 TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
 
-def run_command(flags: list[str]) -> tuple[str, str]:
+def run_command(flags: list[str], **environment: str) -> tuple[str, str]:
     """What the command writes on stdout and on stderr, with the escape sequences of colours."""
     command = [sys.executable, "-m", "gearbx_mlx.generate", "--color", "always", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | TERMINAL)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | TERMINAL | environment)
     return done.stdout, done.stderr
 
 
-def terminal_text(flags: list[str]) -> Text:
+def terminal_text(flags: list[str], **environment: str) -> Text:
     """The command, its text and its summary, with their colours."""
-    out, err = map(Text.from_ansi, run_command(flags))
+    out, err = map(Text.from_ansi, run_command(flags, **environment))
     text = Text(f"$ python -m gearbx_mlx.generate {shlex.join(flags)}\n\n") + out + Text("\n") + err
     text.rstrip()
     return text
@@ -55,7 +55,7 @@ def draw(text: Text, path: Path) -> None:
 
 def color_at(line: Text, column: int) -> str:
     styles: list[Any] = [span.style for span in line.spans if span.start <= column < span.end]
-    return next((style.color.name for style in reversed(styles) if style.color), FOREGROUND)
+    return next((style.color.get_truecolor().hex for style in reversed(styles) if style.color), FOREGROUND)
 
 
 COMMAND = ["gearbx_mlx.chat", "--mode", "route", "--max-tokens", "48"]
@@ -100,10 +100,11 @@ def terminal() -> Found:
 
 @study(writes="images/smollm2.png, images/smollm2.txt")
 def real_model() -> Found:
-    """What a real model answers in a terminal, for the README, at a second start."""
+    """What a real model answers in a terminal, for the README, at a second start and without a calibrated base."""
     flags = ["--model", "smollm2", "--prompt", "How do bees find flowers?"]
-    run_command(flags)
-    return Found(pictures={"smollm2.png": partial(write_both, terminal_text(flags))})
+    with tempfile.TemporaryDirectory() as cache:
+        run_command(flags, XDG_CACHE_HOME=cache)
+        return Found(pictures={"smollm2.png": partial(write_both, terminal_text(flags, XDG_CACHE_HOME=cache))})
 
 
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")

@@ -554,7 +554,7 @@ class Stretches:
     def turn(self) -> None:
         """End the stretch, and choose the way of the next one."""
         other = not self.in_rounds
-        if self._trial and not self._seen[other]:
+        if self._trial and len(self._seen[other]) < self._trials[other]:
             self._start(other)
             return
         rounds_win = self._lost is None if self._seen[other] else self.in_rounds
