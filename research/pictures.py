@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.text import Text
 
 from gearbx_mlx.telemetry.report import get_pyplot
@@ -40,7 +41,8 @@ def terminal_text(flags: list[str], **environment: str) -> Text:
 
 def draw(text: Text, path: Path) -> None:
     """Write a PNG; every character has its own place, so that columns are columns."""
-    lines = text.split("\n", allow_blank=True)
+    console = Console(width=WIDTH)
+    lines = [part for line in text.split("\n", allow_blank=True) for part in line.wrap(console, WIDTH)]
     size = (WIDTH * CELL[0] + 0.4, len(lines) * CELL[1] + 0.4)
     figure = get_pyplot().figure(figsize=size, facecolor=BACKGROUND)
     for row, line in enumerate(lines):
