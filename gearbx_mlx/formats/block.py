@@ -257,7 +257,7 @@ class PassParts(NamedTuple):
         """An array, and which of its rows are those of the tokens."""
         if self.table is not None:
             return self.table, tokens
-        return self.embedding(mx.array(tokens)), range(len(tokens))
+        return self.embedding(mx.array([*tokens])), range(len(tokens))
 
 
 def pass_parts(model: nn.Module) -> PassParts | None:

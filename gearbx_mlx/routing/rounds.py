@@ -484,6 +484,7 @@ class Stretches:
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
         self._owed = 0.0
+        self._count, self._length = 0, 0  # tokens of the stretch, those that it has and those that end it
         self._waited, self._pause = 0, FIRST  # tokens since the other way was tried, of those that it has to wait
         if rounds_win is None:
             self._trial = True
