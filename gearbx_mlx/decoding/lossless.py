@@ -187,6 +187,8 @@ def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not alone or not rounds or not summary.get("tokens_per_second"):
         return []
     times = f"{summary['tokens_per_second'] * alone:.2f} times that of the top gear alone"
+    if summary.get("alone_at_earlier_start"):
+        times += " at an earlier start"
     if rounds > alone:
         times += f"; drafts do not pay on this machine: {1000 * rounds:.3g} ms a token, {1000 * alone:.3g} without"
     return [("speed", times)]
