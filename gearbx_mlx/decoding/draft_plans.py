@@ -297,7 +297,7 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
             seen |= learned.learning[1].stretches.seconds.keys()
     names = {Learning.IN_ROUNDS: "seconds_in_rounds", Learning.ALONE: "seconds_alone"}
     found: dict[str, float | bool] = {field: known[name] for name, field in names.items() if name in known}
-    return found | {"alone_at_earlier_start": True} if Learning.ALONE in known and False not in seen else found
+    return found | {"alone_at_earlier_start": False not in seen} if Learning.ALONE in known else found
 
 
 def shared_curve(rule: ProductRule) -> Any:
