@@ -49,6 +49,12 @@ def encode(tokenizer, prompt):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
 
+def first_prompts(tokenizer, files: list[Path], counts: list[int]) -> list[list[int]]:
+    """Tokens of the first prompts of each file."""
+    texts = [read_prompts(file)[:count] for file, count in zip(files, counts, strict=True)]
+    return [list(encode(tokenizer, text)) for text in itertools.chain(*texts)]
+
+
 def calibrated(args):
     """Calibrate as a user does. Returns the path of the drafting file."""
     file = Path(tempfile.mkdtemp()) / "drafting.json"
@@ -415,8 +421,7 @@ def lossless_time(
     plain = Writer(model, "4,16", "planes", mode)
     writers = {name: Writer(model, *SETTINGS[name], mode, name.endswith(CALIBRATED)) for name in settings}
     ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
-    texts = [read_prompts(file)[:count] for file, count in zip(prompts, num_prompts, strict=True)]
-    asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]
+    asked = first_prompts(plain.tokenizer, prompts, num_prompts)
     for write in ways.values():  # makes the gears
         write(asked[0], 32)
     faster: dict[str, list[float]] = {name: [] for name in ways}

@@ -1,6 +1,5 @@
 """SmolLM2's GGUF file in llama.cpp and here, in turn: milliseconds of a token, and what drafts save on either side."""
 
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,11 +13,10 @@ import numpy as np
 from rich.progress import track
 
 from gearbx_mlx import Lossless
-from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 
-from .lossless import ASSISTANT, Writer, encode
+from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, ratios, spread, study, table_here
 
 CONTEXT = 2048
@@ -124,8 +122,7 @@ def same_file(
             "here, bfloat16, lossless": here(plain, plain.lossless),
             "here, bfloat16, lossless, calibrated": here(drafted, drafted.lossless),
         }
-        texts = [read_prompts(name)[:count] for name, count in zip(prompts, num_prompts, strict=True)]
-        asked = [list(encode(plain.tokenizer, text)) for text in itertools.chain(*texts)]
+        asked = first_prompts(plain.tokenizer, prompts, num_prompts)
         found = in_turn(ways, asked, max_tokens, pairs)
     first = found[next(iter(ways))]
     rows = [

@@ -287,4 +287,7 @@ class WrappedText(TintedText):
             self.begin()
             return
         self._column += self._cells(letter)
-        self._word = [] if letter.isspace() else [*self._word, (letter, gear)]
+        if letter.isspace():
+            self._word = []
+        else:
+            self._word.append((letter, gear))

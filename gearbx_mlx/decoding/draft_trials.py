@@ -96,7 +96,7 @@ def few_pass_times(gearbox: Gearbox, draft: Gear) -> PassTimes | None:
         with uncounted(gearbox):
             passes = TimedPasses(gearbox, top, draft, FEW_BEFORE)
             trials: list[Callable[[], float]] = [passes.drafted, *(partial(passes.verified, rows) for rows in FEW_ROWS)]
-            step, *verified = passes.medians(trials, FEW_TRIALS)
+            step, *verified = passes.medians(trials, PASS_TRIALS)
     except RuntimeError:  # the text must not end for that
         return None
     return step, dict(zip(FEW_ROWS, verified))
@@ -167,8 +167,8 @@ def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
 DEPTHS = (0, 1, 2)
 DRAFTED = 8  # tokens of a usual draft
 
-FEW_TRIALS, FEW_DRAFTED, FEW_BEFORE = 4, 4, 32  # some 50 passes of the draft gear; FEW_BEFORE: tokens before a draft
-FEW_ROWS = (1, 4, 8, 16)  # of verifications; others cost what lies between
+FEW_TRIALS, FEW_DRAFTED, FEW_BEFORE = 2, 4, 32  # some 50 passes of the draft gear; FEW_BEFORE: tokens before a draft
+PASS_TRIALS, FEW_ROWS = 4, (1, 4, 8, 16)  # trials, and rows of verifications; others cost what lies between
 NEARLY = 1.02  # of the least time is as good: what is queued ahead in vain costs energy
 
 
