@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -384,6 +384,20 @@ class Writer:
         return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, gearbox=box, mode=mode))
 
 
+def written_in_turn(
+    ways: Mapping[str, Callable[[list[int], int], tuple[Any, float]]], prompts: list[list[int]], tokens: int, pairs: int
+) -> dict[str, list[list[tuple[Any, float]]]]:
+    """Of each way, and of each prompt: the texts of so many trials, and the time of their tokens."""
+    found: dict[str, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
+    for write in ways.values():  # makes the gears
+        write(prompts[0], 32)
+    for place, prompt in enumerate(track(prompts, "prompts")):
+        for _ in range(pairs):
+            for name, write in ways.items():
+                found[name][place].append(write(prompt, tokens))
+    return found
+
+
 def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
     """The tokens, and the seconds per token after the first."""
     begun, tokens = 0.0, []
@@ -422,15 +436,11 @@ def lossless_time(
     writers = {name: Writer(model, *SETTINGS[name], mode, name.endswith(CALIBRATED)) for name in settings}
     ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
     asked = first_prompts(plain.tokenizer, prompts, num_prompts)
-    for write in ways.values():  # makes the gears
-        write(asked[0], 32)
+    found = written_in_turn(ways, asked, max_tokens, pairs)
     faster: dict[str, list[float]] = {name: [] for name in ways}
     same = dict.fromkeys(ways, 0)
-    for prompt in track(asked, "prompts"):
-        trials: dict[str, list[tuple[list[int], float]]] = {name: [] for name in ways}
-        for _ in range(pairs):
-            for name, write in ways.items():
-                trials[name].append(write(prompt, max_tokens))
+    for place, prompt in enumerate(asked):
+        trials = {name: each[place] for name, each in found.items()}
         seconds = {name: [spent for _, spent in done] for name, done in trials.items()}
         for name, done in trials.items():
             top = writers[name].alone(prompt, max_tokens)[0] if name.endswith("8") else trials["first"][0][0]

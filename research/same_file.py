@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.progress import track
 
 from gearbx_mlx import Lossless
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 
-from .lossless import ASSISTANT, Writer, first_prompts
+from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
 from .studies import HELD_OUT, Found, ratios, spread, study, table_here
 
 CONTEXT = 2048
@@ -123,7 +122,7 @@ def same_file(
             "here, bfloat16, lossless, calibrated": here(drafted, drafted.lossless),
         }
         asked = first_prompts(plain.tokenizer, prompts, num_prompts)
-        found = in_turn(ways, asked, max_tokens, pairs)
+        found = written_in_turn(ways, asked, max_tokens, pairs)
     first = found[next(iter(ways))]
     rows = [
         [
@@ -143,19 +142,3 @@ def same_file(
 
 def times_of(trials: list[tuple[str, float]]) -> list[float]:
     return [time for _, time in trials]
-
-
-def in_turn(
-    ways: Mapping[str, Write], prompts: list[list[int]], tokens: int, pairs: int
-) -> dict[str, list[list[tuple[str, float]]]]:
-    """Of each way, and of each prompt: the texts, and the milliseconds of their tokens."""
-    found: dict[str, list[list[tuple[str, float]]]] = {name: [] for name in ways}
-    for write in ways.values():  # makes the gears
-        write(prompts[0], 32)
-    for prompt in track(prompts, "prompts"):
-        for name in ways:
-            found[name].append([])
-        for _ in range(pairs):
-            for name, write in ways.items():
-                found[name][-1].append(write(prompt, tokens))
-    return found
