@@ -76,7 +76,7 @@ class Passes {
   std::vector<float> x_, y_, logits_;
 };
 
-// The entries of a cache that nobody else has, where they are; none where nobody must write in place.
+// Where the entries of a cache are; none if an array has another owner, since then they must not be written in place.
 std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
   for (mx::array* a : {&keys, &values}) {
     a->eval();
