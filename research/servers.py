@@ -195,7 +195,7 @@ def server(files: list[Path]) -> str:
     return table(SERVER_HEAD, map(lines, rows)) + f"\n{'; '.join(places)}\n"
 
 
-@study("docs/proxy.md", minutes=2)
+@study("docs/server.md", minutes=2)
 def proxy_time(trials: int = 200, server: str | None = None, model: str | None = None) -> Found:
     """What the proxy adds to an answer: a server asked directly and through the proxy, in turn.
 

@@ -134,9 +134,8 @@ def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
 def test_every_field_is_described(asked):
     with fake_server(chatting(lambda body: chat_stream(PAIR), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
-    heading = "Files of a server's analysis"
-    assert set(result.records[0]) == described_fields(heading, page="docs/servers.md")
-    assert set(result.summary) == described_fields(heading, table=1, page="docs/servers.md")
+    assert set(result.records[0]) == described_fields("Analysis of a server")
+    assert set(result.summary) == described_fields("Analysis of a server", table=1)
 
 
 @pytest.mark.slow

@@ -152,7 +152,7 @@ def test_the_page_needs_no_key(large):
 
 
 def test_every_field_that_an_answer_carries_is_described():
-    text = PAGES["docs/proxy.md"].read_text(encoding="utf-8").split("## What an answer carries")[1].split("\n## ")[0]
+    text = PAGES["docs/server.md"].read_text(encoding="utf-8").split("## What the proxy adds")[1].split("\n## ")[0]
     described = {row.split("`")[1] for row in text.splitlines() if row.startswith("| `") and "meaning" not in row}
     carried = Decision(0, "fallback", (0.0, 0.0), reason="x").as_json(0)
     assert carried.keys() == described

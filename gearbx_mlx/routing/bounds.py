@@ -1,6 +1,6 @@
 """Bounds of an entropy of which only the k largest log-probabilities are known, and routing by such bounds.
 
-docs/servers.md derives them. Routing gives the gear by each bound, and every gear that is possible.
+docs/server.md derives them. Routing gives the gear by each bound, and every gear that is possible.
 """
 
 import math
