@@ -1,4 +1,4 @@
-"""docs/evidence.md and docs/pair.md: what is measured for them, its tables, and what they advise."""
+"""What is measured for docs/evidence.md, its tables, and what it advises."""
 
 import errno
 import hashlib
@@ -283,7 +283,7 @@ TABLES = {
 }
 
 
-PAGES = ("docs/pair.md", "docs/evidence.md")  # the small model is trained on the first
+PAGE = "docs/evidence.md"
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 OUTPUTS = ("--out", "--json", "--mlx-path")
 FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
@@ -376,9 +376,9 @@ def make_all(commands: Sequence[str], results: Path, data: Path, keep: bool) -> 
             progress.advance(task)
 
 
-@study("docs/evidence.md", "docs/pair.md", writes="images/kl_*.png, images/pair.png")
+@study(PAGE, writes="images/kl_*.png, images/pair.png")
 def evidence_tables(results: Path) -> Found:
-    """The tables of these pages, from the reports of the commands on them; one without a report stays as it is.
+    """The tables of this page, from the reports of the commands on it; one without a report stays as it is.
 
     Args:
         results: Directory in which the commands ran.
@@ -395,11 +395,11 @@ def evidence_tables(results: Path) -> Found:
     return Found(tables, pictures=pictures)
 
 
-@study(minutes=90, writes="docs/evidence.md, docs/pair.md and a part of docs/exact.md anew")
+@study(minutes=90, writes="docs/evidence.md and a part of docs/exact.md")
 def evidence(
     results: Path, models: Path = Path("models"), data: Path = Path("data"), keep: bool = False, list: bool = False
 ) -> None:
-    """Run every command of docs/evidence.md and docs/pair.md that writes a report, and write these pages.
+    """Run every command of docs/evidence.md that writes a report, and write the tables of this page.
 
     After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where and with which code. What
     older code measured is measured again. Needs the extras `train` and `plots`.
@@ -411,7 +411,7 @@ def evidence(
         keep: Keep what older code measured.
         list: Show the commands, and run none.
     """
-    commands = [line for page in PAGES for line in page_commands((ROOT / page).read_text(encoding="utf-8"))]
+    commands = [*page_commands((ROOT / PAGE).read_text(encoding="utf-8"))]
     if list:
         print("\n".join(commands))
         return
