@@ -14,7 +14,7 @@ from ..cli.gate import check_routing
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
 from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, resolve
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
-from ..decoding.mode import refuse_draft_model
+from ..decoding.mode import is_read_again, refuse_draft_model
 from ..decoding.modes import MODES
 from ..decoding.pair import Pair, PairedModel
 from ..decoding.response import GearResponse
@@ -32,12 +32,16 @@ SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 
 class ChatModel(Protocol):
-    """One or two models. `gears` are the names that /gear takes, lowest first, and `modes` those that /mode takes."""
+    """One or two models. `gears` are the names that /gear takes, lowest first, and `modes` those that /mode takes.
+
+    reads_again: whether the latest answer is read again, in the gear of prompts, with the next message.
+    """
 
     tokenizer: Any
     config: dict[str, Any]
     gears: Sequence[str]
     modes: Sequence[str]
+    reads_again: bool
 
     @property
     def mode(self) -> str:
@@ -88,7 +92,7 @@ class GearedChat:
         self._observes = isinstance(gearbox, Observer)
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._start = resolved.mode.of(self._observes)
-        self._choice, self._held = self._start, ""
+        self._choice, self._held, self.reads_again = self._start, "", False
         self._check(self._start)
 
     @property
@@ -108,6 +112,7 @@ class GearedChat:
     def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
+        self.reads_again = self._controller is None and is_read_again(mode, self._geared.gearbox)
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:
@@ -152,6 +157,8 @@ class GearedChat:
 
 class PairChat:
     """A small and a large model that take turns. Raises GearbxError as `generate` for the same settings."""
+
+    reads_again = False
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings

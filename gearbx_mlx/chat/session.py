@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlx_lm.models.cache import can_trim_prompt_cache
+
 from ..cli import terminal
 from ..cli.loaded import BegunConversation, room_for
 from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered
@@ -139,7 +141,8 @@ class Session:
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
         try:
             self._write(self.model.answer(message, unread, max_tokens, **keywords), answer)
-            self.cache.note([*unread, *answer.tokens], answer.whole)
+            again = self.model.reads_again and can_trim_prompt_cache(self.cache.entries)
+            self.cache.note(unread[:-1] if again else [*unread, *answer.tokens], answer.whole)
         except BaseException:  # the second Ctrl-C, for one: what was computed then is not known
             self.cache.forget()
             raise

@@ -77,33 +77,45 @@ class GearedTokens(GenerationBatch):
 
 
 class GearedPrompts(PromptProcessingBatch):
-    """The sequences whose prompts are still read, all in the same gear."""
+    """The sequences whose prompts are still read, all in the same gear, and begin to write in the same one."""
 
-    begin: Pass
+    passes: tuple[Pass, Pass]
     logsumexp: LogSumExp | None = None
 
     @classmethod
     def of(
-        cls, model: nn.Module, sampler: Any, prefill_step_size: int, begin: Pass, logsumexp: LogSumExp | None
+        cls,
+        model: nn.Module,
+        sampler: Any,
+        prefill_step_size: int,
+        passes: tuple[Pass, Pass],
+        logsumexp: LogSumExp | None,
     ) -> "GearedPrompts":
-        """One without sequences, whose first log-probabilities are made with this function; with MLX's without one."""
+        """One without sequences.
+
+        Args:
+            passes: over prompts without their last tokens, and over the last tokens.
+            logsumexp: makes the first log-probabilities; without it MLX's.
+        """
         batch = cls.empty(model, sampler, prefill_step_size)
-        batch.begin, batch.logsumexp = begin, logsumexp
+        batch.passes, batch.logsumexp = passes, logsumexp
         return batch
 
     def _copy(self) -> "GearedPrompts":
         batch = super()._copy()
-        batch.begin, batch.logsumexp = self.begin, self.logsumexp
+        batch.passes, batch.logsumexp = self.passes, self.logsumexp
         return batch
 
     def prompt(self, tokens: list[list[int]]) -> None:
-        with self.begin(self.uids):
+        with self.passes[0](self.uids):
             super().prompt(tokens)
 
     def generate(self, tokens: list[list[int]]) -> GenerationBatch:
         """Reads the last tokens of prompts, and samples the first of the texts."""
-        with self.begin(self.uids):
-            return first_step(self.logsumexp)(self, tokens)
+        if any(len(each) > 1 for each in tokens):
+            self.prompt([each[:-1] for each in tokens])
+        with self.passes[1](self.uids):
+            return first_step(self.logsumexp)(self, [each[-1:] for each in tokens])
 
 
 class StagedGenerator(BatchGenerator):

@@ -1,7 +1,7 @@
 """mlx-lm's continuous batching in gears: all sequences of a step share the weights, and so its gear.
 
-A newcomer's prompt and its first token are computed in its own first gear, as they would be alone, so that its KV cache
-does not depend on its company; prompts share a pass with those of the same first gear. Recurrent layers read prompts
+A newcomer's prompt and its first token are computed in its own gears, as they would be alone, so that its KV cache does
+not depend on its company; prompts share a pass with those of the same gears. Recurrent layers read prompts
 one by one: not all of mlx-lm's classes leave the padding of a shorter prompt out of their state.
 
 From then on the gear of a step is what a policy makes of all wishes. mlx-lm runs one token ahead, so a wish acts two
@@ -77,12 +77,13 @@ class SeenRow:
 class BatchText:
     """A text that shares its passes with others, but has a monitor and a gate, and chooses its tokens, by itself.
 
-    first: the gear that reads its prompt.
+    first: the gear that begins it. prompt_gear: reads its prompt, but for the last token.
     """
 
     gate: Gate
     monitor: Monitor
     first: Gear
+    prompt_gear: Gear
     chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
     rows: deque[SeenRow] = field(default_factory=deque)
@@ -91,6 +92,11 @@ class BatchText:
     def __post_init__(self) -> None:
         self.wish = self.first
         self.gate.reset(self.first.index)
+
+    @property
+    def first_gears(self) -> tuple[Gear, Gear]:
+        """What its prompt and its first token are computed in."""
+        return self.prompt_gear, self.first
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,8 @@ class BatchGenerator(StagedGenerator):
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
         self._rows = rows
-        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, self._reading, rows.reader.logsumexp)
+        passes = self._reading, self._beginning
+        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, passes, rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, self._writing, rows.reader.logsumexp), prompts)
 
     def insert_segments(
@@ -248,8 +255,8 @@ class BatchGenerator(StagedGenerator):
         return caches
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """As many as have one first gear; one by one where padding leaves traces."""
-        gears = [self.sequences[uid].first for uid in (*reading[:1], *waiting)]
+        """As many as have the same gears; one by one where padding leaves traces."""
+        gears = [self.sequences[uid].first_gears for uid in (*reading[:1], *waiting)]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
@@ -269,7 +276,14 @@ class BatchGenerator(StagedGenerator):
 
     @contextmanager
     def _reading(self, uids: Sequence[int]) -> Iterator[None]:
-        """Passes over prompts, and over their last tokens, in the gear that they have in common."""
+        """Passes over prompts, in the gear that they have in common."""
+        if uids:
+            self.gearbox.shift(self.sequences[uids[0]].prompt_gear)
+        yield
+
+    @contextmanager
+    def _beginning(self, uids: Sequence[int]) -> Iterator[None]:
+        """The pass over the last tokens of prompts, in the gear that their texts begin in."""
         sequences = [self.sequences[uid] for uid in uids]
         if sequences:
             self.gearbox.shift(sequences[0].first)

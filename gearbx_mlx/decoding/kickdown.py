@@ -18,7 +18,7 @@ from ..routing.gates import DEFAULT_WINDOW, Monitor, check_thresholds, default_t
 from ..telemetry.summary import Tally
 from .caches import Snapshot
 from .governor import Governor
-from .mode import Mode, refuse_draft_model
+from .mode import Mode, gear_of_prompt, refuse_draft_model
 from .response import GearResponse, Step
 from .wrapper import ModelWrapper, stream_wrapped
 
@@ -126,6 +126,8 @@ class Kickdown(Mode):
         thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
         rule: whether to compute a token again, in place of thresholds.
         window: tokens in the rolling mean that responses show.
+        prompt_gear: name or bits of the gear that reads the prompt, but for its last token; "same": the lowest. Without
+            it the top gear, where it is in memory.
     """
 
     name: ClassVar[str] = "kickdown"
@@ -134,6 +136,10 @@ class Kickdown(Mode):
     thresholds: Sequence[float] | None = None
     rule: RecomputeRule | None = None
     window: int = DEFAULT_WINDOW
+    prompt_gear: str | int | None = None
+
+    def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
+        return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder[0]), None
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
@@ -141,7 +147,8 @@ class Kickdown(Mode):
         refuse_draft_model(self.name, kwargs)
         # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
         share = not kwargs.get("logits_processors")
-        geared = GearedModel(gearbox, self.thresholds, rule=self.rule, share_entropy=share)
+        prefill, _ = self.gears_of_text(gearbox)
+        geared = GearedModel(gearbox, self.thresholds, rule=self.rule, prefill=prefill, share_entropy=share)
         monitor = Monitor(vocabulary(model), self.window)
         return stream_wrapped(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
 

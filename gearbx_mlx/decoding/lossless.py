@@ -134,7 +134,7 @@ class Lossless(SharedMode):
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""
         top = gearbox.ladder.top
-        return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top)
+        return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
     def plans(self, gearbox: Gearbox) -> DraftPlans:
         """How to draft: by the drafting file, if there is one, and what passes cost here.

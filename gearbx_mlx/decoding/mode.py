@@ -1,14 +1,17 @@
 """What every mode is: a way from gears to tokens, with its settings."""
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import mlx.nn as nn
 
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
+from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, highest
 from ..telemetry.summary import Tally
@@ -16,6 +19,7 @@ from .governor import Governor
 from .response import GearResponse
 
 AUTO = "auto"
+SAME = "same"  # as a prompt gear: the one that begins the text
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,13 @@ class Mode:
         if gearbox is not controller.gearbox:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
+    def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
+        """The gear that reads a prompt, and the one that writes the text after it; None where several do.
+
+        So it says what a KV cache holds, and which other texts may go on from it.
+        """
+        return gearbox.ladder.top, gearbox.ladder.top
+
     def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
         """The mode with all settings that it finds by itself on a first prompt (text or tokens)."""
         return self
@@ -109,6 +120,50 @@ def of_model(gearbox: Gearbox | Observer, model: nn.Module) -> Gearbox | Observe
     if gearbox.model is not model:
         raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
     return gearbox
+
+
+def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first: Gear) -> Gear:
+    """The gear that reads a prompt: every later token attends to what it writes into the KV cache (PMPD, 2410.13461).
+
+    A pass over a prompt reads the weights once for many tokens, so that a precise gear costs little there. The prompt's
+    last token has a pass of its own, which makes the first token of the text, in the gear of the text.
+
+    Args:
+        wanted: name or bits; "same": the gear that begins the text; None: the top gear where it is in memory.
+        first: the gear that begins the text.
+
+    Raises:
+        GearbxError: a gear that the ladder does not have; an observer, which has none to read in.
+    """
+    if wanted == SAME or (wanted is None and isinstance(gearbox, Observer)):
+        return first
+    if isinstance(gearbox, Observer):
+        raise GearbxError(f"the prompt gear is {wanted}, and this model has one precision; leave it out")
+    if wanted is not None:
+        return gearbox.ladder.find(wanted)
+    top = gearbox.ladder.top
+    if first == top or gearbox.keeps_all:
+        return top
+    if gearbox not in _warned:
+        _warned.add(gearbox)
+        megabytes = gearbox.weight_bytes_per_token(top) / 1e6
+        said = (
+            f"the prompt is read in gear '{first.name}', since gear '{top.name}' ({megabytes:.0f} MB) is not in memory; "
+            f"--prompt-gear {top.name} brings it in for every prompt, and the text comes closer to that gear's"
+        )
+        warnings.warn(said, GearbxWarning, stacklevel=3)
+    return first
+
+
+def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
+    """Whether a text is read again in a later prompt, as in a chat: it was written in other gears than prompts are."""
+    if gearbox is None or isinstance(gearbox, Observer):
+        return False
+    reads, writes = mode.gears_of_text(gearbox)
+    return reads != writes
+
+
+_warned: WeakSet[Gearbox] = WeakSet()
 
 
 def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:

@@ -13,9 +13,9 @@ does on MLX.
 
 import collections.abc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ import numpy as np
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
@@ -48,7 +49,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
 from .caches import check_draftable
 from .governor import Governor
-from .mode import AUTO, of_model
+from .mode import AUTO, gear_of_prompt, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
 from .sampling import TokenSource, entropy_bits, geared_responses, reader_of, sampled
@@ -57,7 +58,14 @@ from .texts import encoded, vocabulary_of
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears."""
+    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears.
+
+    Args:
+        prompt_gear: name or bits of the gear that reads the prompt, but for its last token, whose pass makes the first
+            token of the text; "same": the one that begins the text. Without it the top gear, where it is in memory.
+    """
+
+    prompt_gear: str | int | None = field(default=None, kw_only=True)
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         """The gate and the monitor of a text, and the gear that it begins in."""
@@ -67,9 +75,10 @@ class InEngagedGear(SharedMode):
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
         text = self.text(gearbox, tokenizer, prompt)
-        gearbox.shift(text.first)
-        source = in_engaged_gear(model, tokenizer, prompt, gearbox, **kwargs)
-        return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.first)
+        gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
+        gearbox.shift(text.prompt_gear)
+        source = in_engaged_gear(model, tokenizer, prompt, gearbox, text.first, **kwargs)
+        return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own; of a gate that was given, a copy."""
@@ -93,8 +102,7 @@ class Route(InEngagedGear):
         window: tokens in the rolling mean.
         hysteresis: bits.
         min_gear_duration: tokens.
-        initial_gear: name or bits of the gear that reads the prompt and begins; "auto": chosen by the prompt
-            (GEARBX 11).
+        initial_gear: name or bits of the gear that begins the text; "auto": chosen by the prompt (GEARBX 11).
         gate: a Gate of your own, in place of thresholds, hysteresis and duration.
     """
 
@@ -110,7 +118,8 @@ class Route(InEngagedGear):
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
         monitor = Monitor(vocabulary_of(gearbox), self.window)
-        return BatchText(gate, monitor, self.first_gear(gearbox, tokenizer, prompt))
+        first = self.first_gear(gearbox, tokenizer, prompt)
+        return BatchText(gate, monitor, first, gear_of_prompt(gearbox, self.prompt_gear, first))
 
     def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
         if self.thresholds != AUTO or self.gate is not None:
@@ -131,6 +140,10 @@ class Route(InEngagedGear):
         thresholds = default_thresholds(gears, vocabulary_of(gearbox)) if given is None else tuple(given)
         check_thresholds(thresholds, gears)
         return thresholds
+
+    def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
+        """As Mode's, of a mode whose initial gear is named."""
+        return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder.find(self.initial_gear)), None
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
@@ -157,7 +170,12 @@ class Static(InEngagedGear):
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gear = self.gear_of(gearbox)
-        return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear)
+        reads = gear_of_prompt(gearbox, self.prompt_gear, gear)
+        return BatchText(OneGear(gear.index), Monitor(vocabulary_of(gearbox), self.window), gear, reads)
+
+    def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
+        gear = self.gear_of(gearbox)
+        return gear_of_prompt(gearbox, self.prompt_gear, gear), gear
 
     def gear_of(self, gearbox: Gearbox | Observer) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
@@ -185,18 +203,30 @@ def in_engaged_gear(
     tokenizer: Any,
     prompt: Any,
     gearbox: Gearbox | Observer,
+    first: Gear,
     draft_model: nn.Module | None = None,
+    prompt_progress_callback: Callable[[int, int], object] | None = None,
     **kwargs: Any,
 ) -> TokenSource:
-    """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well."""
-    if draft_model is not None and agreement_of(model).group is not None:
-        raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
+    """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well.
+
+    Args:
+        first: is engaged when all of the prompt but its last token is read.
+        prompt_progress_callback: as mlx-lm's.
+    """
     if draft_model is not None:
-        return with_draft_model(model, draft_model, tokenizer, prompt, gearbox, **kwargs)
+        return with_draft_model(model, tokenizer, prompt, gearbox, first, draft_model, **kwargs)
 
     def step() -> Step:
         return single_pass(gearbox, gearbox.gear)
 
+    def progress(read: int, tokens: int) -> None:
+        if prompt_progress_callback is not None:
+            prompt_progress_callback(read, tokens)
+        if read == tokens - 1:
+            gearbox.shift(first)
+
+    kwargs["prompt_progress_callback"] = progress
     return sampled(model, tokenizer, prompt, step, reader_of(gearbox), **kwargs)
 
 
@@ -210,10 +240,11 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
 
 def with_draft_model(
     model: nn.Module,
-    draft_model: nn.Module,
     tokenizer: Any,
     prompt: Any,
     gearbox: Gearbox | Observer,
+    first: Gear,
+    draft_model: nn.Module,
     max_tokens: int = 256,
     num_draft_tokens: int = 3,
     **kwargs: Any,
@@ -221,11 +252,14 @@ def with_draft_model(
     """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
 
     A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
-    Its cost, the drafts' bytes included, stands with its first token.
+    Its cost, the drafts' bytes included, stands with its first token. `first` is engaged when the prompt is read: then
+    the draft model's first token is sampled.
 
     Raises:
-        GearbxError: a cache from which drafts cannot be taken back.
+        GearbxError: ranks that share the model; a cache from which drafts cannot be taken back.
     """
+    if agreement_of(model).group is not None:
+        raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
     prompt, max_tokens = encoded(tokenizer, prompt), sys.maxsize if max_tokens < 0 else max_tokens
     given, layers = kwargs.pop("prompt_cache", None), len(model.layers)
     if given is not None:  # by mlx-lm's reckoning the model's caches come first, and then the draft model's
@@ -234,8 +268,16 @@ def with_draft_model(
     check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
     check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
     entropy, draft_bytes = reader_of(gearbox).entropy, bytes_read(draft_model)
+    sampler = kwargs.pop("sampler", None) or make_sampler()
     keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
-    number, new_round, gear = 0, True, gearbox.gear
+    number, new_round, gear, in_prompt = 0, True, first, True
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal in_prompt
+        if in_prompt:
+            gearbox.shift(first)
+        in_prompt = False
+        return sampler(logprobs)
 
     def seen(response: GenerationResponse) -> SampledToken:
         nonlocal number, new_round, gear
@@ -248,7 +290,8 @@ def with_draft_model(
         number, new_round = number + 1, not response.from_draft  # the model's own token is the last of a round
         return SampledToken(entropy(response.logprobs), step)
 
-    return TokenSource(mlx_stream_generate(model, tokenizer, prompt, max_tokens=max_tokens, **keywords), seen)
+    keywords |= {"sampler": sample, "max_tokens": max_tokens}
+    return TokenSource(mlx_stream_generate(model, tokenizer, prompt, **keywords), seen)
 
 
 SHORT_PROMPTS = (

@@ -266,6 +266,11 @@ class Gearbox(GearCosts):
             self._complete(gear)
             self._give_up_idle()
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether gears stay in memory while another one is engaged."""
+        return self._modules.keeps_all
+
     def has_made(self, gear: Gear) -> bool:
         """Whether a gear's modules were made."""
         return gear in self._trees

@@ -18,7 +18,7 @@ from mlx_lm.processors import load_processor
 from mlx_lm.server import ModelProvider
 
 from ..decoding.governor import Governor
-from ..decoding.mode import Mode
+from ..decoding.mode import Mode, is_read_again
 from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer
@@ -26,8 +26,6 @@ from ..routing.gates import default_thresholds
 from .requests import DEFAULT_MODEL, Options
 from .spelling import Vocabulary
 from .web import Refused
-
-CHANGING = ("route", "kickdown")  # modes in which more than one gear computes a text
 
 
 @dataclass(frozen=True)
@@ -72,27 +70,19 @@ class Served:
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
     def key(self, mode: Mode) -> str:
-        """What texts must have in common for one to go on from the other's KV cache: the gear that computed it."""
+        """What texts must have in common for one to go on from the other's KV cache: the gear that reads prompts."""
         if isinstance(mode, Pair) or self.gearbox is None or isinstance(self.gearbox, Observer):
             return ""
-        if self.controller is not None:
-            return mode.name
-        gear = self.one_gear(mode)
-        if gear is not None:
-            return gear
-        first = getattr(mode, "initial_gear", None)  # reads the prompt in mode route; in others the top gear does
-        ladder = self.gearbox.ladder
-        return (ladder.top if first is None else ladder.find(first)).name
+        return mode.name if self.controller is not None else mode.gears_of_text(self.gearbox)[0].name
 
     def kept(self, mode: Mode, prompt: int, answer: int) -> int:
-        """How many tokens of a text, from the first on, have entries that one gear computed.
+        """How many tokens of a text, from the first on, have entries that the gear of prompts computed.
 
-        So what a request gets does not depend on what others asked before. Where gears change, this is what was read in
-        one pass: in mode kickdown the prompt without its last token.
+        So what a request gets does not depend on what others asked before, and an answer in a lower gear is read again
+        in that of prompts, with the next question. The last token of a prompt is computed as the answer is.
         """
-        if mode.name in CHANGING and self.gearbox is not None and self.controller is None:
-            return prompt - (mode.name == "kickdown")
-        return prompt + answer
+        again = self.controller is None and is_read_again(mode, self.gearbox)
+        return prompt - 1 if again else prompt + answer
 
     def read_anew(self, mode: Mode) -> int:
         """The fewest tokens of a prompt that are read although their KV cache is there.
