@@ -2,6 +2,7 @@
 
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..gears.ladder import DTYPES, SUPPORTED, WHOLE, WHOLE_LADDER, WIDTHS, Ladde
 from ..kernels import DEVICES, KERNELS
 from ..machine.readers import Scripted
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
-from ..routing.gates import DEFAULT_POLICY
+from ..routing.gates import DEFAULT_POLICY, parse_schedule
 from ..routing.pair import (
     BITS,
     DEFAULT_MIN_DURATION,
@@ -411,10 +412,34 @@ class ModeSettings(Settings):
         metavar="N",
         rare=True,
     )
+    tolerance: float | None = flag(
+        None,
+        "For --mode lossless: keep a drafted token if the top gear gives it a log-probability within NATS of its best. "
+        "More than 0 is faster and no longer lossless; the summary says what was given up. Default: 0",
+        least=0,
+        most=sys.float_info.max,
+        metavar="NATS",
+    )
+    prompt_gear: str | None = flag(
+        None,
+        "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
+        "begins the text). Default: the top gear, where it is in memory",
+        named=True,
+        rare=True,
+    )
+    schedule: str | None = flag(
+        None,
+        "Of --mode route, which it implies: gears by the place of a token, in the place of thresholds, such as "
+        "8:32,6:64,4: 32 tokens in 8 bits, 64 in 6, the rest in 4.",
+        named=True,
+        rare=True,
+    )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.schedule is not None:
+            parse_schedule(self.schedule)
         if self.telemetry_only and self.mode not in (None, TELEMETRY_ONLY):
             raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
         if self.curve is not None and self.draft_length is not None:

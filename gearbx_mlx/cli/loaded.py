@@ -54,7 +54,7 @@ from .flags import (
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
-from .resolved import OF_LOSSLESS, ROUTE, ModeChoice, Resolved, settings_of_mode
+from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
 from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
@@ -327,9 +327,11 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     """
     kind = mode_class(choice.of(isinstance(gearbox, Observer)).mode)
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
-    given = {name: getattr(choice, name) for name in ("gear", *OF_LOSSLESS)}
+    given = {name: getattr(choice, name) for name in OF_ONE_MODE}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if "thresholds" in has:
+    if choice.schedule is not None:
+        values["window"] = choice.gate.filled().window
+    elif "thresholds" in has:
         model = gearbox.model
         settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)

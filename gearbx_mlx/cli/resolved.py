@@ -9,6 +9,7 @@ from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
 from ..decoding.draft_plans import read_draft_file, shipped
+from ..decoding.mode import SAME
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
 from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, split_name
@@ -17,7 +18,7 @@ from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, model_contents
 from ..routing.acceptance import DraftFile
-from ..routing.gates import ThresholdFile
+from ..routing.gates import ThresholdFile, parse_schedule
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
 from .gate import AUTO, GateSettings, RoutingSettings, check_routing
 from .gears import FloorSettings, GearFlags, LayoutSettings, quality_ladder
@@ -47,6 +48,9 @@ class ModeChoice:
     draft_length: int | None = None
     cost: str | None = None
     lookup_tokens: int | None = None
+    tolerance: float | None = None
+    prompt_gear: str | None = None
+    schedule: str | None = None
 
     def of(self, observes: bool) -> "ModeChoice":
         """The choice for a model. observes: it has no gears."""
@@ -121,8 +125,9 @@ def resolve(settings: GearedSettings) -> Resolved:
         check_kv_mode(mode.mode, settings.cache.kv_gear)
     found = resolve_gears(settings.model, layout, settings.gears, settings.floors, settings.controller)
     check_routing(mode.routing, found.ladder)
-    if mode.gear is not None:
-        found.ladder.find(mode.gear)
+    named = [mode.gear, None if mode.prompt_gear == SAME else mode.prompt_gear]
+    for gear in [*filter(None, named), *(parse_schedule(mode.schedule)[0] if mode.schedule is not None else ())]:
+        found.ladder.find(gear)
     chosen = found.saved or layout.gears or layout.format or settings.gears.keeps_originals
     return replace(found, kv_gears=kv_gears, mode=mode, takes_whole=mode.mode == LOSSLESS and not chosen)
 
@@ -228,8 +233,8 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
         layout = replace(layout, gears=layout.gears or Ladder(made.gears))
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
             mode, by = KICKDOWN, "thresholds"
-    of_one_mode = own.gear, curve, own.draft_length, own.cost, own.lookup_tokens
-    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, *of_one_mode)
+    given = {name: getattr(own, name) for name in OF_ONE_MODE} | {"curve": curve}
+    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, **given)
     if mode is None:
         ladder = layout.gears or (saved.ladder if saved is not None else None)
         choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
@@ -251,7 +256,7 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     flags, controller = given_flags(choice), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
     governed = [name for name in GOVERNING if getattr(controller, name)]
-    others = flags - settings_of_mode(LOSSLESS)
+    others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, and none is meant by
     if governed or others:
         mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
         return replace(choice, mode=mode, by=min(others or governed, key=(*FLAGS, *GOVERNING).index), asked=asked)
@@ -305,8 +310,17 @@ def check_flags(choice: ModeChoice) -> None:
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
 
 
-OF_LOSSLESS = ("curve", "draft_length", "cost", "lookup_tokens")
-FLAGS = ("gear", *OF_LOSSLESS, "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
+OF_ONE_MODE = (
+    "gear",
+    "curve",
+    "draft_length",
+    "cost",
+    "lookup_tokens",
+    "tolerance",
+    "schedule",
+    "prompt_gear",
+)
+FLAGS = (*OF_ONE_MODE, "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
 
 
 def given_flags(choice: ModeChoice) -> set[str]:

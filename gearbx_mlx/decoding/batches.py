@@ -61,12 +61,16 @@ class SeenPass:
 
 @dataclass(frozen=True)
 class SeenRow:
-    """One row of a pass, and the gear that its sequence wanted then. near_tie: rounding may have decided its token."""
+    """One row of a pass, and the gear that its sequence wanted then.
+
+    near_tie: rounding may have decided its token. given_up: nats, where a draft stands for the top gear's choice.
+    """
 
     seen: SeenPass
     row: int
     wish: Gear
     near_tie: bool = False
+    given_up: float = 0.0
 
     @property
     def entropy(self) -> float:
@@ -329,7 +333,7 @@ class BatchGenerator(StagedGenerator):
             error = each.chooser.error or not_finite
         shown = seen_of(step, seen.entropy, reading.mean, each.before)
         shown |= {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
-        shown |= {"from_draft": step.source == DRAFT, "near_tie": seen.near_tie}
+        shown |= {"from_draft": step.source == DRAFT, "near_tie": seen.near_tie, "given_up": seen.given_up}
         return BatchGearResponse(**vars(token), **shown, error=error)
 
 

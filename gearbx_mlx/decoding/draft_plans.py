@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mlx_lm.sample_utils import greedy_sampler
+
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_as
@@ -53,6 +55,7 @@ from ..routing.rounds import (
     Stretches,
     joint_rule,
 )
+from .sampling import Tolerance
 
 
 class StreamCosts(PassCosts):
@@ -225,6 +228,7 @@ class DraftPlans:
         most_looked_up: tokens that texts may propose at once; 0: none.
         times: seconds that were measured on this machine before, for one text; else what earlier starts kept.
         trial: measures them for one text where nothing is known.
+        tolerance: nats within which proposed tokens stay; 0: lossless.
     """
 
     def __init__(
@@ -236,8 +240,9 @@ class DraftPlans:
         most_looked_up: int = 0,
         times: DraftTimes | None = None,
         trial: Trial | None = None,
+        tolerance: float = 0.0,
     ):
-        self._trial = trial
+        self._trial, self._nats = trial, tolerance
         self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
         self.most_looked_up, self.times = most_looked_up, times
         curve = shared_curve(rule) if isinstance(rule, ProductRule) else None
@@ -245,6 +250,10 @@ class DraftPlans:
         self._learned = Learned() if curve is None else LEARNED.setdefault(gearbox, {}).setdefault(key, Learned())
         self._of_bytes: dict[int, DraftPlan] = {}
         self.agreement = self._learned.agreement
+
+    def tolerance_for(self, sampler: Any) -> Tolerance | None:
+        """What lets proposed tokens stay that the top gear did not choose with a sampler of mlx-lm's (None: greedy)."""
+        return Tolerance(self._nats, sampler in (None, greedy_sampler)) if self._nats else None
 
     def of(self, texts: int = 1) -> DraftPlan:
         """For so many texts."""

@@ -36,7 +36,7 @@ from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
-from .sampling import GREEDY, Chooser, LogitsReader, sampled_rows
+from .sampling import GREEDY, Chooser, LogitsReader, Tolerance, sampled_rows
 
 PADDING = 0  # a token that makes proposals equally long, and that nobody accepts
 
@@ -272,32 +272,36 @@ def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
 class Accepted:
     """Of one text: the tokens that the top gear chose in a row, the last of which nobody proposed.
 
-    logprobs (n, V), entropies (n, bits) and near_ties (n) are of these tokens, n.
+    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) are of these tokens, n.
     """
 
     tokens: list[int]
     logprobs: mx.array
     entropies: np.ndarray
     near_ties: np.ndarray
+    given_up: np.ndarray
 
 
-def accept(logits: mx.array, proposals: Proposals, reader: LogitsReader) -> list[Accepted]:
+def accept(
+    logits: mx.array, proposals: Proposals, reader: LogitsReader, tolerance: Tolerance | None = None
+) -> list[Accepted]:
     """What every text accepts; its random numbers are then those after these tokens.
 
     Args:
         logits: (B, S, V), of the last token of every text and of what is proposed.
         reader: of logits.
+        tolerance: lets proposed tokens stay.
     """
     writers = proposals.of
     logprobs = reader.normalized(logits)
-    made = [chosen(writer, own, row, reader) for writer, own, row in zip(writers, logits, logprobs)]
+    made = [chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs)]
     if any(writer.chooser.processors for writer in writers):
         logprobs = mx.stack([one.logprobs for one in made])
     counts = mx.arange(logits.shape[1]) <= mx.array([len(w.tokens) for w in writers])[:, None]  # and no padding
     noise = mx.where(counts, reader.noise(logits), 0).max(axis=-1, keepdims=True)
     near = reader.near_ties(logprobs, noise)
     entropies = reader.entropy(logprobs)
-    mx.eval([one.tokens for one in made], near, entropies)
+    mx.eval([(one.tokens, one.given_up) for one in made], near, entropies)
     bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
     done = []
     for row, (one, writer) in enumerate(zip(made, writers)):
@@ -305,7 +309,8 @@ def accept(logits: mx.array, proposals: Proposals, reader: LogitsReader) -> list
         unlike = (i for i, (token, proposed) in enumerate(zip(tokens, writer.tokens)) if token != proposed)
         count = 1 + next(unlike, len(writer.tokens))
         writer.chooser.rewind(one.states[count - 1])
-        done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count]))
+        given_up = np.array(one.given_up)[:count]
+        done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count], given_up))
     return done
 
 
@@ -314,28 +319,39 @@ class ChosenTokens:
     """What a text chooses after each token of a pass, each time as if it had accepted all before.
 
     tokens: may still be computed; with processors they end at the first that was not proposed. states: of its random
-    numbers after each of them. logprobs: (S, V), after its processors.
+    numbers after each of them. logprobs: (S, V), after its processors. given_up: nats, of each token.
     """
 
     tokens: mx.array
     states: Sequence[mx.array | None]
     logprobs: mx.array = field(repr=False)
+    given_up: mx.array = field(repr=False)
 
 
-def chosen(writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader) -> ChosenTokens:
+def chosen(
+    writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader, tolerance: Tolerance | None = None
+) -> ChosenTokens:
     """What a text chooses by the logits (S, V) and log-probabilities of a pass."""
-    chooser = writer.chooser
+    chooser, proposals = writer.chooser, len(writer.tokens)
     if chooser.greedy and not chooser.processors:
-        return ChosenTokens(chooser.sampler(logprobs), [None] * len(logprobs), logprobs)
-    tokens, states, rows, context = [], [], [], writer.context()
+        tokens, given_up = chooser.sampler(logprobs), mx.zeros(len(logprobs))
+        if tolerance is not None and proposals:
+            kept, nats = tolerance.kept(logprobs[:proposals], tokens[:proposals], mx.array(writer.tokens, tokens.dtype))
+            tokens[:proposals], given_up[:proposals] = kept, nats
+        return ChosenTokens(tokens, [None] * len(logprobs), logprobs, given_up)
+    each, states, rows, context = [], [], [], writer.context()
     for place, proposed in enumerate([*writer.tokens, None]):
         row = slice(place, place + 1)
         processed = chooser.processed(context, logits[row]) if chooser.processors else None
         rows.append(logprobs[row] if processed is None else reader.normalized(processed))
-        tokens.append(chooser.sample(rows[-1]))
+        token, nats = chooser.sample(rows[-1]), mx.zeros(1)
+        if tolerance is not None and proposed is not None:
+            token, nats = tolerance.kept(rows[-1], token, mx.array([proposed], token.dtype))
+        each.append((token, nats))
         states.append(chooser.state)
         if context is not None:  # so that processors see nothing beyond the first token that was not proposed
-            if tokens[-1].item() != proposed:
+            if token.item() != proposed:
                 break
             context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
-    return ChosenTokens(mx.concatenate(tokens), states, mx.concatenate([*rows, logprobs[len(rows) :]]))
+    tokens, given_up = map(mx.concatenate, zip(*each))
+    return ChosenTokens(tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up)

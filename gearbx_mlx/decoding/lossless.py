@@ -1,5 +1,6 @@
 """Mode lossless: a low gear drafts, the top gear verifies; the text is the top gear's (self-speculative decoding)."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,9 @@ class Lossless(SharedMode):
         draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
             Those beyond the end of a draft are thrown away. Without it what is fastest here (`depth_here`), 0 on a
             CPU. Texts do not depend on it.
+        tolerance: nats; a proposed token stays if the top gear gives it a log-probability within that of its best
+            (`sampling.Tolerance`). More than 0 is faster and no longer lossless: texts then depend on what was drafted,
+            and every response says what was given up. Without it that of the curve's file, else 0.
         window: tokens in the rolling mean that responses show.
 
     Raises:
@@ -70,6 +74,7 @@ class Lossless(SharedMode):
     cost: str | None = None
     lookup_tokens: int | None = None
     draft_ahead: int | None = None
+    tolerance: float | None = None
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
@@ -82,6 +87,8 @@ class Lossless(SharedMode):
             raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
         if self.cost is not None and self.draft_length is not None:
             raise GearbxError("cost and draft_length exclude each other; give one")
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise GearbxError(f"tolerance is {self.tolerance}; give nats, 0 or more")
         for name in ("lookup_tokens", "draft_ahead"):
             most = getattr(self, name)
             if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
@@ -123,7 +130,9 @@ class Lossless(SharedMode):
             draft_ahead=agreement.numbers([ahead])[0],
         )
         monitor = Monitor(vocabulary_of(gearbox), self.window)
-        return keeping(plans, stream_wrapped(wrapped, tokenizer, prompt, monitor=monitor, **kwargs))
+        tolerance = plans.tolerance_for(kwargs.get("sampler"))
+        responses = stream_wrapped(wrapped, tokenizer, prompt, monitor=monitor, tolerance=tolerance, **kwargs)
+        return keeping(plans, responses)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -154,7 +163,8 @@ class Lossless(SharedMode):
         unit = BYTES if shared else self.cost or default_cost()
         usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
-        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times, few_pass_times)
+        nats = (made.tolerance if made is not None else 0.0) if self.tolerance is None else self.tolerance
+        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times, few_pass_times, nats)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
@@ -162,15 +172,17 @@ class Lossless(SharedMode):
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
         ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
-        return f"lossless: {drafts}{ahead}; lookup proposes {looked_up}"
+        kept = f"; tokens within {self.tolerance:g} nats stay" if self.tolerance else ""
+        return f"lossless: {drafts}{ahead}; lookup proposes {looked_up}{kept}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
         drafts = draft_summary(tally, verifications) | {"discarded": tally.discarded}
-        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties}
+        given = {"not_first_choice": tally.not_first_choice, "nats_given_up": tally.given_up}
+        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties} | (given if self.tolerance else {})
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
+        return draft_rows(summary) + lookup_rows(summary) + certificate_rows(summary) + speed_rows(summary)
 
 
 def keeping(plans: DraftPlans, responses: Iterator[GearResponse]) -> Iterator[GearResponse]:
@@ -179,6 +191,15 @@ def keeping(plans: DraftPlans, responses: Iterator[GearResponse]) -> Iterator[Ge
         yield from responses
     finally:
         plans.keep()
+
+
+def certificate_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a text with a tolerance gave up, as a line of a table."""
+    if "not_first_choice" not in summary:
+        return []
+    tokens, nats = summary["tokens"], summary["nats_given_up"]
+    figures = f"{summary['not_first_choice']} of {tokens} tokens, {nats:.3g} nats in all ({nats / max(tokens, 1):.2g} a token)"
+    return [("not the top gear's", figures)]
 
 
 def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -135,7 +135,8 @@ class LosslessTokens(GearedTokens):
         start, before, costs = time.perf_counter(), Snapshot(self.prompt_cache), plan.rounds.costs
         try:
             logits = self._verifier.run(mx.array(proposals.rows()), self.prompt_cache)
-            accepted = accept(logits, proposals, self._drafter.reader)
+            tolerance = self.plans.tolerance_for(proposals.of[0].chooser.sampler)
+            accepted = accept(logits, proposals, self._drafter.reader, tolerance)
         except BaseException:
             before.restore()
             raise
@@ -165,7 +166,8 @@ class LosslessTokens(GearedTokens):
         text, steps = self.sequences[self.uids[row]], self._drafter.steps_of(proposals, row)
         for place, (token, step) in enumerate(zip(accepted.tokens, steps)):
             seen = SeenPass(step.with_token(token), accepted.entropies[place : place + 1], len(self))
-            text.rows.append(SeenRow(seen, 0, text.wish, bool(accepted.near_ties[place])))
+            given_up = float(accepted.given_up[place])
+            text.rows.append(SeenRow(seen, 0, text.wish, bool(accepted.near_ties[place]), given_up))
 
 
 def other_than_rows(cache: Cache) -> str:

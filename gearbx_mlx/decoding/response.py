@@ -63,11 +63,15 @@ class Step:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it."""
+    """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it.
+
+    given_up: log-probability (nats), where a proposed token stands in the place of the top gear's choice.
+    """
 
     entropy: mx.array
     step: Step
     near_tie: mx.array | None = None
+    given_up: mx.array | None = None
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
@@ -97,6 +101,8 @@ class Seen:
     near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
         over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
         any company (docs/architecture.md).
+    given_up: lossless with a tolerance: log-probability (nats) of the top gear's own choice less that of this token,
+        which a draft proposed in its place; 0 where the token is the top gear's choice.
     caught_up: pair: tokens that the model had missed and read for this one.
     kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
         the KV cache's gear; a prompt's are not counted.
@@ -117,6 +123,7 @@ class Seen:
     looked_up: int = 0
     source: str = "model"
     near_tie: bool = False
+    given_up: float = 0.0
     caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)

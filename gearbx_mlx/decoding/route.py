@@ -40,10 +40,12 @@ from ..routing.gates import (
     Gate,
     Monitor,
     OneGear,
+    ScheduleGate,
     ThresholdGate,
     check_thresholds,
     default_thresholds,
     first_gear,
+    parse_schedule,
 )
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
@@ -103,7 +105,12 @@ class Route(InEngagedGear):
         hysteresis: bits.
         min_gear_duration: tokens.
         initial_gear: name or bits of the gear that begins the text; "auto": chosen by the prompt (GEARBX 11).
+        schedule: gears by the place of a token, in the place of thresholds, such as "8:32,6:64,4": 32 tokens in 8 bits,
+            64 in 6, and the rest in 4.
         gate: a Gate of your own, in place of thresholds, hysteresis and duration.
+
+    Raises:
+        GearbxError: a schedule that is none, or beside thresholds or an initial gear.
     """
 
     name: ClassVar[str] = "route"
@@ -114,6 +121,13 @@ class Route(InEngagedGear):
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
     initial_gear: str | int = AUTO
     gate: Gate | None = None
+    schedule: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule is not None:
+            parse_schedule(self.schedule)
+            if self.thresholds is not None or self.initial_gear != AUTO or self.gate is not None:
+                raise GearbxError("a schedule says all gears of a text; leave thresholds, initial gear and gate out")
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
@@ -130,6 +144,9 @@ class Route(InEngagedGear):
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
         if self.gate is not None:
             return self.gate
+        if self.schedule is not None:
+            gears, tokens = parse_schedule(self.schedule)
+            return ScheduleGate([gearbox.ladder.find(gear).index for gear in gears], tokens)
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
@@ -142,12 +159,15 @@ class Route(InEngagedGear):
         return thresholds
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """As Mode's, of a mode whose initial gear is named."""
-        return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder.find(self.initial_gear)), None
+        """As Mode's, of a mode whose initial gear is named, or that has a schedule."""
+        first = self.initial_gear if self.schedule is None else parse_schedule(self.schedule)[0][0]
+        return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder.find(first)), None
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
         ladder = gearbox.ladder
+        if self.schedule is not None:
+            return ladder.find(parse_schedule(self.schedule)[0][0])
         if self.initial_gear == AUTO:
             return ladder[first_gear(prompt_text(tokenizer, prompt), len(ladder))]
         return ladder.find(self.initial_gear)

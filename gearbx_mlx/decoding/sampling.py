@@ -183,6 +183,39 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
     return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
 
 
+@dataclass(frozen=True)
+class Tolerance:
+    """Which drafted tokens stay though the top gear chose others: the dial between lossless and fast.
+
+    Greedy: those whose log-probability in the top gear is within `nats` of its best. Sampling: typical ones (Medusa,
+    2401.10774, 2.3.1), with p > min(e, sqrt(e) 2^-H) where e = exp(-nats); Medusa's own e = 0.09 is 2.4 nats.
+    """
+
+    nats: float
+    greedy: bool
+
+    def kept(self, logprobs: mx.array, chosen: mx.array, proposed: mx.array) -> tuple[mx.array, mx.array]:
+        """The tokens that stand, and the log-probability given up with each.
+
+        Args:
+            logprobs: (N, V), of the top gear. chosen: (N,), its tokens. proposed: (N,), the drafted ones.
+
+        Returns:
+            tokens (N,), and nats (N,), float32: 0 where the token is the top gear's choice. A sampled choice may be
+            less likely than the draft, and the difference then negative.
+        """
+        logprobs = logprobs.astype(mx.float32)
+        of_chosen, of_proposed = (mx.take_along_axis(logprobs, t[:, None], -1)[:, 0] for t in (chosen, proposed))
+        if self.greedy:
+            least = logprobs.max(axis=-1) - self.nats
+        else:
+            epsilon = math.exp(-self.nats)
+            spread = math.sqrt(epsilon) * mx.exp2(-entropy_bits(logprobs))
+            least = mx.log(mx.minimum(epsilon, spread))
+        kept = of_proposed >= least
+        return mx.where(kept, proposed, chosen), mx.where(kept, of_chosen - of_proposed, 0.0)
+
+
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
     """Raises GearbxError, with the layer to blame, for log-probabilities that are NaN.
 
@@ -268,6 +301,7 @@ class EntropySampler:
         reader: of log-probabilities.
         agreement: of the ranks that share the model.
         gears: of a KV cache. The prompt that they read ends with the first call.
+        tolerance: lets proposed tokens stay.
     """
 
     sampler: Sampler
@@ -275,6 +309,7 @@ class EntropySampler:
     reader: LogitsReader = MLX_READER
     agreement: Agreement = ALONE
     gears: KVGears | None = None
+    tolerance: Tolerance | None = None
 
     def __post_init__(self) -> None:
         self.tokens: deque[SampledToken] = deque()
@@ -289,9 +324,14 @@ class EntropySampler:
         if step.noise is not None:
             near_tie = self.reader.near_ties(logprobs, step.noise)
             mx.async_eval(near_tie)
-        token, entropy = self.agreement.arrays(self.sampler(logprobs), entropy)
+        token, given_up = self.sampler(logprobs), None
+        if self.tolerance is not None and step.proposed is not None:
+            proposed = mx.array([step.proposed.token], token.dtype)
+            token, given_up = self.tolerance.kept(logprobs, token, proposed)
+            mx.async_eval(given_up)
+        token, entropy = self.agreement.arrays(token, entropy)
         mx.async_eval(entropy)
-        self.tokens.append(SampledToken(entropy, step, near_tie))
+        self.tokens.append(SampledToken(entropy, step, near_tie, given_up))
         return token
 
 
@@ -309,13 +349,15 @@ def sampled(
     prompt: Any,
     step: Callable[[], Step],
     reader: LogitsReader = MLX_READER,
+    tolerance: Tolerance | None = None,
     **kwargs: Any,
 ) -> TokenSource:
     """mlx-lm's responses, and what the sampler saw of each; `kwargs` are of mlx-lm's stream_generate."""
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()
-    sampler = EntropySampler(kwargs.pop("sampler", None) or make_sampler(), step, reader, agreement_of(model), gears)
+    sampler = kwargs.pop("sampler", None) or make_sampler()
+    sampler = EntropySampler(sampler, step, reader, agreement_of(model), gears, tolerance)
     responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sampler, **kwargs)
     return TokenSource(responses, lambda response: sampler.tokens.popleft())
 
@@ -355,7 +397,8 @@ def geared_responses(
                 gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
             shown = {**vars(response), **seen_of(step, entropy, reading.mean, before)}
             shown["from_draft"] = response.from_draft or step.source == DRAFT
-            yield GearResponse(**shown, near_tie=bool(token.near_tie), decision=decision)
+            given_up = 0.0 if token.given_up is None else token.given_up.item()
+            yield GearResponse(**shown, near_tie=bool(token.near_tie), given_up=given_up, decision=decision)
             if gear is not None:
                 gearbox.shift(gear)  # another text may have shifted meanwhile
             before = step.gear

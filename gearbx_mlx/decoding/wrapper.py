@@ -18,7 +18,7 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import Monitor
 from .governor import Governor
 from .response import GearResponse, Step
-from .sampling import geared_responses, reader_of, sampled
+from .sampling import Tolerance, geared_responses, reader_of, sampled
 
 OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
@@ -81,6 +81,7 @@ def stream_wrapped(
     *,
     monitor: Monitor,
     controller: Governor | None = None,
+    tolerance: Tolerance | None = None,
     **kwargs: Any,
 ) -> Iterator[GearResponse]:
     """Generate with a model that changes gear by itself.
@@ -88,9 +89,10 @@ def stream_wrapped(
     Args:
         monitor: of the rolling entropy that responses show.
         controller: caps the gears.
+        tolerance: lets proposed tokens stay.
         kwargs: of mlx-lm's stream_generate.
     """
-    source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, **kwargs)
+    source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, tolerance, **kwargs)
     return geared_responses(source, model.gearbox, monitor, controller)
 
 

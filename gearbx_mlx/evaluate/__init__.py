@@ -46,6 +46,12 @@ class ComparisonSettings(Settings):
         None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
     )
     tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
+    prompt_tokens: int = flag(
+        0, "The first tokens of a window that are its prompt: read, and not predicted. Default: 0", least=0
+    )
+    prompt_gear: str | None = flag(
+        None, "The gear that reads prompts: name, bits, or same (the one that follows). Default: the top gear"
+    )
     seed: int = flag(0, "Seed of the random gate and of the noise. Default: 0", least=0, most=2**63)
     kv_gears: tuple[int, ...] | None = flag(
         None,

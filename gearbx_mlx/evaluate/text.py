@@ -7,6 +7,7 @@ from ..cli import terminal
 from ..cli.loaded import Loaded
 from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.caches import check_heads
+from ..decoding.mode import SAME
 from ..errors import GearbxError
 from ..evaluation.answers import problem_files
 from ..evaluation.policies import entries
@@ -17,7 +18,7 @@ from ..evaluation.text import read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.ladder import Gear, Ladder
 from ..loading import fingerprint, model_name
-from . import POLICIES, EvaluateSettings
+from . import POLICIES, ComparisonSettings, EvaluateSettings
 
 
 def inputs_of(settings: EvaluateSettings, resolved: Resolved) -> dict[str, Any]:
@@ -67,9 +68,17 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     if comparison.kv_gears:
         check_heads(loaded.model, comparison.kv_gears)
     context = context_for(comparison.context, loaded.config)
-    windows = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data)
+    prompt_tokens, prompt_gear = parse_prompt(comparison, context, resolved.ladder)
+    predictions = comparison.tokens * context // (context - prompt_tokens)  # with those of prompts, which do not count
+    whole = windows_of(loaded.tokenizer, documents, context, predictions, data)
+    whole = [window for window in whole if len(window) > prompt_tokens + 1]
+    if not whole:
+        raise GearbxError(f"{data}: no window is longer than a prompt of {prompt_tokens} tokens; give fewer, or more text")
+    windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
-    depends_on = {"windows": hash_of_tokens(windows), "native": gearbox.kernels.native}
+    depends_on = {"windows": hash_of_tokens(whole), "native": gearbox.kernels.native}
+    if prompt_tokens:
+        depends_on |= {"prompt_tokens": prompt_tokens, "prompt_gear": comparison.prompt_gear}
     session = EvaluationSession(out, inputs(settings, resolved, between, context, gate) | depends_on)
     with terminal.progress_bar() as progress:
         runs = Runs(
@@ -80,6 +89,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             gate,
             comparison.seed,
             comparison.reference_dtype,
+            [window[:prompt_tokens] for window in whole] if prompt_tokens else [],
+            prompt_gear,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
         rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears or ())
@@ -126,6 +137,20 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
     if len(gears) != 2 or gears[0].index >= gears[1].index:
         raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
     return gears[0], gears[1]
+
+
+def parse_prompt(comparison: ComparisonSettings, context: int, ladder: Ladder) -> tuple[int, Gear | None]:
+    """Tokens of a window's prompt, and the gear that reads it; None: the one that follows.
+
+    Raises:
+        GearbxError: a prompt that fills the context, a gear without a prompt or outside of the ladder.
+    """
+    tokens, gear = comparison.prompt_tokens, comparison.prompt_gear
+    if tokens > context - 2:
+        raise GearbxError(f"--prompt-tokens is {tokens}, and a window has {context}; give {context - 2} or fewer")
+    if gear is not None and not tokens:
+        raise GearbxError("--prompt-gear reads prompts; give --prompt-tokens too")
+    return tokens, None if gear == SAME else ladder.top if gear is None else ladder.find(gear)
 
 
 def context_for(context: int | None, config: dict) -> int:

@@ -135,16 +135,17 @@ def logprobs_of(logits: mx.array) -> np.ndarray:
     return log_softmax(np.array(logits[0].astype(mx.float32))).astype(np.float32)
 
 
+Begun = Callable[[int], Any]
+"""Takes the number of a window, and returns the KV cache of what stands before it."""
+
+
 def driven(
-    gearbox: Gearbox,
-    windows: Sequence[Sequence[int]],
-    policy: Policy,
-    make_cache: Callable[[Any], Any] = make_prompt_cache,
+    gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy, begun: Begun | None = None
 ) -> Iterator[ReplayStep]:
-    """Read the windows under a policy, each with an empty cache of the model, and yield every prediction."""
+    """Read the windows under a policy, and yield every prediction. begun: without it nothing stands before windows."""
     place = itertools.count()
     for number, window in enumerate(windows):
-        cache = make_cache(gearbox.model)
+        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         policy.begin()
         for token, target in itertools.pairwise(window):
             yield ReplayStep(number, target, *computed(gearbox, policy, next(place), token, cache))
@@ -274,7 +275,12 @@ def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[
 
 
 def drafted(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], low: Gear, top: Gear, rule: DraftRule
+    gearbox: Gearbox,
+    windows: Sequence[Sequence[int]],
+    low: Gear,
+    top: Gear,
+    rule: DraftRule,
+    begun: Begun | None = None,
 ) -> Iterator[ReplayStep]:
     """The predictions of lossless mode along the windows.
 
@@ -283,7 +289,7 @@ def drafted(
     """
     verifier = Verifier(gearbox, top)
     for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model)
+        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
             most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears
@@ -43,6 +44,8 @@ class Runs:
     Args:
         session: keeps them.
         windows: of tokens.
+        prompts: what stands before each window, and is not predicted; none where no window has one.
+        prompt_gear: reads them; None: the gear that begins the window.
         between: the two gears that policies shift between.
         gate: window, hysteresis and min_gear_duration of routing.
         seed: of the random gate and the noise.
@@ -57,6 +60,8 @@ class Runs:
     gate: Mapping[str, Any]
     seed: int = 0
     dtype: str = "float32"
+    prompts: Sequence[Sequence[int]] = ()
+    prompt_gear: Gear | None = None
     track: Track = untracked
     recordings: dict[PolicyRow, Recording] = field(default_factory=dict)
     thresholds: dict[PolicyRow, float | None] = field(default_factory=dict)
@@ -77,7 +82,7 @@ class Runs:
             steps, self.thresholds[entry] = self._steps(entry)
             self.recordings[entry] = self._recording(entry.name, steps)
         with noisy(self.gearbox, self.seed):
-            self.noise = self._recording(NOISE, self._static(self.gearbox.ladder.top))
+            self.noise = self._recording(NOISE, self._in_top_gear())
 
     def _steps(self, entry: PolicyRow) -> tuple[Iterator[ReplayStep], float | None]:
         """The predictions of a row, and the threshold of its policy."""
@@ -91,29 +96,48 @@ class Runs:
             return self._drafts(entry.policy, recorded)
         setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
-        return driven(self.gearbox, self.windows, policy), threshold
+        return driven(self.gearbox, self.windows, policy, self._begun(self.prompt_gear or low)), threshold
 
     def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
         """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
         costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
+        begun = self._begun(top)
         if policy == "lossless":
             curve, bound, _ = best_rule(recorded, *costs)
-            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound)), bound
+            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound), begun), bound
         length, _ = best_length(sequences_of(recorded), *costs)
-        return drafted(self.gearbox, self.windows, low, top, FixedLength(length)), length
+        return drafted(self.gearbox, self.windows, low, top, FixedLength(length), begun), length
 
     def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
         """The top gear over a KV cache in one of its gears."""
 
-        def make_cache(model: Any) -> Any:
-            return cache_in_gears(model, self.gearbox, entry.kv_gears, fixed=entry.bits)
+        def make_cache() -> Any:
+            return cache_in_gears(self.gearbox.model, self.gearbox, entry.kv_gears, fixed=entry.bits)
 
-        return driven(self.gearbox, self.windows, StaticPolicy(self.gearbox.ladder.top), make_cache)
+        top = self.gearbox.ladder.top
+        return driven(self.gearbox, self.windows, StaticPolicy(top), self._begun(top, make_cache))
 
-    def _static(self, gear: Gear) -> Iterator[ReplayStep]:
-        return driven(self.gearbox, self.windows, StaticPolicy(gear))
+    def _static(self, gear: Gear, prompt_gear: Gear | None = None) -> Iterator[ReplayStep]:
+        begun = self._begun(prompt_gear or self.prompt_gear or gear)
+        return driven(self.gearbox, self.windows, StaticPolicy(gear), begun)
+
+    def _in_top_gear(self) -> Iterator[ReplayStep]:
+        top = self.gearbox.ladder.top
+        return self._static(top, top)
+
+    def _begun(self, gear: Gear, make_cache: Callable[[], Any] | None = None) -> Callable[[int], Any]:
+        """Returns what makes the KV cache of the prompt before a window, read in a gear."""
+
+        def begun(number: int) -> Any:
+            cache = make_prompt_cache(self.gearbox.model) if make_cache is None else make_cache()
+            if self.prompts:
+                self.gearbox.shift(gear)
+                mx.eval(self.gearbox.model(mx.array([self.prompts[number]]), cache=cache))
+            return cache
+
+        return begun
 
     def _recording(self, name: str, steps: Iterator[ReplayStep]) -> Recording:
         def make() -> Recording:
@@ -123,7 +147,7 @@ class Runs:
         return self.session.recording(name, make, lambda file: Recording.load(file, tokens, gears))
 
     def _write_reference(self, place: Path) -> None:
-        tracked = self.track(self._static(self.gearbox.ladder.top), len(self.targets), "reference")
+        tracked = self.track(self._in_top_gear(), len(self.targets), "reference")
         Reference.write(place, tracked, len(self.targets), self.dtype)
 
     def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,6 +168,8 @@ class Runs:
             "tokens": len(self.targets),
             "windows": len(self.windows),
             "ladder": self.gearbox.ladder_report(),
+            "prompt_tokens": max(map(len, self.prompts), default=0),
+            "prompt_gear": None if self.prompt_gear is None else self.prompt_gear.bits,
             "between": [low.bits, high.bits],
             "gate": dict(self.gate),
             "seed": self.seed,

@@ -286,7 +286,7 @@ class DraftFile(Struct, frozen=True):
     predicted from these tokens; weight_bytes_per_token_top: of the top gear alone; weight_bytes_per_token_original: of
     the original weights, where the top gear reads other bytes than these.
     best_fixed_length, fixed_weight_bytes_per_token: the best fixed length of drafts, and what it reads, to compare.
-    times: what passes take, where that was measured.
+    times: what passes take, where that was measured. tolerance: nats within which drafted tokens stay; 0: lossless.
     """
 
     gears: list[Count]
@@ -307,6 +307,7 @@ class DraftFile(Struct, frozen=True):
     fixed_weight_bytes_per_token: float
     weight_bytes_per_token_original: float | None = None
     times: DraftTimes | None = None
+    tolerance: float = 0.0
     schema: str = SCHEMA
     version: int = VERSION
 

@@ -212,6 +212,54 @@ class OneGear:
         return self.gear
 
 
+RUN_AHEAD = 2  # tokens: when a token is handed out, the pass for the next one is under way
+
+
+class ScheduleGate:
+    """High gears for the first tokens of a text, lower ones for those that follow (PMPD, 2410.13461).
+
+    Args:
+        gears: descending.
+        tokens: of every gear but the last, which has the rest of the text. A gate acts two tokens later, so that the
+            gear that begins a text has two at least.
+
+    Raises:
+        GearbxError: gears that do not descend, another number of lengths, a length below one.
+    """
+
+    def __init__(self, gears: Sequence[int], tokens: Sequence[int]):
+        if any(a <= b for a, b in itertools.pairwise(gears)):
+            raise GearbxError("the gears of a schedule must descend, the highest one first")
+        if len(tokens) != len(gears) - 1 or min(tokens, default=1) < 1:
+            raise GearbxError("every gear of a schedule but the last has a number of tokens, 1 or more")
+        self.gears, self.ends = tuple(gears), tuple(itertools.accumulate(tokens))
+        self.reset(self.gears[0])
+
+    def reset(self, gear: int) -> None:
+        self.count = 0
+
+    def peek(self, level: float) -> int:
+        coming = self.count + RUN_AHEAD - 1
+        return self.gears[sum(end <= coming for end in self.ends)]
+
+    def update(self, reading: Reading) -> int:
+        self.count += 1
+        return self.peek(reading.mean)
+
+
+def parse_schedule(text: str) -> tuple[list[str], list[int]]:
+    """Gears and their numbers of tokens, of a schedule such as "8:32,6:64,4", whose last gear has the rest.
+
+    Raises:
+        GearbxError: anything else.
+    """
+    *firsts, last = (part.strip().partition(":") for part in text.split(","))
+    gears, counts = [*(part[0] for part in firsts), last[0]], [part[2] for part in firsts]
+    if last[1] or not all(gears) or not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
+        raise GearbxError(f"schedule '{text}': give gears with their tokens, and a last gear, such as 8:32,6:64,4")
+    return gears, [int(count) for count in counts]
+
+
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
     """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
     return [gate.update(monitor.update(value)) for value in entropies]
