@@ -227,6 +227,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionstart(session):
     """Compile the native kernels before the workers start, which would each wait for the other."""
+    no_compiler()  # before a test hides the compiler, whose failure would then count as a skip
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         object_store.forget_unused()
         cpu.why_not()

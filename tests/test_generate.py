@@ -99,9 +99,7 @@ class TestHeldInOneGear:
             other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear), kernels="mlx"
         )
         ours = tokens_and_logprobs(
-            stream_generate(
-                other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Route(gate=Script([0] * 20), initial_gear="low")
-            )
+            stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Static("low", prompt_gear="same"))
         )
         assert_identical(ours, theirs)
 

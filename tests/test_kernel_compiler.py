@@ -36,7 +36,7 @@ def test_without_a_compiler(afresh, tmp_path):
     afresh.setenv("PATH", str(tmp_path))
     afresh.delenv("CXX", raising=False)
     assert cpu.why_not() == "no C++ compiler was found; install g++ or clang, or set CXX"
-    expected = Gearbox(tiny_model()).model(PROMPT)
+    expected = Gearbox(tiny_model(), kernels="mlx").model(PROMPT)
     for kernels in ("auto", "native"):
         with pytest.warns(GearbxWarning, match="MLX's own kernels are used: no C\\+\\+ compiler was found"):
             gearbox = Gearbox(tiny_model(), kernels=kernels)

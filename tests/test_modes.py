@@ -204,7 +204,14 @@ class TestStatic:
     def test_each_gear_is_that_gear(self, geared_demo, demo):
         for gear in geared_demo.ladder:
             ours = list(
-                stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Static(gear.bits), gearbox=geared_demo)
+                stream_generate(
+                    demo.model,
+                    demo.tokenizer,
+                    TALE,
+                    15,
+                    mode=Static(gear.bits, prompt_gear="same"),
+                    gearbox=geared_demo,
+                )
             )
             geared_demo.shift(gear)
             theirs = list(mlx_lm_loop(geared_demo)(demo.model, demo.tokenizer, TALE, 15))

@@ -12,7 +12,7 @@ from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, pars
 from ..cli.start import call, command
 from ..errors import GearbxError
 from ..evaluation.target import Wish
-from ..routing.acceptance import DraftFile
+from ..routing.acceptance import Dial, DraftFile
 from ..routing.gates import ThresholdFile
 from ..routing.rounds import BYTES, COSTS, TIME
 
@@ -31,6 +31,12 @@ class TargetSettings(Settings):
         None, "Least share of tokens on which the top gear agrees.", exclusive="target"
     )
     target_kl: float | None = flag(None, "Most mean KL from the top gear, nats.", exclusive="target")
+    target_regret: float | None = flag(
+        None,
+        "With --mode lossless: the log-probability (nats) that a token may give up on average; the file then has the "
+        "tolerance for it, as it has with --target-agreement.",
+        exclusive="target",
+    )
     target_bytes: float | None = flag(None, "Most weight bytes read per token.", exclusive="target")
     data: str | None = flag(
         None, "Text to calibrate on. Default: what the top gear writes after the prompts.", named=True
@@ -43,7 +49,7 @@ class TargetSettings(Settings):
         self.wish()
 
     def wish(self) -> Wish | None:
-        """The wish; None where no target is given. Raises GearbxError for a target that cannot be."""
+        """What a policy is to reach; None where no target is given. Raises GearbxError for a target that cannot be."""
         targets = {"agreement": self.target_agreement, "kl": self.target_kl, "weight_bytes": self.target_bytes}
         given = {key: value for key, value in targets.items() if value is not None}
         return Wish(**given) if given else None
@@ -66,6 +72,9 @@ class CalibrationSettings(Settings):
         "For --mode lossless: choose the gears that read the fewest bytes, or those that take the least time. time "
         "also measures passes on this machine, after --context tokens, and writes what they take into the file.",
         choices=COSTS,
+    )
+    tolerance: float | None = flag(
+        None, "For --mode lossless: as for generate; the curve then says which drafts stay.", least=0, metavar="NATS"
     )
     top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
     shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
@@ -106,8 +115,26 @@ class CalibrateSettings:
     calibration: CalibrationSettings
 
     def __post_init__(self) -> None:
-        if self.calibration.cost == TIME and (self.calibration.mode != LOSSLESS or self.target.wish() is not None):
-            raise GearbxError("--cost time is for --mode lossless without a target; leave it out, or give that mode")
+        lossless, target = self.calibration.mode == LOSSLESS, self.target
+        if self.calibration.cost == TIME and not lossless:
+            raise GearbxError("--cost time is for --mode lossless; leave it out, or give that mode")
+        if not lossless and (target.target_regret is not None or self.calibration.tolerance is not None):
+            name = "--target-regret" if self.calibration.tolerance is None else "--tolerance"
+            raise GearbxError(f"{name} is for --mode lossless; leave it out, or give that mode")
+        if lossless and (target.target_kl is not None or target.target_bytes is not None):
+            raise GearbxError("--target-kl and --target-bytes choose a policy; leave --mode out, or give other targets")
+        self.dial()
+
+    @property
+    def wish(self) -> Wish | None:
+        """What a policy is to reach; None where thresholds or drafts are calibrated."""
+        return None if self.calibration.mode == LOSSLESS else self.target.wish()
+
+    def dial(self) -> Dial | None:
+        """Which drafted tokens are to stay; None: those that the top gear chooses. Raises GearbxError as Dial."""
+        given = self.calibration.tolerance, self.target.target_agreement, self.target.target_regret
+        lossless = self.calibration.mode == LOSSLESS and any(value is not None for value in given)
+        return Dial(*given) if lossless else None
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

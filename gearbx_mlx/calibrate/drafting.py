@@ -19,7 +19,7 @@ from ..formats import get_format
 from ..gears.discovery import is_quantized
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
-from ..routing.acceptance import DraftFile
+from ..routing.acceptance import Dial, DraftFile
 from ..routing.rounds import TIME
 from . import CalibrateSettings
 from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_of
@@ -58,12 +58,14 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
         for ladder in ladders:
             if files and get_format(resolved.format).ladders:  # the gears before dropped the weights
                 loaded = Loaded.of(replace(resolved, ladder=ladder))
-            files += files_of(ladder, loaded, prompts, journal, lambda: progress.advance(task), context)
+            files += files_of(
+                ladder, loaded, prompts, journal, lambda: progress.advance(task), context, settings.dial()
+            )
     best = min(files, key=cost_per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
         f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear"
-        f"{than_original(best)}{faster(best)} (predicted)"
+        f"{than_original(best)}{faster(best)}{tolerating(best)} (predicted)"
     )
     return Calibration(best, line, table=drafting_table(files, best))
 
@@ -84,6 +86,7 @@ def files_of(
     journal: Journal,
     advance: Callable[[], object],
     context: int | None = None,
+    dial: Dial | None = None,
 ) -> list[DraftFile]:
     """A file for each gear of a ladder that may draft.
 
@@ -91,6 +94,7 @@ def files_of(
         journal: gets what is recorded of each prompt.
         advance: called after every prompt.
         context: measure what passes take after so many tokens, too.
+        dial: which drafted tokens are to stay.
     """
     resolved = loaded.resolved
     bits = [gear.bits for gear in ladder]
@@ -108,7 +112,7 @@ def files_of(
             recorded[gear].append(agreement)
         advance()
     about = loaded.name, resolved.group_size, resolved.format
-    files = list(draft_files(gearbox, top, recorded, *about, context))
+    files = list(draft_files(gearbox, top, recorded, *about, context, dial))
     gearbox.shift(gearbox.ladder.top)
     return files
 
@@ -135,6 +139,11 @@ def cost_per_token(file: DraftFile) -> float:
 def faster(file: DraftFile) -> str:
     """What is saved in time, where that was measured."""
     return "" if file.times is None else f", {file.times.times_faster:.2f} times as fast as the top gear"
+
+
+def tolerating(file: DraftFile) -> str:
+    """The tolerance, where there is one."""
+    return f", tolerance {file.tolerance:.3g} nats" if file.tolerance else ""
 
 
 def than_original(file: DraftFile) -> str:

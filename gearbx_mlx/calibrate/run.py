@@ -37,14 +37,14 @@ def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile:
 
 def default_name(settings: CalibrateSettings) -> str:
     """The file that is written without --out."""
-    if settings.target.wish() is not None:
+    if settings.wish is not None:
         return "policy.json"
     return "drafting.json" if settings.calibration.mode == LOSSLESS else "thresholds.json"
 
 
 def written(settings: CalibrateSettings, out: Path) -> Calibration:
     """What is found, after writing it. An interrupted run leaves its records beside the file for the next one."""
-    place = beside(out, JOURNAL if settings.target.wish() is None else INCOMPLETE)
+    place = beside(out, JOURNAL if settings.wish is None else INCOMPLETE)
     found = calibrated(settings, place)
     write_text(out, found.json)
     if place is not None and place.is_dir():
@@ -56,7 +56,7 @@ def written(settings: CalibrateSettings, out: Path) -> Calibration:
 
 def calibrated(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """What is found. place: of the records, which an earlier run may have begun; None: they are not kept."""
-    wish = settings.target.wish()
+    wish = settings.wish
     if wish is not None:
         return calibrate_target(settings, wish, place)
     modes = {LOSSLESS: calibrate_drafting, KICKDOWN: calibrate_kickdown, ROUTE: calibrate_route}

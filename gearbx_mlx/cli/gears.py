@@ -210,6 +210,7 @@ class GearFlags(Settings):
         "the fastest, measured once on this machine, except for the original weights alone (--gears 16), which stay "
         "mlx-lm bit for bit; measure: measured anew, with a table.",
         choices=KERNELS,
+        rare=True,
     )
     activations: str = flag(
         DEFAULT_ACTIVATIONS,

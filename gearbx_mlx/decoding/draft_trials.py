@@ -12,7 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from ..kernels.dispatch import is_tuning, on_cpu
 from ..routing.acceptance import (
     MOST_DRAFTED,
     AcceptanceCurve,
+    Dial,
     DraftFile,
     DraftRule,
     DraftTimes,
@@ -262,10 +263,18 @@ BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put r
 
 @dataclass
 class GearRecord:
-    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token."""
+    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token.
+
+    gaps: by how many nats its own choice is less likely in the top gear than that gear's, 0 where both agree.
+    """
 
     entropies: list[float]
     agrees: list[bool]
+    gaps: list[float] = field(default_factory=list)
+
+    def kept(self, tolerance: float) -> list[bool]:
+        """Whether each token would stay as a draft, within so many nats of the top gear's choice."""
+        return [agrees or gap <= tolerance for agrees, gap in zip(self.agrees, self.gaps)] if tolerance else self.agrees
 
 
 def record_agreement(
@@ -282,7 +291,7 @@ def record_agreement(
     Returns:
         for each gear, len(text) entropies and answers. The top gear is engaged afterwards.
     """
-    model = gearbox.model
+    model, reader = gearbox.model, reader_of(gearbox)
     cache = make_prompt_cache(model)
     gearbox.shift(top)
     if len(prompt) > 1:
@@ -293,14 +302,19 @@ def record_agreement(
         block = mx.array(inputs[start : start + BLOCK])[None]
         chosen = mx.array(list(text[start : start + BLOCK]))
         before = Snapshot(cache)
+        drafts = []
         for gear, agreement in zip(gears, found):
             gearbox.shift(gear)
             logits = model(block, cache=cache)[0]
             before.restore()
+            drafts.append(mx.argmax(logits, axis=-1))
             agreement.entropies += np.array(entropy_bits(logits)).tolist()
-            agreement.agrees += np.array(mx.argmax(logits, axis=-1) == chosen).tolist()
+            agreement.agrees += np.array(drafts[-1] == chosen).tolist()
         gearbox.shift(top)
-        mx.eval(model(block, cache=cache))
+        logprobs = reader.normalized(model(block, cache=cache)[0].astype(mx.float32))
+        for draft, agreement in zip(drafts, found):
+            theirs, own = (mx.take_along_axis(logprobs, tokens[:, None], -1)[:, 0] for tokens in (chosen, draft))
+            agreement.gaps += np.array(mx.maximum(theirs - own, 0)).tolist()
     return found
 
 
@@ -328,22 +342,26 @@ def draft_files(
     group_size: int,
     format: str,
     context: int | None = None,
+    dial: Dial | None = None,
 ) -> Iterable[DraftFile]:
     """For each gear that was recorded, the curve and the bound that cost the fewest bytes of weights per token.
 
     Args:
         context: measure what passes take after so many tokens, too.
+        dial: which drafted tokens are to stay; without it those that the top gear chooses.
 
     Raises:
         GearbxError: no tokens were recorded.
     """
     verification, original = gearbox.weight_bytes_per_token(top), gearbox.original_bytes_per_token()
     for gear, texts in recorded.items():
-        sequences = [(text.entropies, text.agrees) for text in texts if text.entropies]
+        gaps = [gap for text in texts for gap in text.gaps]
+        tolerance = 0.0 if dial is None or not gaps else dial.tolerance(gaps)
+        sequences = [(text.entropies, text.kept(tolerance)) for text in texts if text.entropies]
         if not sequences:
             raise GearbxError("calibration has no tokens; give prompts that the model answers")
         entropies = [value for text in texts for value in text.entropies]
-        agrees = [value for text in texts for value in text.agrees]
+        agrees = [value for _, kept in sequences for value in kept]
         curve = fit_curve(entropies, agrees)
         draft = gearbox.weight_bytes_per_token(gear)
         bound, read = best_bound(sequences, curve, draft, verification)
@@ -366,6 +384,7 @@ def draft_files(
             best_fixed_length=length,
             fixed_weight_bytes_per_token=fixed,
             weight_bytes_per_token_original=None if original == verification else original,
+            tolerance=tolerance,
             times=None if context is None else draft_times(gearbox, top, gear, context, sequences, curve),
         )
 

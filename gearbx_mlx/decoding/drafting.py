@@ -353,5 +353,5 @@ def chosen(
             if token.item() != proposed:
                 break
             context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
-    tokens, given_up = map(mx.concatenate, zip(*each))
+    tokens, given_up = (mx.concatenate(list(column)) for column in zip(*each))
     return ChosenTokens(tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up)

@@ -64,6 +64,7 @@ class Lossless(SharedMode):
         "from_draft",
         "looked_up",
         "source",
+        "given_up",
     )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
@@ -178,8 +179,10 @@ class Lossless(SharedMode):
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
         drafts = draft_summary(tally, verifications) | {"discarded": tally.discarded}
-        given = {"not_first_choice": tally.not_first_choice, "nats_given_up": tally.given_up}
-        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties} | (given if self.tolerance else {})
+        certificate = {}
+        if self.tolerance or tally.not_first_choice:
+            certificate = {"not_first_choice": tally.not_first_choice, "nats_given_up": tally.given_up}
+        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties} | certificate
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + lookup_rows(summary) + certificate_rows(summary) + speed_rows(summary)
@@ -198,8 +201,8 @@ def certificate_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "not_first_choice" not in summary:
         return []
     tokens, nats = summary["tokens"], summary["nats_given_up"]
-    figures = f"{summary['not_first_choice']} of {tokens} tokens, {nats:.3g} nats in all ({nats / max(tokens, 1):.2g} a token)"
-    return [("not the top gear's", figures)]
+    figures = f"{summary['not_first_choice']} of {tokens} tokens, {nats:.3g} nats in all"
+    return [("not the top gear's", f"{figures} ({nats / max(tokens, 1):.2g} a token)")]
 
 
 def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

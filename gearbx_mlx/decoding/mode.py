@@ -148,8 +148,8 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
         _warned.add(gearbox)
         megabytes = gearbox.weight_bytes_per_token(top) / 1e6
         said = (
-            f"the prompt is read in gear '{first.name}', since gear '{top.name}' ({megabytes:.0f} MB) is not in memory; "
-            f"--prompt-gear {top.name} brings it in for every prompt, and the text comes closer to that gear's"
+            f"the prompt is read in gear '{first.name}', since gear '{top.name}' ({megabytes:.0f} MB) is not in "
+            f"memory; --prompt-gear {top.name} brings it in for every prompt, and the text comes closer to that gear's"
         )
         warnings.warn(said, GearbxWarning, stacklevel=3)
     return first

@@ -17,6 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
@@ -210,7 +211,7 @@ class Tolerance:
             least = logprobs.max(axis=-1) - self.nats
         else:
             epsilon = math.exp(-self.nats)
-            spread = math.sqrt(epsilon) * mx.exp2(-entropy_bits(logprobs))
+            spread = math.sqrt(epsilon) * mx.exp(-math.log(2) * entropy_bits(logprobs))
             least = mx.log(mx.minimum(epsilon, spread))
         kept = of_proposed >= least
         return mx.where(kept, proposed, chosen), mx.where(kept, of_chosen - of_proposed, 0.0)
@@ -397,7 +398,7 @@ def geared_responses(
                 gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
             shown = {**vars(response), **seen_of(step, entropy, reading.mean, before)}
             shown["from_draft"] = response.from_draft or step.source == DRAFT
-            given_up = 0.0 if token.given_up is None else token.given_up.item()
+            given_up = 0.0 if token.given_up is None else float(np.array(token.given_up).item())
             yield GearResponse(**shown, near_tie=bool(token.near_tie), given_up=given_up, decision=decision)
             if gear is not None:
                 gearbox.shift(gear)  # another text may have shifted meanwhile

@@ -73,7 +73,9 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     whole = windows_of(loaded.tokenizer, documents, context, predictions, data)
     whole = [window for window in whole if len(window) > prompt_tokens + 1]
     if not whole:
-        raise GearbxError(f"{data}: no window is longer than a prompt of {prompt_tokens} tokens; give fewer, or more text")
+        raise GearbxError(
+            f"{data}: no window is longer than a prompt of {prompt_tokens} tokens; give fewer, or more text"
+        )
     windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
     depends_on = {"windows": hash_of_tokens(whole), "native": gearbox.kernels.native}

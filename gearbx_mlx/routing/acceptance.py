@@ -247,6 +247,49 @@ def cheapest(
     return best, read[best]
 
 
+@dataclass(frozen=True)
+class Dial:
+    """Which drafted tokens stay though the top gear chose others: by a tolerance, or by what the text may lose.
+
+    All tokens of a text count as drafted. Where some are not, it loses less.
+
+    Args:
+        nats: the tolerance itself.
+        agreement: the least share of tokens that are to be the top gear's first choice.
+        regret: nats of log-probability that a token may give up on average.
+
+    Raises:
+        GearbxError: not exactly one of them, or a value that it cannot have.
+    """
+
+    nats: float | None = None
+    agreement: float | None = None
+    regret: float | None = None
+
+    def __post_init__(self) -> None:
+        if sum(value is not None for value in vars(self).values()) != 1:
+            raise GearbxError("give one of a tolerance, a target agreement or a target regret")
+        for name, value in {"tolerance": self.nats, "target regret": self.regret}.items():
+            if value is not None and not 0 <= value < math.inf:
+                raise GearbxError(f"{name} is {value}; give nats, 0 or more")
+        if self.agreement is not None and not 0 < self.agreement <= 1:
+            raise GearbxError(f"target agreement is {self.agreement}; give a part of 1, such as 0.99")
+
+    def tolerance(self, gaps: Sequence[float]) -> float:
+        """The largest tolerance in nats that keeps to it on recorded tokens; 0 where none does.
+
+        Args:
+            gaps: of every token, by how many nats the draft is less likely than the top gear's choice.
+        """
+        if self.nats is not None:
+            return self.nats
+        unlike = np.sort([gap for gap in gaps if gap > 0])
+        lost = np.arange(1, len(unlike) + 1) if self.regret is None else np.cumsum(unlike)
+        most = len(gaps) * (1 - (self.agreement or 0) if self.regret is None else self.regret)
+        fits = np.flatnonzero(lost <= most + 1e-9)
+        return float(unlike[fits[-1]]) if len(fits) else 0.0
+
+
 SCHEMA, VERSION = "gearbx-mlx drafting", 1
 
 
