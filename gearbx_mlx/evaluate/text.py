@@ -69,13 +69,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         check_heads(loaded.model, comparison.kv_gears)
     context = context_for(comparison.context, loaded.config)
     prompt_tokens, prompt_gear = parse_prompt(comparison, context, resolved.ladder)
-    predictions = comparison.tokens * context // (context - prompt_tokens)  # with those of prompts, which do not count
-    whole = windows_of(loaded.tokenizer, documents, context, predictions, data)
-    whole = [window for window in whole if len(window) > prompt_tokens + 1]
-    if not whole:
-        raise GearbxError(
-            f"{data}: no window is longer than a prompt of {prompt_tokens} tokens; give fewer, or more text"
-        )
+    whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
     windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
     depends_on = {"windows": hash_of_tokens(whole), "native": gearbox.kernels.native}

@@ -59,7 +59,9 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     return rows
 
 
-def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, name: str) -> list[list[int]]:
+def windows_of(
+    tokenizer: Any, documents: list[str], context: int, tokens: int, name: str, prompt: int = 0
+) -> list[list[int]]:
     """Windows of tokens, with `tokens` predictions in all, or as many as the text has.
 
     A single document is cut into windows that follow each other; several documents are one window each, cut to the
@@ -68,6 +70,7 @@ def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, 
     Args:
         context: the most tokens in a window.
         name: of the text, for the error.
+        prompt: how many tokens at the beginning of each window are read, and not predicted.
 
     Raises:
         GearbxError: a single text that is shorter than a window, or nothing to predict.
@@ -84,14 +87,14 @@ def windows_of(tokenizer: Any, documents: list[str], context: int, tokens: int, 
         encoded = stretches(encoded[0], context, beginning(tokenizer))
     windows, left = [], tokens
     for sequence in encoded:
-        window = sequence[: min(context, left + 1)]
-        if len(window) > 1:
+        window = sequence[: min(context, prompt + left + 1)]
+        if len(window) > prompt + 1:
             windows.append(window)
-            left -= len(window) - 1
+            left -= len(window) - prompt - 1
         if left <= 0:
             break
     if not windows:
-        raise GearbxError(f"{name}: no document has two tokens, and one token predicts nothing; give more text")
+        raise GearbxError(f"{name}: no document has {prompt + 2} tokens, and fewer predict nothing; give more text")
     return windows
 
 

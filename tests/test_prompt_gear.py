@@ -1,0 +1,182 @@
+"""The gear that reads the prompt, and schedules: which gear computes what, and what a KV cache then holds."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from chats import ASKED, MORE, chat
+from conftest import tiny_model
+from mlx_lm.models.cache import make_prompt_cache
+from test_bad_input import assert_refused
+
+from gearbx_mlx import (
+    Gearbox,
+    GearbxError,
+    GearbxWarning,
+    Kickdown,
+    Lossless,
+    Route,
+    Static,
+    batch_generate,
+    stream_generate,
+)
+from gearbx_mlx import evaluate as evaluation
+from gearbx_mlx.routing.gates import Monitor, ScheduleGate, parse_schedule
+
+TALE = "Once upon a time there was a king"
+LOW_TEXTS = [Static("low"), Route(schedule="low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]
+
+
+def written(demo, gearbox, mode, count=12, **keywords):
+    return list(stream_generate(demo.model, demo.tokenizer, TALE, count, mode=mode, gearbox=gearbox, **keywords))
+
+
+def by_hand(demo, gearbox, reads, writes, count):
+    """Greedy tokens: the prompt but for its last token in one gear, everything after it in another."""
+    tokens, cache = demo.tokenizer.encode(TALE), make_prompt_cache(demo.model)
+    gearbox.shift(reads)
+    mx.eval(demo.model(mx.array([tokens[:-1]]), cache=cache))
+    gearbox.shift(writes)
+    text = tokens[-1:]
+    for _ in range(count):
+        text.append(int(mx.argmax(demo.model(mx.array([text[-1:]]), cache=cache)[0, -1]).item()))
+    gearbox.shift("high")
+    return text[1:]
+
+
+class TestWhoReads:
+    @pytest.mark.parametrize(("asked", "reads"), [(None, "high"), ("same", "low"), (3, "low"), ("high", "high")])
+    def test_the_text_is_that_of_a_prompt_in_this_gear(self, demo, geared_demo, asked, reads):
+        found = written(demo, geared_demo, Static("low", prompt_gear=asked))
+        assert [response.token for response in found] == by_hand(demo, geared_demo, reads, "low", 12)
+        assert {response.gear for response in found} == {"low"}
+
+    @pytest.mark.parametrize("mode", LOW_TEXTS, ids=lambda mode: mode.name)
+    def test_modes_that_stay_in_the_low_gear_write_the_same_text(self, demo, geared_demo, mode):
+        found = written(demo, geared_demo, mode)
+        assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
+
+    def test_all_modes_leave_the_same_entries_of_the_prompt(self, demo, geared_demo):
+        kept = []
+        for mode in [*LOW_TEXTS, Lossless(), Static()]:
+            cache = make_prompt_cache(demo.model)
+            written(demo, geared_demo, mode, 2, prompt_cache=cache)
+            kept.append([np.array(part.keys[..., : len(demo.tokenizer.encode(TALE)) - 1, :]) for part in cache])
+        for entries in kept[1:]:
+            assert all(np.array_equal(mine, first) for mine, first in zip(entries, kept[0]))
+
+    def test_a_batch_writes_what_each_text_is_alone(self, demo, geared_demo):
+        prompts = [TALE, "There was a miller"]
+        modes = Static("low"), Static("low", prompt_gear="same")
+        for mode in modes:
+            found = batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=10, mode=mode, gearbox=geared_demo)
+            alone = [
+                "".join(
+                    response.text
+                    for response in stream_generate(
+                        demo.model, demo.tokenizer, each, 10, mode=mode, gearbox=geared_demo
+                    )
+                )
+                for each in prompts
+            ]
+            assert found.texts == alone
+
+    def test_with_a_draft_model(self, demo, geared_demo):
+        drafted = written(demo, geared_demo, Static("low"), draft_model=tiny_model(vocab_size=4096))
+        assert [response.token for response in drafted] == by_hand(demo, geared_demo, "high", "low", 12)
+
+    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo):
+        model = tiny_model()
+        gearbox = Gearbox(model, "4,8", residency="host")
+        keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
+        with pytest.warns(GearbxWarning, match="prompt-gear high"):
+            list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
+        assert "high" not in gearbox.active_memory or gearbox.shifts <= 1
+        list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))  # said once
+
+
+class TestSchedules:
+    def test_gears_by_the_place_of_a_token(self, demo, geared_demo):
+        found = written(demo, geared_demo, Route(schedule="16:5,3"))
+        assert [response.gear for response in found] == ["high"] * 5 + ["low"] * 7
+
+    def test_a_gate_chooses_for_the_token_after_the_next(self):
+        gate, monitor = ScheduleGate([2, 1, 0], [3, 4]), Monitor(64)
+        gears = [2, 2] + [gate.update(monitor.update(1.0)) for _ in range(8)]
+        assert gears == [2, 2, 2, 1, 1, 1, 1, 0, 0, 0]
+
+    def test_is_read_from_text(self):
+        assert parse_schedule("8:32, 6:64,4") == (["8", "6", "4"], [32, 64])
+        assert parse_schedule("4") == (["4"], [])
+
+    @pytest.mark.parametrize("text", ["", "8:32", "8:-1,4", "8:1.5,4", ":3,4", "8:x,4", "8,4", "8:3,"])
+    def test_what_is_none(self, text):
+        with pytest.raises(GearbxError, match="such as 8:32,6:64,4"):
+            parse_schedule(text)
+
+    @pytest.mark.parametrize("schedule", ["3:5,16", "16:5,16", "16:0,3"])
+    def test_one_that_does_not_descend_or_has_an_empty_part(self, demo, geared_demo, schedule):
+        with pytest.raises(GearbxError):
+            written(demo, geared_demo, Route(schedule=schedule))
+
+    def test_is_instead_of_thresholds(self):
+        with pytest.raises(GearbxError, match="leave thresholds"):
+            Route([1.0], schedule="16:5,3")
+
+
+class TestChat:
+    @pytest.mark.parametrize("gear", ["low", "high"])
+    def test_an_answer_in_a_low_gear_is_read_again_in_that_of_prompts(self, gear):
+        with chat(gears="3,16", gear=gear) as session:
+            asked = session.conversation.tokens(ASKED)
+            session.answer(ASKED)
+            read = session.cache.tokens
+            assert (read == asked[:-1]) == (gear == "low")
+            session.answer(MORE)
+            assert session.cache.tokens[: len(asked)] == asked
+            entries, box = session.cache.entries, session.model._geared.gearbox
+            box.shift("high")
+            whole = make_prompt_cache(box.model)
+            mx.eval(box.model(mx.array([session.cache.tokens]), cache=whole))
+            for mine, top in zip(entries, whole):
+                count = len(session.cache.tokens)
+                assert np.allclose(np.array(mine.keys[..., :count, :]), np.array(top.keys[..., :count, :]), atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--mode", "static", "--gear", "4", "--prompt-gear", "5"], "5"),
+        (["--prompt-gear", "8"], "--prompt-gear"),
+        (["--mode", "lossless", "--prompt-gear", "8"], "--prompt-gear"),
+        (["--schedule", "4:3,8"], "descend"),
+        (["--schedule", "8:3"], "8:3"),
+        (["--schedule", "7:3,4"], "7"),
+        (["--mode", "static", "--schedule", "8:3,4"], "--schedule"),
+    ],
+)
+def test_flags_that_cannot_be(command, flags, named):
+    result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
+    assert_refused(result)
+    assert named in result.err
+
+
+class TestEvaluation:
+    def test_prompts_are_read_and_not_predicted(self, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("Once upon a time there was a king who had three sons. " * 30)
+        shared = {"tokens": 60, "context": 32, "gears": "3,16", "policy": ["static"], "prompt_tokens": 16}
+        top = evaluation(text, out=tmp_path / "top", **shared)
+        same = evaluation(text, out=tmp_path / "same", prompt_gear="same", **shared)
+        assert top["prompt_tokens"] == same["prompt_tokens"] == 16
+        assert top["tokens"] == 60
+        kl = [{row["name"]: row["kl_mean"] for row in report["policies"]} for report in (top, same)]
+        assert kl[0]["static-16"] == pytest.approx(0, abs=1e-6)
+        assert kl[0]["static-3"] < kl[1]["static-3"]
+
+    def test_a_prompt_gear_needs_a_prompt(self, command, tmp_path):
+        (tmp_path / "text.txt").write_text("Once upon a time there was a king. " * 30)
+        given = ["evaluate", "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
+        for flags in (["--prompt-gear", "8"], ["--prompt-tokens", "300"]):
+            result = command(*given, *flags)
+            assert_refused(result)
+            assert flags[0] in result.err
