@@ -283,10 +283,11 @@ class Dial:
         """
         if self.nats is not None:
             return self.nats
-        unlike = np.sort([gap for gap in gaps if gap > 0])
-        lost = np.arange(1, len(unlike) + 1) if self.regret is None else np.cumsum(unlike)
-        most = len(gaps) * (1 - (self.agreement or 0) if self.regret is None else self.regret)
-        fits = np.flatnonzero(lost <= most + 1e-9)
+        unlike, counts = np.unique([gap for gap in gaps if gap > 0], return_counts=True)
+        lost, most = np.cumsum(counts), 1 - (self.agreement or 0)
+        if self.regret is not None:
+            lost, most = np.cumsum(counts * unlike), self.regret
+        fits = np.flatnonzero(lost <= most * len(gaps) + 1e-9)
         return float(unlike[fits[-1]]) if len(fits) else 0.0
 
 
