@@ -69,15 +69,8 @@ class TestWhoReads:
         modes = Static("low"), Static("low", prompt_gear="same")
         for mode in modes:
             found = batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=10, mode=mode, gearbox=geared_demo)
-            alone = [
-                "".join(
-                    response.text
-                    for response in stream_generate(
-                        demo.model, demo.tokenizer, each, 10, mode=mode, gearbox=geared_demo
-                    )
-                )
-                for each in prompts
-            ]
+            shared = {"max_tokens": 10, "mode": mode, "gearbox": geared_demo}
+            alone = [generate(demo.model, demo.tokenizer, each, **shared) for each in prompts]
             assert found.texts == alone
 
     def test_with_a_draft_model(self, demo, geared_demo):
