@@ -29,5 +29,6 @@ MODULES = (
     "same_file",
     "pictures",
     "evidence",
+    "fidelity",
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

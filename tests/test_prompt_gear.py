@@ -17,6 +17,7 @@ from gearbx_mlx import (
     Route,
     Static,
     batch_generate,
+    generate,
     stream_generate,
 )
 from gearbx_mlx import evaluate as evaluation

@@ -1,0 +1,315 @@
+"""What a gear for the prompt, schedules and the dial are worth on a real model, for docs/evidence.md and the README."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, load, stream_generate
+from gearbx_mlx.decoding.mode import Mode
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.routing.gates import default_thresholds
+from gearbx_mlx.telemetry.report import get_pyplot
+
+from .lossless import ASSISTANT, first_prompts
+from .studies import HELD_OUT, TALES, Found, ratios, spread, study, table_here
+
+LADDER = "4,5,6,8,16"
+MIXTURES = ("random", "route", "position", "kickdown")
+
+
+@study("docs/evidence.md", minutes=25)
+def prompt_gear(
+    text: Path = TALES,
+    model: str = "smollm2",
+    prompt_tokens: int = 256,
+    text_tokens: int = 64,
+    windows: int = 24,
+    trials: int = 7,
+    out: str = "",
+) -> Found:
+    """What the gear that reads the prompt is worth: KL of the text after it, bytes, and the time to the first token.
+
+    Every gear reads the prompt once itself and once in the top gear. Then every mixture of 4 and 16 bits follows a
+    prompt in the top gear: `position` is a schedule, whose first tokens are in 16 bits.
+
+    Args:
+        text: What is read, in windows that follow each other; WikiText-2's test set in the page.
+        text_tokens: After each prompt.
+        trials: Of the time to the first token.
+        out: A directory where an interrupted run goes on; none: nothing is kept.
+    """
+    place = Path(out or tempfile.mkdtemp())
+    settings: dict[str, Any] = {
+        "model": model,
+        "gears": LADDER,
+        "format": "affine",
+        "prompt_tokens": prompt_tokens,
+        "context": prompt_tokens + 1 + text_tokens,
+        "tokens": windows * text_tokens,
+        "kernels": "auto",
+    }
+    same = evaluate(text, out=place / "same", prompt_gear="same", policy=["static"], share="0.5", **settings)
+    precise = evaluate(text, out=place / "top", policy=["static", *MIXTURES], share="0.125,0.25,0.5", **settings)
+    rows_same, rows = ({row["name"]: row for row in report["policies"]} for report in (same, precise))
+    statics = [row for row in rows.values() if row["policy"] == "static"][:-1]
+    first = first_tokens(model, prompt_tokens, trials)
+    gears = [
+        [
+            row["name"].removeprefix("static-"),
+            f"{row['effective_bits']:.2f}",
+            f"{rows_same[row['name']]['kl_mean']:.4f}",
+            f"{row['kl_mean']:.4f}",
+            f"{row['kl_mean'] / rows_same[row['name']]['kl_mean']:.2f}",
+            spread(first[row["name"]]),
+        ]
+        for row in statics
+    ]
+    head = [
+        "bits",
+        "read per weight",
+        "KL, prompt in the same",
+        "KL, prompt in 16 bits",
+        "ratio",
+        "time to first token",
+    ]
+    mixed = [
+        [
+            row["name"],
+            f"{row['effective_bits']:.2f}",
+            f"{row['kl_mean']:.4f}",
+            "" if row["policy"] == "random" else change(row["against_random_same_share"]),
+            "" if row["policy"] == "random" else change(row["against_random_same_bytes"]),
+            row["better_static"] or "none",
+        ]
+        for row in rows.values()
+        if row["policy"] in MIXTURES
+    ]
+    mixed_head = [
+        "mixture of 4 and 16",
+        "read per weight",
+        "KL",
+        "vs chance",
+        "at its bytes",
+        "a static gear is better",
+    ]
+    tables = {"prompt_gear": table_here(head, gears), "prompt_mixtures": table_here(mixed_head, mixed)}
+    return Found(tables, {"same": same, "precise": precise, "first": first})
+
+
+def change(control: Mapping[str, Any] | None) -> str:
+    """By how much KL differs from chance's, with its standard error."""
+    if not control or control["kl_mean_change"] is None:
+        return ""
+    return f"{control['kl_mean_change']:+.0%} ± {control['kl_mean_change_error']:.0%}"
+
+
+def first_tokens(model: str, prompt_tokens: int, trials: int) -> dict[str, list[float]]:
+    """By static gear: the time to the first token with a prompt in 16 bits over that with one in the same gear."""
+    loaded, tokenizer = load(model)
+    box = Gearbox(loaded, LADDER, format="affine")
+    prompt = tokenizer.encode(TALES.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
+    found = {}
+    for gear in box.ladder:
+        seconds: dict[str | None, list[float]] = {"same": [], None: []}
+        for _ in range(trials + 1):
+            for reads, spent in seconds.items():
+                begun = time.perf_counter()
+                next(
+                    stream_generate(
+                        loaded, tokenizer, prompt, 1, gearbox=box, mode=Static(gear.bits, prompt_gear=reads)
+                    )
+                )
+                spent.append(time.perf_counter() - begun)
+        found[f"static-{gear.bits}"] = ratios(seconds[None][1:], seconds["same"][1:])
+    return found
+
+
+@dataclass
+class Written:
+    """Of a way to write, a number for each prompt: nats that a token gives up, tokens that are the top gear's, ..."""
+
+    regret: list[float] = field(default_factory=list)
+    agreed: list[float] = field(default_factory=list)
+    bytes: list[float] = field(default_factory=list)
+    faster: list[float] = field(default_factory=list)
+
+
+@study("docs/evidence.md", "README.md", writes="docs/images/fidelity.png", minutes=30)
+def fidelity(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [12, 24],  # noqa: B006
+    model: str = "smollm2",
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """How far a text strays from the top gear's, for bytes and for time: static gears, mixtures, lossless, the dial.
+
+    Every way writes greedily after each prompt. The top gear then reads the text: the regret of a token is by how many
+    nats it is less likely than the top gear's best.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        num_prompts: Of each file.
+        pairs: Trials of a prompt, each beside the top gear alone, whose median counts.
+    """
+    ways, tokenizer = ways_of(model)
+    asked = first_prompts(tokenizer, prompts, num_prompts)
+    found = {name: Written() for name in ways}
+    for write, _ in ways.values():
+        write(asked[0], 16)  # makes the gears
+    for prompt in track(asked, "prompts"):
+        for name, done in written(ways, prompt, max_tokens, pairs).items():
+            for column, value in done.items():
+                getattr(found[name], column).append(value)
+    top = statistics.fmean(found[TOP].bytes)
+    rows = [
+        [
+            name,
+            f"{statistics.fmean(one.regret):.4f}",
+            f"{statistics.fmean(one.agreed):.3f}",
+            f"{top / statistics.fmean(one.bytes):.2f}",
+            spread(one.faster),
+        ]
+        for name, one in found.items()
+    ]
+    head = [
+        f"{model}, {len(asked)} prompts, {max_tokens} tokens",
+        "nats given up a token",
+        "tokens that the top gear prefers",
+        "times fewer bytes",
+        "times as fast: median (range)",
+    ]
+    points = {name: summed(one, top) for name, one in found.items()}
+    return Found({"fidelity": table_here(head, rows)}, points, {"fidelity.png": partial(draw, points)})
+
+
+TOP = "16 bits"
+SAME = ", prompt in the same"
+DIALS = (0.1, 0.5, 1.0, 2.0)
+# A way returns a text's tokens, and the seconds and the bytes of weights of one.
+Way = tuple[Callable[[list[int], int], tuple[list[int], float, float]], Gearbox]
+
+
+def ways_of(model: str) -> tuple[dict[str, Way], Any]:
+    """Each way to write, with its gearbox; and the tokenizer."""
+    (loaded, tokenizer), (other, _) = load(model), load(model)
+    box, drafting = Gearbox(loaded, LADDER, format="affine"), Gearbox(other, "4,16", format="planes")
+    low = default_thresholds(2, vocabulary(loaded))
+    modes: dict[str, Mode] = {TOP: Static(16)}
+    modes |= {f"{bits} bits": Static(bits) for bits in (8, 6, 5, 4)}
+    modes |= {f"{bits} bits{SAME}": Static(bits, prompt_gear="same") for bits in (6, 5, 4)}
+    modes |= {f"schedule {each}": Route(schedule=each) for each in ("16:16,4", "8:32,6:32,4", "6:32,5")}
+    ways = {name: (partial(write, box, tokenizer, mode), box) for name, mode in modes.items()}
+    of_two: dict[str, Mode] = {"route 4,16": Route(low), "kickdown 4,16": Kickdown(low), "lossless": Lossless()}
+    of_two |= {f"dial, {nats:g} nats": Lossless(tolerance=nats) for nats in DIALS}
+    return ways | {
+        name: (partial(write, drafting, tokenizer, mode), drafting) for name, mode in of_two.items()
+    }, tokenizer
+
+
+def write(box: Gearbox, tokenizer: Any, mode: Mode, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
+    """The tokens of a text, and of each of them the seconds (after the first) and the bytes of weights."""
+    responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
+    text, begun = [], 0.0
+    for response in responses:
+        begun = begun or time.perf_counter()
+        text.append(response.token)
+    seconds = (time.perf_counter() - begun) / max(len(text) - 1, 1)
+    return text, seconds, responses.summary()["weight_bytes_per_token"]
+
+
+def written(ways: Mapping[str, Way], prompt: list[int], tokens: int, pairs: int) -> dict[str, dict[str, float]]:
+    """By way: regret, agreement, bytes, and how many times as fast as the top gear alone, in turn with it."""
+    texts: dict[str, list[int]] = {}
+    read: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    beside: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(pairs):
+        for name, (way, _) in ways.items():
+            beside[name].append(ways[TOP][0](prompt, tokens)[1])
+            texts[name], spent, read[name] = way(prompt, tokens)
+            seconds[name].append(spent)
+    box = ways[TOP][1]
+    found = {}
+    for name, text in texts.items():
+        lost = regrets(box, prompt, text)
+        found[name] = {
+            "regret": float(lost.mean()),
+            "agreed": float((lost == 0).mean()),
+            "bytes": read[name],
+            "faster": statistics.median(ratios(beside[name], seconds[name])),
+        }
+    return found
+
+
+def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
+    """By how many nats each token of a text is less likely than the top gear's best, in one pass over all of it."""
+    box.shift(box.ladder.top)
+    logits = box.model(mx.array([[*prompt, *text[:-1]]]))[0, len(prompt) - 1 :].astype(mx.float32)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    own = mx.take_along_axis(logprobs, mx.array(text)[:, None], -1)[:, 0]
+    return np.array(logprobs.max(axis=-1) - own)
+
+
+def summed(one: Written, top: float) -> dict[str, float]:
+    return {
+        "regret": statistics.fmean(one.regret),
+        "agreed": statistics.fmean(one.agreed),
+        "fewer_bytes": top / statistics.fmean(one.bytes),
+        "faster": statistics.median(one.faster),
+    }
+
+
+FAMILIES = {  # by the first word of a way: its colour and its mark
+    "lossless": ("#1a7f37", "*"),
+    "dial": ("#1a7f37", "o"),
+    "schedule": ("#8250df", "s"),
+    "route": ("#bc4c00", "v"),
+    "kickdown": ("#bc4c00", "^"),
+}
+FLOOR = 1e-3  # nats: where no loss at all is drawn
+
+
+def draw(points: Mapping[str, Mapping[str, float]], path: Path) -> None:
+    """Regret against bytes and against time, both as times what the top gear alone takes."""
+    plt = get_pyplot()
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), sharey=True)
+    for axes, column, title in zip(
+        panels, ("fewer_bytes", "faster"), ("times fewer bytes of weights", "times as fast")
+    ):
+        for name, point in points.items():
+            same = name.endswith(SAME)
+            colour, mark = FAMILIES.get(name.replace(",", " ").split()[0], ("#9a9a9a" if same else "#0969da", "o"))
+            x, y = point[column], max(point["regret"], FLOOR)
+            axes.plot(x, y, mark, color=colour, markersize=11 if mark == "*" else 7, alpha=0.9)
+            label = name.removesuffix(SAME).removeprefix("schedule ").removeprefix("dial, ")
+            axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=7.5, color=colour)
+        axes.set_yscale("log")
+        axes.set_xlabel(f"{title} than 16 bits alone" if column == "fewer_bytes" else f"{title} as 16 bits alone")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("nats given up a token (1e-3: none)")
+    handles = [
+        plt.Line2D([], [], color=colour, marker=mark, linestyle="", label=label)
+        for label, colour, mark in (
+            ("one gear, prompt in 16 bits", "#0969da", "o"),
+            ("one gear throughout", "#9a9a9a", "o"),
+            ("lossless", "#1a7f37", "*"),
+            ("the dial (--tolerance)", "#1a7f37", "o"),
+            ("schedules", "#8250df", "s"),
+            ("route, kickdown", "#bc4c00", "v"),
+        )
+    ]
+    panels[1].legend(handles=handles, fontsize=8, frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
