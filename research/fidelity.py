@@ -11,9 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, load, stream_generate
+from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
@@ -131,6 +133,72 @@ def first_tokens(model: str, prompt_tokens: int, trials: int) -> dict[str, list[
                 spent.append(time.perf_counter() - begun)
         found[f"static-{gear.bits}"] = ratios(seconds[None][1:], seconds["same"][1:])
     return found
+
+
+TURNS = (
+    "Tell me about the moon.",
+    "How far away is it?",
+    "Could people live there?",
+    "What would they eat?",
+    "How would they get water?",
+    "What would be the hardest thing?",
+    "Write two sentences of a story about it.",
+    "Give the story a title.",
+)
+
+
+@study("docs/evidence.md", minutes=3)
+def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> Found:
+    """What a chat gains where an answer in a low gear is read again, in the top gear, with the next question.
+
+    The top gear writes the conversation. The low gear then follows its answers, over a KV cache of what was said before
+    in three ways: all of it by the low gear; questions by the top gear and answers as they were written; or all of it
+    by the top gear, which is what `chat` and the server do. KL is from the top gear's distributions.
+    """
+    loaded, tokenizer = load(model)
+    box = Gearbox(loaded, f"{low},16", format="affine")
+    messages: list[dict[str, str]] = []
+    parts: list[tuple[list[int], list[int]]] = []  # of each turn: what is read before the answer, and the answer
+    known = 0
+    for question in TURNS:
+        messages.append({"role": "user", "content": question})
+        prompt = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+        answer = [r.token for r in stream_generate(loaded, tokenizer, prompt, max_tokens, gearbox=box, mode=Static())]
+        parts.append((prompt[known:], answer))
+        messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
+        known = len(tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+    reads = {"all in the low gear": (low, low), "questions in 16": (16, low), "all in 16, read again": (16, 16)}
+    reference = followed(box, parts, 16, 16, 16)
+    found = {
+        name: [kl(p, q) for p, q in zip(reference, followed(box, parts, low, *gears))] for name, gears in reads.items()
+    }
+    rows = [
+        [name, *(f"{value:.3f}" for value in each), f"{statistics.fmean(each):.3f}"] for name, each in found.items()
+    ]
+    head = [f"{model}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
+    return Found({"conversation": table_here(head, rows)}, found)
+
+
+def followed(
+    box: Gearbox, parts: list[tuple[list[int], list[int]]], writes: int, questions: int, answers: int
+) -> list[np.ndarray]:
+    """Log-probabilities (n, V) along each answer in one gear, where the KV cache before it has entries of two others."""
+    cache, found = make_prompt_cache(box.model), []
+    for question, answer in parts:
+        box.shift(questions)
+        mx.eval(box.model(mx.array([question[:-1]]), cache=cache))
+        box.shift(writes)
+        with Snapshot(cache).borrowed():
+            logits = box.model(mx.array([[question[-1], *answer[:-1]]]), cache=cache)[0].astype(mx.float32)
+            found.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+        box.shift(answers)
+        mx.eval(box.model(mx.array([[question[-1], *answer]]), cache=cache))
+    return found
+
+
+def kl(reference: np.ndarray, other: np.ndarray) -> float:
+    """Mean KL (nats) over the tokens of an answer, from log-probabilities (n, V)."""
+    return float((np.exp(reference) * (reference - other)).sum(axis=-1).mean())
 
 
 @dataclass

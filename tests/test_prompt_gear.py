@@ -136,6 +136,18 @@ class TestChat:
                 assert np.allclose(np.array(mine.keys[..., :count, :]), np.array(top.keys[..., :count, :]), atol=1e-3)
 
 
+def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
+    saved = tmp_path / "kept.safetensors"
+    with chat(gears="3,16", gear="low") as session:
+        session.answer(ASKED)
+        session.save_cache(saved)
+    given = ["generate", "--gears", "3,16", "--gear", "low", "--prompt-cache-file", saved, "-p", MORE, "-m", 4]
+    assert str(saved) not in command(*given).err
+    result = command(*given, "--prompt-gear", "3")
+    assert result.status == 0
+    assert f"{saved}: was read in 16 bits" in result.err
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

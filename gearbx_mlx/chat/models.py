@@ -92,7 +92,7 @@ class GearedChat:
         self._observes = isinstance(gearbox, Observer)
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._start = resolved.mode.of(self._observes)
-        self._choice, self._held, self.reads_again = self._start, "", False
+        self._choice, self._held, self.reads_again, self._bits_read = self._start, "", False, 0
         self._check(self._start)
 
     @property
@@ -107,12 +107,14 @@ class GearedChat:
 
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
-        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), replace(begun, bits=self._bits_read))
 
     def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
-        self.reads_again = self._controller is None and is_read_again(mode, self._geared.gearbox)
+        gearbox, alone = self._geared.gearbox, self._controller is None
+        self.reads_again = alone and is_read_again(mode, gearbox)
+        self._bits_read = mode.gears_of_text(gearbox)[0].bits if alone and isinstance(gearbox, Gearbox) else 0
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:

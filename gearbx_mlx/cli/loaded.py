@@ -506,12 +506,13 @@ class BegunConversation:
     """A conversation that goes on.
 
     before: its text up to where the next message begins. templated: a chat template made it.
-    tokens: those in the cache.
+    tokens: those in the cache. bits: of the gear that computed them; 0: of several, or not known.
     """
 
     before: str
     templated: bool
     tokens: list[int]
+    bits: int = 0
 
 
 @dataclass(frozen=True)
@@ -526,6 +527,15 @@ class PromptCache:
     def before(self, templated: bool) -> str:
         """What stands before the message in the template's place; "" where the cache is all that is known of it."""
         return self.begun.before if self.begun is not None and self.begun.templated == templated else ""
+
+    def check_gear(self, mode: Mode, gearbox: Gearbox | Observer) -> None:
+        """Warn where another gear computed the entries than reads prompts now: they are used as they are."""
+        made = 0 if self.begun is None else self.begun.bits
+        if made and isinstance(gearbox, Gearbox):
+            bits = mode.gears_of_text(gearbox)[0].bits
+            if bits != made:
+                said = f"{self.file}: was read in {made} bits, and prompts are read in {bits} here; it is used as it is"
+                warnings.warn(said, GearbxWarning, stacklevel=2)
 
     def unread(
         self, model: nn.Module, tokens: list[int], max_kv_size: int | None, before: str

@@ -250,6 +250,8 @@ def run(settings: GenerateSettings) -> int:
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
     check_together(gearbox, mode, tokens)
+    if cache is not None:
+        cache.check_gear(mode, gearbox)
     if settings.output.describe:
         describe(gearbox, mode)
     with geared.governor(settings.output.verbose) as controller:
