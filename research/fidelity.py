@@ -166,15 +166,13 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
         answer = [r.token for r in stream_generate(loaded, tokenizer, prompt, max_tokens, gearbox=box, mode=Static())]
         parts.append((prompt[known:], answer))
         messages.append({"role": "assistant", "content": tokenizer.decode(answer, skip_special_tokens=True)})
-        known = len(tokenizer.apply_chat_template(messages, add_generation_prompt=False))
+        known = len(prompt) + len(answer)
     reads = {"all in the low gear": (low, low), "questions in 16": (16, low), "all in 16, read again": (16, 16)}
     reference = followed(box, parts, 16, 16, 16)
-    found = {
-        name: [kl(p, q) for p, q in zip(reference, followed(box, parts, low, *gears))] for name, gears in reads.items()
-    }
-    rows = [
-        [name, *(f"{value:.3f}" for value in each), f"{statistics.fmean(each):.3f}"] for name, each in found.items()
-    ]
+    found = {}
+    for name, gears in reads.items():
+        found[name] = [kl(p, q) for p, q in zip(reference, followed(box, parts, low, *gears))]
+    rows = [[name, *(f"{each:.3f}" for each in [*turns, statistics.fmean(turns)])] for name, turns in found.items()]
     head = [f"{model}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
     return Found({"conversation": table_here(head, rows)}, found)
 
@@ -182,7 +180,7 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
 def followed(
     box: Gearbox, parts: list[tuple[list[int], list[int]]], writes: int, questions: int, answers: int
 ) -> list[np.ndarray]:
-    """Log-probabilities (n, V) along each answer in one gear, where the KV cache before it has entries of two others."""
+    """Log-probabilities (n, V) along each answer in one gear, over a KV cache with entries of two others."""
     cache, found = make_prompt_cache(box.model), []
     for question, answer in parts:
         box.shift(questions)
