@@ -10,7 +10,6 @@ from typing import Literal
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 from pages import table
 from rich.progress import track
@@ -24,7 +23,7 @@ from gearbx_mlx.evaluation.policies import ROUTE_DELAY
 from gearbx_mlx.evaluation.replay import next_logprobs
 from gearbx_mlx.routing.gates import Monitor, OneGear, ThresholdGate, policy_named
 
-from .lossless import encode, widened
+from .lossless import ASSISTANT, encode
 from .studies import HELD_OUT, Found, spread, study, table_here
 
 GEARS = "4,16"
@@ -207,18 +206,18 @@ def batch_sharing(texts: int = 16, length: int = 96) -> Found:
 
 @study("docs/batches.md", minutes=20)
 def batch_lossless(
-    prompts: Path = HELD_OUT,
-    sizes: list[int] = [1, 2, 4, 8, 16],  # noqa: B006 - nothing changes it
-    weights: list[str] = ["exact 3,16", "planes 4,16"],  # noqa: B006
-    times: int = 8,
-    max_tokens: int = 48,
+    prompts: Path = ASSISTANT,
+    model: str = "smollm2",
+    sizes: list[int] = [1, 2, 4, 8],  # noqa: B006 - nothing changes it
+    weights: list[str] = ["planes 4,16", "planes 4,8"],  # noqa: B006
+    max_tokens: int = 100,
     trials: int = 5,
     draft_length: int | None = None,
-    activations: Literal["float", "int16", "int8"] = "int16",
+    activations: Literal["auto", "float", "int16", "int8"] = "auto",
 ) -> Found:
     """Batches in mode lossless beside the same batches in the top gear alone.
 
-    The demo model is widened. For every size of a batch, both ways write the same prompts in turn;
+    For every size of a batch, both ways write the same prompts in turn;
     a batch of one is also compared with stream_generate. The time of prompts does not count. On a machine that others
     use too, the processor's time strays less than the clock. What a round can save follows from its passes, which are
     timed by themselves: a step of the draft, and verifications of two and three rows of each text, as shares of a step
@@ -227,20 +226,15 @@ def batch_lossless(
     Args:
         prompts: One per line, or JSON Lines such as GSM8K's.
         weights: Formats and their gears.
-        times: Copies of every unit: a power of two.
         draft_length: As the costs in time say if not given.
     """
-    model, tokenizer = load()
-    model.set_dtype(mx.bfloat16)  # which format exact stores
-    wide = widened(model, times)
     mode = Lossless(draft_length=draft_length) if draft_length else Lossless(cost="time")
-    asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)]
     rows, lines = [], []
     for stored in weights:
         form, gears = stored.split()
-        copy = llama.Model(wide.args)  # whose layers the gearbox replaces
-        copy.update(wide.parameters())
-        gearbox = Gearbox(copy, gears, format=form, kernels="native", activations=activations)
+        loaded, tokenizer = load(model)
+        asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)]
+        gearbox = Gearbox(loaded, gears, format=form, activations=activations)
         for size in sizes:
             given = [asked[place % len(asked)] for place in range(size)]
             row = compare(gearbox, tokenizer, given, mode, max_tokens, trials)

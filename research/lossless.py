@@ -36,7 +36,7 @@ from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
-from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
+from .studies import DATA, HELD_OUT, TALES, Found, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
@@ -358,6 +358,8 @@ ALONE = "bfloat16 alone"
 class Writer:
     """A model in gears that writes texts in lossless mode, or by the top gear alone: tokens, and seconds of each."""
 
+    temp = 0.0
+
     def __init__(self, model: str, gears: str, format: str, mode: Lossless, calibrated: bool = False):
         loaded, self.tokenizer = load(model)
         self.mode = mode
@@ -380,8 +382,11 @@ class Writer:
         return self._written(self.mode, prompt, max_tokens)
 
     def _written(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """Greedily, or with the same random numbers every time."""
         box = self.gearbox
-        return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, gearbox=box, mode=mode))
+        mx.random.seed(0)
+        given = {"gearbox": box, "mode": mode, "sampler": make_sampler(self.temp)}
+        return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given))
 
 
 def written_in_turn(
@@ -449,3 +454,46 @@ def lossless_time(
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
     head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
     return Found({"lossless_time": table_here(head, rows)}, {"faster": faster, "same": same})
+
+
+@study("docs/lossless.md", minutes=12)
+def lossless_contexts(
+    model: str = "smollm2",
+    contexts: list[int] = [100, 1000, 4000],  # noqa: B006 - nothing changes it
+    temps: list[float] = [0.0, 0.7],  # noqa: B006
+    num_prompts: int = 4,
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """What mode lossless saves in time where the KV cache is short or long, greedily and in sampled texts.
+
+    Prompts are parts of a text of so many tokens. Both ways draw the same random numbers, so that sampled texts have to
+    be the same, too.
+
+    Args:
+        num_prompts: Of each length.
+        pairs: Trials of a prompt, whose median counts.
+    """
+    writer = Writer(model, "4,16", "planes", Lossless())
+    tokens = writer.tokenizer.encode(TALES.read_text(encoding="utf-8"), verbose=False)
+    rows, data = [], []
+    for context in contexts:
+        prompts = [tokens[start : start + context] for start in range(0, num_prompts * context, context)]
+        for temp in temps:
+            writer.temp = temp
+            found = written_in_turn({"alone": writer.alone, "lossless": writer.lossless}, prompts, max_tokens, pairs)
+            faster, same = [], 0
+            for alone, lossless in zip(found["alone"], found["lossless"]):
+                faster.append(statistics.median(ratios([s for _, s in alone], [s for _, s in lossless])))
+                same += all(text == alone[0][0] for text, _ in lossless)
+            alone_ms = 1000 * statistics.median(spent for trials in found["alone"] for _, spent in trials)
+            rows.append([context, temp, f"{alone_ms:.1f}", spread(faster), f"{same} of {len(prompts)}"])
+            data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})
+    head = [
+        "tokens before",
+        "temperature",
+        "16 bits alone, ms a token",
+        "times as fast: median (range)",
+        "texts identical",
+    ]
+    return Found({"lossless_contexts": table_here(head, rows)}, data)
