@@ -22,7 +22,7 @@ from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
 
 from .lossless import ASSISTANT, first_prompts
-from .studies import HELD_OUT, TALES, Found, ratios, spread, study, table_here
+from .studies import HELD_OUT, Found, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
 MIXTURES = ("random", "route", "position", "kickdown")
@@ -30,7 +30,7 @@ MIXTURES = ("random", "route", "position", "kickdown")
 
 @study("docs/evidence.md", minutes=25)
 def prompt_gear(
-    text: Path = TALES,
+    text: Path,
     model: str = "smollm2",
     prompt_tokens: int = 256,
     text_tokens: int = 64,
@@ -63,7 +63,7 @@ def prompt_gear(
     precise = evaluate(text, out=place / "top", policy=["static", *MIXTURES], share="0.125,0.25,0.5", **settings)
     rows_same, rows = ({row["name"]: row for row in report["policies"]} for report in (same, precise))
     statics = [row for row in rows.values() if row["policy"] == "static"][:-1]
-    first = first_tokens(model, prompt_tokens, trials)
+    first = first_tokens(model, text, prompt_tokens, trials)
     gears = [
         [
             row["name"].removeprefix("static-"),
@@ -114,11 +114,11 @@ def change(control: Mapping[str, Any] | None) -> str:
     return f"{control['kl_mean_change']:+.0%} ± {control['kl_mean_change_error']:.0%}"
 
 
-def first_tokens(model: str, prompt_tokens: int, trials: int) -> dict[str, list[float]]:
+def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[float]]:
     """By static gear: the time to the first token with a prompt in 16 bits over that with one in the same gear."""
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, LADDER, format="affine")
-    prompt = tokenizer.encode(TALES.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
+    prompt = tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
     found = {}
     for gear in box.ladder:
         seconds: dict[str | None, list[float]] = {"same": [], None: []}

@@ -36,7 +36,7 @@ from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
-from .studies import DATA, HELD_OUT, TALES, Found, ratios, spread, study, table_here
+from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
@@ -458,6 +458,7 @@ def lossless_time(
 
 @study("docs/lossless.md", minutes=12)
 def lossless_contexts(
+    text: Path,
     model: str = "smollm2",
     contexts: list[int] = [100, 1000, 4000],  # noqa: B006 - nothing changes it
     temps: list[float] = [0.0, 0.7],  # noqa: B006
@@ -471,28 +472,29 @@ def lossless_contexts(
     be the same, too.
 
     Args:
+        text: Whose parts are the prompts; WikiText-2's test set in the page.
         num_prompts: Of each length.
         pairs: Trials of a prompt, whose median counts.
     """
     writer = Writer(model, "4,16", "planes", Lossless())
-    tokens = writer.tokenizer.encode(TALES.read_text(encoding="utf-8"), verbose=False)
+    whole = writer.tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)
     rows, data = [], []
     for context in contexts:
-        prompts = [tokens[start : start + context] for start in range(0, num_prompts * context, context)]
+        prompts = [whole[start : start + context] for start in range(0, num_prompts * context, context)]
         for temp in temps:
             writer.temp = temp
             found = written_in_turn({"alone": writer.alone, "lossless": writer.lossless}, prompts, max_tokens, pairs)
             faster, same = [], 0
             for alone, lossless in zip(found["alone"], found["lossless"]):
                 faster.append(statistics.median(ratios([s for _, s in alone], [s for _, s in lossless])))
-                same += all(text == alone[0][0] for text, _ in lossless)
+                same += all(tokens == alone[0][0] for tokens, _ in lossless)
             alone_ms = 1000 * statistics.median(spent for trials in found["alone"] for _, spent in trials)
             rows.append([context, temp, f"{alone_ms:.1f}", spread(faster), f"{same} of {len(prompts)}"])
             data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})
     head = [
         "tokens before",
         "temperature",
-        "16 bits alone, ms a token",
+        "16 bits, ms a token",
         "times as fast: median (range)",
         "texts identical",
     ]
