@@ -6,7 +6,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 import numpy as np
@@ -213,7 +212,6 @@ def batch_lossless(
     max_tokens: int = 100,
     trials: int = 5,
     draft_length: int | None = None,
-    activations: Literal["auto", "float", "int16", "int8"] = "auto",
 ) -> Found:
     """Batches in mode lossless beside the same batches in the top gear alone.
 
@@ -234,7 +232,7 @@ def batch_lossless(
         form, gears = stored.split()
         loaded, tokenizer = load(model)
         asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)]
-        gearbox = Gearbox(loaded, gears, format=form, activations=activations)
+        gearbox = Gearbox(loaded, gears, format=form)
         for size in sizes:
             given = [asked[place % len(asked)] for place in range(size)]
             row = compare(gearbox, tokenizer, given, mode, max_tokens, trials)
