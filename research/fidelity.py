@@ -59,29 +59,32 @@ def prompt_gear(
         "tokens": windows * text_tokens,
         "kernels": "auto",
     }
-    same = evaluate(text, out=place / "same", prompt_gear="same", policy=["static"], share="0.5", **settings)
+    alone: dict[str, Any] = {"policy": ["static"], "share": "0.5"}
+    same = evaluate(text, out=place / "same", prompt_gear="same", **alone, **settings)
+    eight = evaluate(text, out=place / "eight", prompt_gear="8", **alone, **settings)
     precise = evaluate(text, out=place / "top", policy=["static", *MIXTURES], share="0.125,0.25,0.5", **settings)
-    rows_same, rows = ({row["name"]: row for row in report["policies"]} for report in (same, precise))
-    statics = [row for row in rows.values() if row["policy"] == "static"][:-1]
+    of_same, of_eight, rows = ({row["name"]: row for row in each["policies"]} for each in (same, eight, precise))
     first = first_tokens(model, text, prompt_tokens, trials)
     gears = [
         [
-            row["name"].removeprefix("static-"),
+            name.removeprefix("static-"),
             f"{row['effective_bits']:.2f}",
-            f"{rows_same[row['name']]['kl_mean']:.4f}",
-            f"{row['kl_mean']:.4f}",
-            f"{row['kl_mean'] / rows_same[row['name']]['kl_mean']:.2f}",
-            spread(first[row["name"]]),
+            *(f"{each[name]['kl_mean']:.4f}" for each in (of_same, of_eight, rows)),
+            f"{row['kl_mean'] / of_same[name]['kl_mean']:.2f}",
+            *(spread(times) for times in first[name]),
         ]
-        for row in statics
+        for name, row in rows.items()
+        if row["policy"] == "static" and name in first
     ]
     head = [
         "bits",
         "read per weight",
         "KL, prompt in the same",
-        "KL, prompt in 16 bits",
-        "ratio",
-        "time to first token",
+        "in 8 bits",
+        "in 16 bits",
+        "16 over the same",
+        "time to the first token, 8 over the same",
+        "16 over the same",
     ]
     mixed = [
         [
@@ -114,24 +117,21 @@ def change(control: Mapping[str, Any] | None) -> str:
     return f"{control['kl_mean_change']:+.0%} ± {control['kl_mean_change_error']:.0%}"
 
 
-def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[float]]:
-    """By static gear: the time to the first token with a prompt in 16 bits over that with one in the same gear."""
+def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
+    """By static gear: times to the first token with a prompt in 8 and in 16 bits, over that with one in the same."""
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, LADDER, format="affine")
     prompt = tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
     found = {}
-    for gear in box.ladder:
-        seconds: dict[str | None, list[float]] = {"same": [], None: []}
+    for gear in box.ladder[:-1]:
+        modes = {reads: Static(gear.bits, prompt_gear=reads) for reads in ("same", "8", "16")}
+        seconds: dict[str, list[float]] = {reads: [] for reads in modes}
         for _ in range(trials + 1):
-            for reads, spent in seconds.items():
+            for reads, mode in modes.items():
                 begun = time.perf_counter()
-                next(
-                    stream_generate(
-                        loaded, tokenizer, prompt, 1, gearbox=box, mode=Static(gear.bits, prompt_gear=reads)
-                    )
-                )
-                spent.append(time.perf_counter() - begun)
-        found[f"static-{gear.bits}"] = ratios(seconds[None][1:], seconds["same"][1:])
+                next(stream_generate(loaded, tokenizer, prompt, 1, gearbox=box, mode=mode))
+                seconds[reads].append(time.perf_counter() - begun)
+        found[f"static-{gear.bits}"] = [ratios(seconds[reads][1:], seconds["same"][1:]) for reads in ("8", "16")]
     return found
 
 

@@ -423,7 +423,7 @@ class ModeSettings(Settings):
     prompt_gear: str | None = flag(
         None,
         "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
-        "begins the text). Default: the top gear, where it is in memory",
+        "begins the text). Default: the top gear, on a CPU 8 bits where the ladder has them",
         named=True,
         rare=True,
     )

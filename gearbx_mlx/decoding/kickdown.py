@@ -127,7 +127,7 @@ class Kickdown(Mode):
         rule: whether to compute a token again, in place of thresholds.
         window: tokens in the rolling mean that responses show.
         prompt_gear: name or bits of the gear that reads the prompt, but for its last token; "same": the lowest. Without
-            it the top gear, where it is in memory.
+            it the best one that is in memory (`best_reader`).
     """
 
     name: ClassVar[str] = "kickdown"

@@ -64,7 +64,8 @@ class InEngagedGear(SharedMode):
 
     Args:
         prompt_gear: name or bits of the gear that reads the prompt, but for its last token, whose pass makes the first
-            token of the text; "same": the one that begins the text. Without it the top gear, where it is in memory.
+            token of the text; "same": the one that begins the text. Without it the best one that is in memory
+            (`best_reader`).
     """
 
     prompt_gear: str | int | None = field(default=None, kw_only=True)
