@@ -335,14 +335,16 @@ def summed(one: Written, top: float) -> dict[str, float]:
     }
 
 
-FAMILIES = {  # by the first word of a way: its colour and its mark
-    "lossless": ("#1a7f37", "*"),
-    "dial": ("#1a7f37", "o"),
-    "schedule": ("#8250df", "s"),
-    "route": ("#bc4c00", "v"),
-    "kickdown": ("#bc4c00", "^"),
+FAMILIES = {  # by the first word of a way: its colour, its mark, and where its label stands, in points
+    "lossless": ("#1a7f37", "*", (8, 3)),
+    "dial": ("#1a7f37", "o", (7, -11)),
+    "schedule": ("#8250df", "s", (7, 5)),
+    "route": ("#bc4c00", "v", (7, 4)),
+    "kickdown": ("#bc4c00", "^", (-4, -14)),
 }
-FLOOR = 1e-3  # nats: where no loss at all is drawn
+ONE_GEAR = ("#0969da", "o", (7, 4))
+THROUGHOUT = ("#9a9a9a", "o", (7, 4))
+FLOOR = 1e-4  # nats: where no loss at all is drawn
 
 
 def draw(points: Mapping[str, Mapping[str, float]], path: Path) -> None:
@@ -353,17 +355,17 @@ def draw(points: Mapping[str, Mapping[str, float]], path: Path) -> None:
         panels, ("fewer_bytes", "faster"), ("times fewer bytes of weights", "times as fast")
     ):
         for name, point in points.items():
-            same = name.endswith(SAME)
-            colour, mark = FAMILIES.get(name.replace(",", " ").split()[0], ("#9a9a9a" if same else "#0969da", "o"))
+            other = THROUGHOUT if name.endswith(SAME) else ONE_GEAR
+            colour, mark, place = FAMILIES.get(name.replace(",", " ").split()[0], other)
             x, y = point[column], max(point["regret"], FLOOR)
             axes.plot(x, y, mark, color=colour, markersize=11 if mark == "*" else 7, alpha=0.9)
             label = name.removesuffix(SAME).removeprefix("schedule ").removeprefix("dial, ")
-            axes.annotate(label, (x, y), xytext=(6, 4), textcoords="offset points", fontsize=7.5, color=colour)
+            axes.annotate(label, (x, y), xytext=place, textcoords="offset points", fontsize=7.5, color=colour)
         axes.set_yscale("log")
         axes.set_xlabel(f"{title} than 16 bits alone" if column == "fewer_bytes" else f"{title} as 16 bits alone")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("nats given up a token (1e-3: none)")
+    panels[0].set_ylabel("nats given up a token (at the foot: none)")
     handles = [
         plt.Line2D([], [], color=colour, marker=mark, linestyle="", label=label)
         for label, colour, mark in (
