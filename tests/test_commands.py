@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -396,3 +397,28 @@ class TestFromAProgram:
     def test_analyze_has_no_settings_of_a_gearbox(self, tmp_path):
         with pytest.raises(GearbxError, match="no setting 'format'"):
             analyze(tmp_path / "p.txt", format="planes")
+
+
+class TestWhatToDoNext:
+    """A command ends with a line that names the next one, which runs as it stands."""
+
+    def run_next(self, command, err: str) -> None:
+        (line,) = re.findall(r"^next: gearbx_mlx\.(.+)$", err, re.MULTILINE)
+        name, *arguments = shlex.split(line)
+        result = command(name, *arguments, "-p", "Once", "-m", 2)
+        assert result.status == 0, result.err
+
+    def test_after_convert(self, command, tmp_path):
+        self.run_next(command, command("convert", "--mlx-path", tmp_path / "out", "--gears", "3,16").err)
+
+    @pytest.mark.parametrize("mode", ["route", "lossless", "kickdown"])
+    def test_after_calibrate(self, command, tmp_path, mode):
+        out = tmp_path / "file with a space.json"
+        shared = ["--num-prompts", 1, "-m", 12, "--out", out]
+        self.run_next(command, command("calibrate", "--mode", mode, "--gears", "4,16", *shared).err)
+
+    def test_after_evaluate(self, command, tmp_path):
+        text = tmp_path / "text.txt"
+        text.write_text("Once upon a time there was a king who had three sons. " * 20)
+        shared = ["--tokens", 20, "--context", 16, "--policy", "static", "--gears", "4,16"]
+        self.run_next(command, command("evaluate", "--data", text, "--out", tmp_path / "out", *shared).err)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ..cli import terminal
 from ..cli.flags import output_path
+from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
 from ..routing.acceptance import DraftFile
@@ -25,6 +26,9 @@ def run(settings: CalibrateSettings) -> int:
     for note in found.notes:
         terminal.note(note)
     print(f"{out}: {found.line}")
+    routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
+    gears = settings.layout.gears if routed else None  # other files have them
+    terminal.note(next_command("generate", model=settings.model.model, gears=gears, thresholds=out))
     return 0
 
 

@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
@@ -189,6 +190,20 @@ def name_as_typed(command: str) -> str:
     """`gearbx_mlx generate`, `gearbx_mlx.generate` or `python -m gearbx_mlx.generate`."""
     typed = Path(sys.argv[0]).name
     return typed if typed.startswith("gearbx") and not typed.endswith(".py") else f"python -m gearbx_mlx.{command}"
+
+
+def next_command(command: str, *words: object, **flags: object) -> str:
+    """A line that says what to do next, as a command that can be pasted: `next: gearbx_mlx generate --model out`.
+
+    Args:
+        words: arguments. flags: by their fields' names; those that are None are left out.
+    """
+    typed = name_as_typed(command)
+    if not typed.startswith("python"):  # as the command that runs now was called
+        door = re.split("[ .]", typed)[0]
+        typed = f"{door}{typed[len(door)]}{command}" if len(typed) > len(door) else f"{door} {command}"
+    given = [part for name, value in flags.items() if value is not None for part in (flag_of(name), value)]
+    return f"next: {typed} {shlex.join(map(str, [*words, *given]))}".rstrip()
 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:

@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ..cli.settings import human_bytes
-from ..cli.terminal import progress_bar
+from ..cli.settings import human_bytes, next_command
+from ..cli.terminal import note, progress_bar
 from ..conversion.journal import is_begun
 from ..conversion.model_card import provenance
 from ..conversion.restoring import Restorer, is_restoring, original_of, write_original
@@ -101,7 +101,10 @@ def run(settings: ConvertSettings) -> int:
     if settings.conversion.verify is not None:
         print(verify(settings.conversion.verify, settings.conversion.revision))
         return 0
-    print(uploaded_checkpoint(settings))
+    out = uploaded_checkpoint(settings)
+    print(out)
+    if settings.conversion.restore is None:
+        note(next_command("generate", model=out))
     return 0
 
 

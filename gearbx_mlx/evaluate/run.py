@@ -9,6 +9,7 @@ from rich.cells import cell_len
 from rich.table import Table
 
 from ..cli import terminal
+from ..cli.settings import next_command
 from ..errors import GearbxError
 from ..evaluation.report import Columns, Report
 from ..files.writing import write_text
@@ -27,6 +28,10 @@ def run(settings: EvaluateSettings) -> int:
     terminal.messages.print(report_table(report.rows, report.columns, report.first, width))
     for path in (out / DATA, out / PAGE, *pictures):
         print(path)
+    gear = enough(report.rows)
+    if gear is not None:
+        shown = {"model": settings.model.model, "gears": settings.layout.gears, "gear": gear}
+        terminal.note(next_command("generate", **shown))
     return 0 if report.complete else terminal.INTERRUPTED
 
 
@@ -68,6 +73,16 @@ def draw_if_possible(report: Report, out: Path) -> list[Path]:
     for name, draw in report.pictures.items():
         draw(report.content, out / name)
     return [out / name for name in report.pictures]
+
+
+ENOUGH = 0.98  # of the tokens are the top gear's first choice
+
+
+def enough(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """Bits of the static gear that reads least and prefers the top gear's tokens nearly everywhere; None without one."""
+    static = [row for row in rows if row.get("policy") == "static" and row.get("top1_agreement", 0) >= ENOUGH]
+    best = min(static, key=lambda row: row["weight_bytes_per_token"], default=None)
+    return None if best is None else best["name"].removeprefix("static-")
 
 
 def report_table(rows: Sequence[Mapping[str, Any]], columns: Columns, first: Iterable[str], width: int) -> Table:

@@ -28,7 +28,7 @@ from ..cli.loaded import (
 )
 from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.resolved import resolve
-from ..cli.settings import flag_of
+from ..cli.settings import flag_of, next_command
 from ..cli.tables import layers_table, pair_table, summary_table
 from ..decoding.caches import length
 from ..decoding.mode import Mode
@@ -263,9 +263,23 @@ def run(settings: GenerateSettings) -> int:
     if resolved.mode.by:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
+    if settings.output.verbose and drafts_are_poor(result, gearbox):
+        terminal.note(next_command("generate", "--calibrate-base", model=loaded.resolved.model.model))
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
+
+
+POOR = 0.85  # of drafted tokens are accepted: a calibrated base agrees more often
+FEWEST_DRAFTED = 32  # tokens that say something about a model
+
+
+def drafts_are_poor(summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> bool:
+    """Whether a calibrated base would help: drafts of rounded weights that the top gear often rejects."""
+    rounded = isinstance(gearbox, Gearbox) and gearbox.format.name in ("planes", "exact") and gearbox.saved is None
+    if not rounded or gearbox.base or gearbox.in_place or not summary.get("drafted"):
+        return False
+    return summary["drafted"] >= FEWEST_DRAFTED and summary["acceptance_rate"] < POOR
 
 
 def to_read(

@@ -22,6 +22,7 @@ from ..bit_selection.sensitivity import (
 )
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
+from ..cli.settings import next_command
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import versions
 from ..errors import GearbxError
@@ -55,6 +56,7 @@ def run(settings: SensitivitySettings) -> int:
     bound = sum(bits > lowest for bits in least)
     note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
     print(out)
+    note(next_command("allocate", manifest=out, model=settings.model.model))
     return 0
 
 
