@@ -79,7 +79,7 @@ ENOUGH = 0.98  # of the tokens are the top gear's first choice
 
 
 def enough(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Bits of the static gear that reads least and prefers the top gear's tokens nearly everywhere; None without one."""
+    """Bits of the static gear that reads least and mostly prefers the tokens of the top gear; None without one."""
     static = [row for row in rows if row.get("policy") == "static" and row.get("top1_agreement", 0) >= ENOUGH]
     best = min(static, key=lambda row: row["weight_bytes_per_token"], default=None)
     return None if best is None else best["name"].removeprefix("static-")
