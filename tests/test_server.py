@@ -207,6 +207,14 @@ def test_the_same_prompt_twice_is_the_same_answer(client):
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_modes_share_what_was_read_of_a_prompt(client):
+    prompt = "A miller had three sons, a mill, a donkey and a cat"
+    complete(client, prompt=prompt, max_tokens=4, gearbx={"gear": "low"})
+    for gearbx in ({"mode": "route"}, {"mode": "kickdown"}, {"gear": "low"}):
+        again = complete(client, prompt=prompt, max_tokens=4, gearbx=gearbx)
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_models_and_health(client):
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["demo"]
