@@ -1,6 +1,7 @@
 """Gears in place of checkpoints that people own: SmolLM2 in 8, 6 and 4 bits of mlx-lm, beside stock mlx-lm."""
 
 import gc
+import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +167,7 @@ def beside(
     tokens: int,
     pairs: int,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Of each way and text: the median of how many times as fast it is as `alone` in the same trial; texts that agree."""
+    """Of each way and text: how many times as fast it is as `alone` in the same trial, the median; texts that agree."""
     found = written_in_turn({"alone": alone, **ways}, texts, tokens, pairs)
     faster, same = {}, {}
     for name in ways:
@@ -193,7 +194,8 @@ def agreement(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pai
         of_texts = [100 * (share(a) - share(b)) for a, b in zip(*shares.values())]
         error = statistics.stdev(of_texts) / len(of_texts) ** 0.5
         count = sum(map(len, written))
-        rows.append([f"{bits} bits, {count} tokens", f"{prefix:.3f}", f"{stock:.3f}", f"{100 * (prefix - stock):+.1f} ± {error:.1f}"])
+        more = f"{100 * (prefix - stock):+.1f} ± {error:.1f}"
+        rows.append([f"{bits} bits, {count} tokens", f"{prefix:.3f}", f"{stock:.3f}", more])
         data[bits] = {name: [share(each) for each in alike] for name, alike in shares.items()}
     head = ["agreement with the whole codes", "their upper 4 bits", "4 bits of mlx-lm", "points more (standard error)"]
     return table_here(head, rows), data
@@ -239,7 +241,8 @@ def low_gear(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pair
         fewer = times_fewer(writer, writer.mode, texts, tokens)
         written = [writer.written(Static(), prompt, tokens)[0] for prompt in texts]
         alike = chosen_alike(writer, 4, texts, written)
-        rows.append([name, f"{share(sum(alike, [])):.3f}", spread(faster[name]), spread(fewer), same[name]])
+        agreed = share([*itertools.chain(*alike)])
+        rows.append([name, f"{agreed:.3f}", spread(faster[name]), spread(fewer), same[name]])
         data[name] = {"alike": [share(each) for each in alike], "faster": faster[name], "fewer bytes": fewer}
     head = [
         "SmolLM2 in bfloat16, drafts by",

@@ -35,7 +35,7 @@ from ..kernels.bit_planes import Planes
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
-from .in_place import OwnCodes, widths_in
+from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
@@ -254,9 +254,10 @@ class FromCodes(Source):
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         for path, modules in made.items():
-            arrays = [module.parameters() for module in modules]
+            arrays = tree_flatten([module.parameters() for module in modules])
             mx.eval(arrays)
-            if not all(is_finite(array) for name, array in tree_flatten(arrays) if "scales" in name):
+            scales = {id(array): array for name, array in arrays if "scales" in name}  # gears share them
+            if not all(map(is_finite, scales.values())):
                 raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
 
     def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
@@ -356,10 +357,14 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
-    if isinstance(module, AFFINE_LAYERS) and module.mode == "affine":
-        made = quantized_module(layer.module, affine_planes(module))
+    affine = getattr(module, "mode", None) == AFFINE
+    if affine and isinstance(module, AFFINE_LAYERS):
+        made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
             made.bias = module.bias
+    elif affine and isinstance(module, nn.QuantizedEmbedding) and isinstance(layer.module, Native):
+        head = linear_of(layer.module)
+        return QuantizedTied(quantized_module(head, for_kernels(head, affine_planes(module))), dtype)
     else:
         made = with_kernels(module, isinstance(layer.module, Native))
     if not isinstance(made, Native):

@@ -229,7 +229,9 @@ def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, var
     if not widths or min(widths) < 1 or sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
     if scales.ndim != 2 or len(weights) != len(widths) or not 1 <= len(biases) <= len(widths):
-        raise GearbxError(f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of two dimensions")
+        raise GearbxError(
+            f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of two dimensions"
+        )
     rows, columns = planes.shape
     for i, (weight, width) in enumerate(zip(weights, widths)):
         if weight.shape != (rows, columns * width // 32) or weight.dtype != mx.uint32:
