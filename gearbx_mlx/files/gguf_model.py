@@ -29,6 +29,7 @@ from .reading import shown, unreadable
 from .writing import make_directory, unwritable
 
 SUFFIX = ".gguf"
+FORM = 2  # of what is written; another one is not taken from the cache
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
 BLOCKS_OF_27B = 62  # of Gemma 3, whose queries are scaled by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
@@ -84,7 +85,7 @@ def gguf_directory(file: Path) -> Path:
     """
     try:
         about = file.stat()
-        stamp = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
+        stamp = f"{file.resolve()} {about.st_size} {about.st_mtime_ns} {FORM}"
     except OSError as error:
         raise unreadable(file, error) from error
     name = f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
