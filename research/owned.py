@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,8 +25,8 @@ BITS = (8, 6, 4)
 GEARS = {8: "4,8", 6: "4,6"}
 GROUP = 64
 LOADS = 9
-PARTS = ("size", "speed", "agreement", "lookup", "low")
 Part = Literal["size", "speed", "agreement", "lookup", "low"]
+PARTS: tuple[Part, ...] = get_args(Part)
 Checkpoints = Mapping[int, str]
 """Bits to the directory of SmolLM2 in these bits."""
 
@@ -211,7 +211,8 @@ def chosen_alike(writer: Writer, gear: int, prompts: list[list[int]], written: l
     found = []
     for prompt, text in zip(prompts, written):
         logits = writer.gearbox.model(mx.array([prompt + text[:-1]]))[0, len(prompt) - 1 :]
-        found.append((mx.argmax(logits, axis=-1) == mx.array(text)).tolist())
+        chosen = mx.argmax(logits, axis=-1)
+        found.append([token == own for token, own in zip(chosen.tolist(), text)])  # type: ignore[arg-type]
     return found
 
 
