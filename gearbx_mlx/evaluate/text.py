@@ -62,6 +62,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
     documents = read_documents(Path(data))
     loaded = Loaded.of(resolved)
+    loaded.check_gears()
     resolved = loaded.resolved  # of a quantized checkpoint with the gears of its own codes
     between = parse_between(comparison.between, resolved.ladder)
     gearbox = loaded.gearbox()
