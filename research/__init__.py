@@ -27,6 +27,7 @@ MODULES = (
     "servers",
     "llama_cpp",
     "same_file",
+    "owned",
     "pictures",
     "evidence",
     "fidelity",

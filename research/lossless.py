@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -360,11 +360,20 @@ class Writer:
 
     temp = 0.0
 
-    def __init__(self, model: str, gears: str, format: str, mode: Lossless, calibrated: bool = False):
+    def __init__(
+        self,
+        model: str,
+        gears: str,
+        format: str | None,
+        mode: Lossless,
+        calibrated: bool = False,
+        low_model: str | None = None,
+    ):
         loaded, self.tokenizer = load(model)
         self.mode = mode
-        if not calibrated:
-            self.gearbox = Gearbox(loaded, gears, format=format)
+        if not calibrated or format is None:
+            low = None if low_model is None else load(low_model)[0]
+            self.gearbox = Gearbox(loaded, gears, format=format, low_model=low)
             return
         texts, ladder = texts_of(self.tokenizer, None), [gear.bits for gear in Ladder.parse(gears)]
         key = key_of(loaded, get_format(format), ladder, "all", DEFAULT_GROUP_SIZE, texts)
@@ -376,17 +385,20 @@ class Writer:
         draft_with(base, self.gearbox, key, texts, model)
 
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        return self._written(Static(), prompt, max_tokens)
+        return self.written(Static(), prompt, max_tokens)
 
     def lossless(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
-        return self._written(self.mode, prompt, max_tokens)
+        return self.written(self.mode, prompt, max_tokens)
 
-    def _written(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+    def written(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        return generated(self.responses(mode, prompt, max_tokens))
+
+    def responses(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> Iterator[Any]:
         """Greedily, or with the same random numbers every time."""
         box = self.gearbox
         mx.random.seed(0)
-        given = {"gearbox": box, "mode": mode, "sampler": make_sampler(self.temp)}
-        return generated(stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given))
+        given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": make_sampler(self.temp)}
+        return stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given)
 
 
 def written_in_turn(

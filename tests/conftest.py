@@ -115,7 +115,7 @@ def float64(array: mx.array) -> np.ndarray:
     return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def stack_weights(weights, scales, biases, widths, group_size) -> tuple[np.ndarray, np.ndarray]:
+def stack_weights(weights, scales, biases, widths, group_size, rest=0) -> tuple[np.ndarray, np.ndarray]:
     """What a stack stands for in float64, and the sizes of its terms."""
     total, sizes = 0.0, 0.0
     for words, bias, width, shift in zip(weights, biases, widths, plane_shifts(widths)):

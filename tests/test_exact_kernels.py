@@ -51,7 +51,7 @@ def test_the_encoder_of_mlx_stores_what_the_native_one_does(native, widths, grou
     values = mx.array(bits)
     planes = exact.quantize(values.view(mx.bfloat16), widths, group)
     mx.eval(values, planes.arrays)
-    ours, theirs = native.exact_encode(values, *planes), exact.beside(values, planes)
+    ours, theirs = native.exact_encode(values, *planes[:5]), exact.beside(values, planes)
     assert not np.array(ours[0]).all()  # some groups are stored whole
     for mine, other in zip(ours, theirs, strict=True):
         assert np.array_equal(np.array(mine), np.array(other))

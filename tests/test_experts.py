@@ -31,7 +31,7 @@ def products(native) -> list:
     planes = split(dense, (4, 1, 1, 2), 64)
     return [
         lambda x, i: native.dense_experts(x, dense, i),
-        lambda x, i: native.stack_experts(x, [words], scales, [biases], [4], 32, i),
+        lambda x, i: native.stack_experts(x, [words], scales, [biases], [4], 32, 0, i),
         lambda x, i: native.stack_experts(x, *planes, i),
     ]
 

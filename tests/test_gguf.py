@@ -14,7 +14,7 @@ from gearbx_mlx import GearbxError, generate, load
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.gguf import Gguf
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q6_K, BF16 = 0, 1, 2, 3, 8, 14, 30
+F32, F16, Q4_0, Q4_1, Q8_0, Q2_K, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 10, 12, 13, 14, 30
 rng = np.random.default_rng(0)
 
 
@@ -61,6 +61,54 @@ def test_a_block_is_scale_times_codes(opened, kind):
     found = file.weights(file.tensors["a.weight"])
     assert found.shape == (2, 96)
     np.testing.assert_allclose(found, expected.reshape(2, 96), rtol=1e-6, atol=1e-6)
+
+
+def random_k_blocks(kind, count):
+    """Blocks of any bytes, with scales that are numbers."""
+    blocks = rng.integers(0, 256, (count, {Q4_K: 144, Q5_K: 176, Q6_K: 210}[kind]), dtype=np.uint8)
+    place, halves = (208, 1) if kind == Q6_K else (0, 2)
+    blocks[:, place : place + 2 * halves] = rng.normal(size=(count, halves)).astype(np.float16).view(np.uint8)
+    return blocks
+
+
+def as_ggml_reads(kind, block):
+    """One block of a K-quant, weight by weight, as dequantize_row_q4_K and its siblings in ggml-quants.c do."""
+    numbers = [int(byte) for byte in block]
+    if kind == Q6_K:
+        d, y = float(block[208:210].view(np.float16)[0]), [0.0] * 256
+        for half in range(2):
+            ql, qh, sc, out = 64 * half, 128 + 32 * half, 192 + 8 * half, 128 * half
+            for at in range(32):
+                high = numbers[qh + at]
+                for part, low in enumerate((ql + at, ql + 32 + at, ql + at, ql + 32 + at)):
+                    four = numbers[low] & 15 if part < 2 else numbers[low] >> 4
+                    scale = int(np.int8(block[sc + 2 * part + at // 16]))
+                    y[out + 32 * part + at] = d * scale * ((four | (high >> 2 * part & 3) << 4) - 32)
+        return y
+    d, least = (float(each) for each in block[:4].view(np.float16))
+    q, y = numbers[4:16], []
+    for part in range(8):
+        if part < 4:
+            scale, smallest = q[part] & 63, q[part + 4] & 63
+        else:
+            scale = (q[part + 4] & 15) | (q[part - 4] >> 6) << 4
+            smallest = (q[part + 4] >> 4) | (q[part] >> 6) << 4
+        for at in range(32):
+            byte = numbers[-128 + 32 * (part // 2) + at]
+            code = byte >> 4 if part % 2 else byte & 15
+            code += 16 * (numbers[16 + at] >> part & 1) if kind == Q5_K else 0
+            y.append(d * scale * code - least * smallest)
+    return y
+
+
+@pytest.mark.parametrize("kind", [Q4_K, Q5_K, Q6_K])
+def test_a_block_of_256_weights(opened, kind):
+    blocks = random_k_blocks(kind, 6)
+    file = opened(gguf([("a.weight", (2, 768), kind, blocks.tobytes())]))
+    found = file.weights(file.tensors["a.weight"])
+    assert found.shape == (2, 768)
+    expected = np.array([as_ggml_reads(kind, block) for block in blocks]).reshape(2, 768)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, mx.float32), (F16, mx.float16), (BF16, mx.bfloat16)])
@@ -113,7 +161,8 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
         (b"", "is empty"),
         (b"PK\3\4" + bytes(40), "is no GGUF file"),
         (gguf(version=1), "version 1"),
-        (gguf([("a", (2, 256), Q6_K, bytes(420))]), "Q6_K"),
+        (gguf([("a", (2, 256), Q2_K, bytes(168))]), "Q2_K"),
+        (gguf([("a", (2, 96), Q6_K, bytes(420))]), "needs blocks of 256"),
         (gguf([("a", (2, 33), Q4_0, bytes(36))]), "rows of 33"),
         (gguf([("a", (2, 2**40), F32, bytes(36))]), "behind the file's end"),
         (gguf([("a", (2**63, 2**63), F32, bytes(36))]), "behind the file's end"),

@@ -8,10 +8,10 @@ import numpy as np
 import platformdirs
 import pytest
 from conftest import tiny_model, weights_of
-from test_gguf import F16, F32, Q4_0, Q4_1, Q8_0, gguf, text
+from test_gguf import F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, gguf, random_k_blocks, text
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless
 from gearbx_mlx.files import gguf_model, smollm2
 from gearbx_mlx.files.gguf import Gguf, codes_of
 
@@ -24,8 +24,12 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
 
 
-def name_in_gguf(name):
-    parts = {mlx: theirs for theirs, mlx in gguf_model.PARTS.items()}
+CLASSES = {"gemma3": "gemma3_text"}  # of mlx-lm, by the name of llama.cpp
+CHANGES = {"smollm3": {"num_hidden_layers": 4, "no_rope_layers": None}, "gemma3": {"num_hidden_layers": 7}}
+
+
+def name_in_gguf(name, architecture="llama"):
+    parts = {mlx: theirs for theirs, mlx in gguf_model.ARCHITECTURES[architecture].parts.items()}
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{parts[stem]}.{kind}"
@@ -43,6 +47,8 @@ def encoded(array, kind):
         return array.astype(np.float32).tobytes()
     if kind == F16:
         return array.astype(np.float16).tobytes()
+    if kind in (Q4_K, Q5_K, Q6_K):
+        return random_k_blocks(kind, array.size // 256).tobytes()
     blocks = array.reshape(-1, 32)
     scales = (np.abs(blocks).max(axis=1, keepdims=True) / (127 if kind == Q8_0 else 7)).astype(np.float16)
     codes = np.rint(blocks / scales)
@@ -59,14 +65,17 @@ def encoded(array, kind):
 def write(path, model, kind=F16, architecture=None, **changes):
     """A model of mlx-lm as a GGUF, with a vocabulary of single characters."""
     args, architecture = model.args, architecture or model.args.model_type
+    of_llama, plus_one = architecture in ("llama", "smollm3"), architecture == "gemma3"
     tensors = []
     for name, array in weights_of(model).items():
         stored = np.array(array.astype(mx.float32))
         heads = {"q_proj": args.num_attention_heads, "k_proj": args.num_key_value_heads}.get(name.split(".")[-2])
-        if heads and architecture == "llama":
+        if heads and of_llama:
             stored = in_pairs(stored, heads)
+        if plus_one and "norm" in name:
+            stored = stored + 1
         own = kind if stored.ndim == 2 else F32
-        tensors.append((name_in_gguf(name), stored.shape, own, encoded(stored, own)))
+        tensors.append((name_in_gguf(name, architecture), stored.shape, own, encoded(stored, own)))
     numbers = {
         "block_count": args.num_hidden_layers,
         "context_length": 512,
@@ -76,6 +85,8 @@ def write(path, model, kind=F16, architecture=None, **changes):
         "attention.head_count_kv": args.num_key_value_heads,
         "attention.key_length": getattr(args, "head_dim", None) or args.hidden_size // args.num_attention_heads,
     }
+    if architecture == "gemma3":
+        numbers |= {"attention.sliding_window": args.sliding_window}
     entries = {f"{architecture}.{key}": (UNSIGNED, struct.pack("<I", value)) for key, value in numbers.items()}
     floats = {"attention.layer_norm_rms_epsilon": args.rms_norm_eps, "rope.freq_base": args.rope_theta}
     entries |= {f"{architecture}.{key}": (FLOAT, struct.pack("<f", value)) for key, value in floats.items()}
@@ -91,15 +102,23 @@ def write(path, model, kind=F16, architecture=None, **changes):
     return path
 
 
-def tiny_as(architecture):
-    return tiny_model(architecture, vocab_size=256)
+def tiny_as(architecture, **change):
+    changes = CHANGES.get(architecture, {}) | change
+    model = tiny_model(CLASSES.get(architecture, architecture), vocab_size=256, **changes)
+    if architecture == "gemma3":  # what a file of it does not say
+        model.args.query_pre_attn_scalar = model.args.head_dim
+        for layer in model.layers:
+            layer.self_attn.scale = model.args.head_dim**-0.5
+        norms = {name: mx.random.normal(a.shape) / 4 for name, a in weights_of(model).items() if "norm" in name}
+        model.load_weights([*norms.items()], strict=False)
+    return model
 
 
 @pytest.mark.parametrize("architecture", gguf_model.ARCHITECTURES)
 @pytest.mark.parametrize("kind", [F16, Q8_0])
 def test_logits_are_those_of_the_model(tmp_path, architecture, kind):
     model, prompt = tiny_as(architecture), mx.array([[1, 2, 3, 4]])
-    loaded, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", model, kind))
+    loaded, _ = gearbx_mlx.load(write(tmp_path / "model.gguf", model, kind, architecture))
     expected = model(prompt)
     error = mx.abs(loaded(prompt).astype(mx.float32) - expected).max() / mx.abs(expected).max()
     assert error.item() < (0.01 if kind == F16 else 0.05)
@@ -121,11 +140,86 @@ def test_packed_codes_stand_for_the_same_weights(tmp_path, kind):
     file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama"), kind))
     for tensor in file.tensors.values():
         if len(tensor.shape) == 2:
-            codes, scales, biases = map(mx.array, codes_of(file, tensor))
+            codes, scales, biases = map(mx.array, codes_of(file, tensor)[1:])
             wide = scales.astype(mx.float32), biases.astype(mx.float32)
             assert mx.array_equal(
                 mx.dequantize(codes, *wide, 32, 8 if kind == Q8_0 else 4), mx.array(file.weights(tensor))
             )
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Q4_K, 4), (Q5_K, 5)])
+def test_codes_of_k_quants_stay_packed(tmp_path, kind, bits, recwarn):
+    file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama", **WIDE), kind))
+    model, _ = gearbx_mlx.load(file.path)
+    layer, stored = model.layers[1].mlp.down_proj, file.tensors["blk.1.ffn_down.weight"]
+    assert (layer.bits, layer.group_size) == (bits, 32)
+    wide = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
+    found = mx.dequantize(layer.weight, *wide, 32, bits)
+    expected = mx.array(file.weights(stored))
+    assert mx.abs(found - expected).max() < 2**-10 * mx.abs(expected).max()  # scales of float16
+    assert not [warning for warning in recwarn if "unpacked" in str(warning.message)]
+
+
+def test_what_takes_more_memory_than_in_the_file_is_announced(tmp_path):
+    file = Gguf(write(tmp_path / "model.gguf", tiny_as("llama", **WIDE), Q6_K))
+    for _ in range(2):  # the second time from the cache
+        with pytest.warns(GearbxWarning, match="Q6_K are unpacked to float16, and take") as told:
+            model, _ = gearbx_mlx.load(file.path)
+        assert str(file.path) in str(told[0].message)
+    expected = mx.array(file.weights(file.tensors["blk.1.ffn_down.weight"])).astype(mx.float16)
+    assert mx.array_equal(model.layers[1].mlp.down_proj.weight, expected)
+
+
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256)), "▁", "a", "b", "c", "ab", "bc", "▁a"]
+PIECES += ["▁ab", "<sep>"]
+SCORES = [0.0] * 259 + [-9.0, -8.0, -8.0, -8.0, -3.0, -2.0, -4.0, -1.0, 0.0]
+KINDS = [2, 3, 3, *[6] * 256, *[1] * (len(PIECES) - 260), 4]
+
+
+def pieces(**changes):
+    """Metadata of a SentencePiece vocabulary."""
+    rows = struct.pack("<IQ", STRING, len(PIECES)) + b"".join(map(text, PIECES))
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": (ARRAY, rows),
+        "tokenizer.ggml.scores": (ARRAY, struct.pack(f"<IQ{len(SCORES)}f", FLOAT, len(SCORES), *SCORES)),
+        "tokenizer.ggml.token_type": (ARRAY, struct.pack(f"<IQ{len(KINDS)}i", 5, len(KINDS), *KINDS)),
+        "tokenizer.ggml.bos_token_id": (UNSIGNED, struct.pack("<I", 1)),
+        "tokenizer.ggml.eos_token_id": (UNSIGNED, struct.pack("<I", 2)),
+    } | changes
+
+
+@pytest.mark.parametrize(
+    ("line", "spaced", "expected"),
+    [
+        ("ab ab", True, ["<s>", "▁ab", "▁ab"]),
+        ("abc", True, ["<s>", "▁a", "bc"]),  # bc has a higher score than ab
+        ("abc", False, ["<s>", "a", "bc"]),
+        ("a<sep>c", False, ["<s>", "a", "<sep>", "c"]),
+        ("é", False, ["<s>", "<0xC3>", "<0xA9>"]),
+    ],
+)
+def test_pieces_of_sentencepiece(tmp_path, line, spaced, expected):
+    change = {} if spaced else {"tokenizer.ggml.add_space_prefix": (7, b"\0")}
+    model = tiny_model("phi3", vocab_size=320)
+    file = write(tmp_path / "model.gguf", model, F16, "phi3", **pieces(**change))
+    _, tokenizer = gearbx_mlx.load(file)
+    found = tokenizer.encode(line)
+    assert tokenizer.convert_ids_to_tokens(found) == expected
+    assert tokenizer.decode(found, skip_special_tokens=True) == line
+
+
+def test_a_text_ends_where_a_turn_ends(tmp_path):
+    names = ["<eos>", *WORDS, *"éèáà", "<|im_end|>"]
+    rows = struct.pack("<IQ", STRING, 256) + b"".join(map(text, names))
+    kinds = struct.pack("<IQ256i", 5, 256, 3, *[1] * 254, 3)
+    changes = {"tokenizer.ggml.tokens": (ARRAY, rows), "tokenizer.ggml.token_type": (ARRAY, kinds)}
+    _, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), **changes))
+    assert tokenizer.eos_token_ids == {0, 255}
 
 
 def test_a_file_that_may_only_be_read_is_enough(tmp_path):
@@ -141,7 +235,9 @@ def test_a_file_that_may_only_be_read_is_enough(tmp_path):
     ("changes", "words"),
     [
         ({"general.architecture": "mamba"}, "general.architecture is 'mamba'"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model is 'llama'"),
+        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
+        ({"tokenizer.ggml.model": "llama"}, "do not fit"),
+        ({"llama.rope.scaling.type": "yarn"}, "stretches rotary positions"),
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),

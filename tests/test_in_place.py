@@ -13,6 +13,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
+from gearbx_mlx.loading import DEMO_MODEL
 
 PROMPT = mx.array([[1, 2, 3, 4, 5]])
 TYPES = (mx.float16, mx.bfloat16, mx.float32)
@@ -188,6 +189,62 @@ def test_the_command(command, tmp_path):
     done = command("generate", "--model", tmp_path / "8", *flags, "--format", "exact")
     assert done.status == 2
     assert "--format" in done.err
+
+
+@pytest.fixture(scope="module")
+def eight_bits(tmp_path_factory):
+    """The demo model in 8 bits of mlx-lm, and a text."""
+    folder = tmp_path_factory.mktemp("owned")
+    packing = {"quantize": True, "q_bits": 8, "q_group_size": 32}
+    mlx_lm.convert(str(DEMO_MODEL), str(folder / "model"), **packing)
+    (folder / "text.txt").write_text("Once upon a time a little fox lived in a wood.\n" * 12)
+    return folder
+
+
+QUIET = "--ignore-chat-template", "-m", 6
+
+
+@pytest.mark.parametrize("mode", ["lossless", "route", "kickdown"])
+def test_calibrate(command, eight_bits, tmp_path, mode):
+    """What it finds is for the gears of the codes, and `generate` takes it."""
+    model, file = eight_bits / "model", tmp_path / "found.json"
+    flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2
+    done = command("calibrate", "--model", model, "--mode", mode, "--out", file, *flags, *QUIET)
+    assert done.status == 0, done.err
+    found = json.loads(file.read_text())
+    assert found["gears"] == [4, 8]
+    if mode != "lossless":
+        assert len(found["thresholds"]) == 1
+    given = "--curve" if mode == "lossless" else "--thresholds"
+    done = command("generate", "--model", model, "--mode", mode, given, file, "-p", "Once", *QUIET)
+    assert done.status == 0, done.err
+
+
+def test_calibrate_to_an_agreement(command, eight_bits, tmp_path):
+    flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2, "--out", tmp_path / "policy.json"
+    done = command("calibrate", "--model", eight_bits / "model", "--target-agreement", "0.9", *flags, *QUIET)
+    assert done.status == 0, done.err
+    assert json.loads((tmp_path / "policy.json").read_text())["gears"] in ([8], [4, 8])
+
+
+def test_evaluate(command, eight_bits, tmp_path):
+    """The top gear is what others are compared with: it agrees with itself."""
+    text = "--data", eight_bits / "text.txt", "--context", 32, "--tokens", 24
+    policies = "--policy", "static", "route", "--share", "0.5"
+    out = tmp_path / "report"
+    done = command("evaluate", "--model", eight_bits / "model", "--out", out, *text, *policies)
+    assert done.status == 0, done.err
+    report = json.loads((out / "evaluation.json").read_text())
+    assert [gear["bits"] for gear in report["ladder"]] == [4, 8]
+
+
+def test_analyze(command, eight_bits, tmp_path):
+    flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2, "--out", tmp_path / "out"
+    done = command("analyze", "--model", eight_bits / "model", *flags, *QUIET)
+    assert done.status == 0, done.err
+    told = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [gear["bits"] for gear in told["ladder"]] == [4, 8]
+    assert len(told["thresholds"]) == 1
 
 
 def test_without_a_lower_gear_the_text_itself_proposes():

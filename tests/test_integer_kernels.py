@@ -75,7 +75,7 @@ class TestRoundedActivations:
     def test_what_is_not_finite_shows_in_its_vector_alone(self, native, value, x_bits):
         weight, scales, biases = mx.quantize(mx.random.normal((9, 128)), 32, 4)
         x = mx.where((mx.arange(3)[:, None] == 1) & (mx.arange(128) == 70), value, mx.random.normal((3, 128)))
-        finite = np.isfinite(float64(native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits)))
+        finite = np.isfinite(float64(native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits=x_bits)))
         assert not finite[1].any()
         assert finite[[0, 2]].all()
 
@@ -83,7 +83,7 @@ class TestRoundedActivations:
     def test_tiny_and_no_activations(self, native, x_bits):
         weight, scales, biases = mx.quantize(mx.random.normal((9, 64)), 32, 4)
         for x in (mx.zeros((1, 64)), mx.full((1, 64), 1e-40)):
-            y = native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits)
+            y = native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits=x_bits)
             assert mx.abs(y).max().item() < 1e-36
 
     @pytest.mark.parametrize(("activations", "error"), [("int16", 1e-3), ("int8", 0.05)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..cli import terminal
 from ..cli.gate import check_routing, initial_gear, route_fields
@@ -21,6 +22,7 @@ from ..decoding.stream import stream_generate
 from ..decoding.summary import RunSpeed, summary_of
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
+from ..gears.in_place import own_codes
 from ..gears.ladder import Ladder
 from ..loading import model_name
 from ..telemetry.summary import Tally
@@ -67,12 +69,13 @@ def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
     """Run the prompts, and write trace, summary and pictures; an interrupt writes them as far as they came."""
-    ladder = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears)).ladder
-    check_routing(settings.routing, ladder)
+    asked = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears)).ladder
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
     check_output(out)
     model, tokenizer, config = load_model(settings.model)
+    ladder = asked if settings.ladder.gears is not None else ladder_of(model, asked)
+    check_routing(settings.routing, ladder)
     fingerprint = partial(model_fingerprint, model)
     routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
     prompts = prompts_of(settings, texts, tokenizer, config, ladder)
@@ -89,6 +92,13 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     }
     files = write_report(out, result, found.records, [gear.name for gear in ladder], thresholds)
     return Analysis(result, files, found.complete)
+
+
+def ladder_of(model: nn.Module, default: Ladder) -> Ladder:
+    """That of a quantized model's own codes, where they have several gears; else the default."""
+    codes = own_codes(model)
+    own = default if codes is None else codes.chosen(None)
+    return own if len(own) > 1 else default
 
 
 def prompts_of(

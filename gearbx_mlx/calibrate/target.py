@@ -69,6 +69,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     asked = prompts_of(settings.calibration)
     documents = read_documents(Path(settings.target.data)) if settings.target.data else None
     loaded = Loaded.of(resolved)
+    resolved = loaded.resolved
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, loaded.config)
     target = settings.target
@@ -85,6 +86,8 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
         reference = reference_of(gearbox, windows, session, progress)
         recordings = record_gears(gearbox, windows, reference, session, progress)
         found = candidates(recordings, lambda ladder, gear: gearbox.costed_in(ladder).weight_bytes_per_token(gear))
+        if gearbox.in_place:  # where every ladder has the whole codes
+            found = [candidate for candidate in found if candidate.gears[-1] == gearbox.ladder.top.bits]
         by_bits = {gear.bits: recording for gear, recording in recordings.items()}
         search = Search(resolved, wish, windows, by_bits, reference, session.journal("verified", PolicyOutcome))
         try:
@@ -197,7 +200,11 @@ class Search:
 
     def gearbox_of(self, candidate: Candidate) -> Gearbox:
         """The candidate's gears, on the model as it is loaded."""
-        return Loaded.of(replace(self.resolved, ladder=Ladder(candidate.gears))).gearbox()
+        ladder = Ladder(candidate.gears)
+        asked = replace(self.resolved.asked, gears=ladder)
+        geared = Loaded.of(replace(self.resolved, ladder=ladder, asked=asked)).in_gears().gearbox
+        assert isinstance(geared, Gearbox)
+        return geared
 
     def file_of(self, candidate: Candidate, gearbox: Gearbox) -> DraftFile | ThresholdFile:
         """The file that generate --thresholds reads."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.loaded import Loaded
-from ..cli.resolved import Resolved, resolve_gears
+from ..cli.resolved import resolve_gears
 from ..decoding.kickdown import GearedModel
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
@@ -21,10 +21,10 @@ from .shared import Calibration, bits_line, check_ladder, encoded, inputs_of, pr
 
 def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """Thresholds from the entropies of a model that does not change gear. place: of the journal, if there is one."""
-    resolved, shares = settle(settings)
     gate = vars(settings.gate.filled())
     texts = prompts_of(settings.calibration)
-    loaded = Loaded.of(resolved)
+    loaded, shares = settle(settings)
+    resolved = loaded.resolved
     observer = Observer(loaded.model, resolved.ladder, dtype=settings.model.dtype)
     prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
     journal = Journal(place, inputs_of(settings, resolved, prompts), list[float])
@@ -51,9 +51,9 @@ def calibrate_route(settings: CalibrateSettings, place: Path | None) -> Calibrat
 
 def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """Thresholds from every token's entropy in every gear on the way to the top one. place: as for route."""
-    resolved, shares = settle(settings)
     texts = prompts_of(settings.calibration)
-    loaded = Loaded.of(resolved)
+    loaded, shares = settle(settings)
+    resolved = loaded.resolved
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     climbing = GearedModel(gearbox, rule=lambda entropy, position, gear: True)
     prompts = encoded(texts, settings.prompt, tokenizer, loaded.config)
@@ -87,11 +87,17 @@ def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], 
     return [source.seen(response).step.entropies for response in source.responses]
 
 
-def settle(settings: CalibrateSettings) -> tuple[Resolved, list[float]]:
-    """The gears, and the share of tokens for each. Raises GearbxError for gears that need no threshold."""
+def settle(settings: CalibrateSettings) -> tuple[Loaded, list[float]]:
+    """The model, and the share of tokens for each of its gears, which are its own codes' if it is quantized.
+
+    Raises:
+        GearbxError: gears that need no threshold.
+    """
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
     check_ladder(resolved.ladder, "no thresholds")
-    return resolved, settings.calibration.shares_of(len(resolved.ladder))
+    loaded = Loaded.of(resolved)
+    loaded.check_gears()
+    return loaded, settings.calibration.shares_of(len(loaded.resolved.ladder))
 
 
 def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], length: int) -> list[float]:

@@ -27,7 +27,7 @@ from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing
-from ..formats import get_format, with_cache
+from ..formats import DEFAULT_FORMAT, get_format, with_cache
 from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
@@ -108,13 +108,17 @@ class Loaded:
             note(f"{self.name} is quantized to {what_of_codes(gearbox)}")
         return Geared(self, gearbox)
 
-    def gearbox(self) -> Gearbox:
-        """As `in_gears`. Raises GearbxError for a model that has no gears, too."""
+    def check_gears(self) -> None:
+        """Raises GearbxError for a quantized model whose codes have one gear."""
         codes = own_codes(self.model)
         if without_gears(self.model) or (codes is not None and len(self.resolved.ladder) == 1):
             raise GearbxError(
                 f"{self.name}: is quantized already and has no gears to compare; give the model that it was made from"
             )
+
+    def gearbox(self) -> Gearbox:
+        """As `in_gears`. Raises GearbxError for a model that has no gears, too."""
+        self.check_gears()
         gearbox = self.in_gears().gearbox
         assert isinstance(gearbox, Gearbox)
         return gearbox
@@ -167,8 +171,8 @@ def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
     if codes is None:
         return resolved
     refused = {
-        "--format": resolved.asked.format,
-        "--q-group-size": resolved.asked.q_group_size,
+        "--format": resolved.asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
+        "--q-group-size": resolved.asked.q_group_size not in (None, codes.group_size),
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
         "--dequant-cache": resolved.dequant_cache,

@@ -34,8 +34,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     """
     examples, problems = problems_of(settings.task)
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
-    ladder = resolved.ladder
     loaded = Loaded.of(resolved)
+    resolved, ladder = loaded.resolved, loaded.resolved.ladder  # of a quantized checkpoint its own codes'
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     thresholds = RoutingSettings(settings.task.thresholds)
     routing = routing_for(

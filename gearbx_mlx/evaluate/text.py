@@ -61,9 +61,11 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     """
     comparison, data = settings.comparison, settings.task.data
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
-    between = parse_between(comparison.between, resolved.ladder)
     documents = read_documents(Path(data))
     loaded = Loaded.of(resolved)
+    loaded.check_gears()
+    resolved = loaded.resolved  # of a quantized checkpoint with the gears of its own codes
+    between = parse_between(comparison.between, resolved.ladder)
     gearbox = loaded.gearbox()
     if comparison.kv_gears:
         check_heads(loaded.model, comparison.kv_gears)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 MOST_DIMENSIONS = 4
+GROUP = 32  # weights that share a scale
+CODED = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of affine codes in such groups
+AT_ONCE = 2**14  # blocks of a K-quant that are packed at a time: bits take a byte each
 AGAIN = "download it again"
 
 # Types of values in the metadata, by their number: format of `struct`. 7 is a bool, 8 a string, 9 an array.
@@ -55,6 +58,33 @@ def bfloat16(blocks: np.ndarray) -> np.ndarray:
     return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
+def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of Q4_K or Q5_K the codes (blocks, 8, 32) uint8, and for every 32 of them scale and bias (blocks, 8) float32."""
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
+    least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
+    halved = blocks[:, -128:].reshape(-1, 4, 1, 32)
+    codes = np.concatenate([halved & 15, halved >> 4], axis=2).reshape(-1, 8, 32)
+    if bits == 5:
+        fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        codes = codes | fifth << 4
+    return codes, halves(blocks, 0) * scales, -halves(blocks, 2) * least
+
+
+def from_k(blocks: np.ndarray, bits: int) -> np.ndarray:
+    codes, scales, biases = parts_of_k(blocks, bits)
+    return scales[..., None] * codes + biases[..., None]
+
+
+def from_q6_k(blocks: np.ndarray) -> np.ndarray:
+    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
+    low = np.concatenate([low & 15, low >> 4], axis=2)
+    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
+    scales = blocks[:, 192:208].view(np.int8) * halves(blocks, 208)
+    return scales[..., None] * codes
+
+
 # By the number of ggml_type. A weight of a quantized block is its scale times its code; Q4_1 adds its smallest weight.
 ENCODINGS = {
     0: Encoding("F32", 1, 4, lambda blocks: blocks.view(np.float32)),
@@ -62,10 +92,13 @@ ENCODINGS = {
     2: Encoding("Q4_0", 32, 18, lambda blocks: halves(blocks, 0) * (nibbles(blocks, 2) - 8)),
     3: Encoding("Q4_1", 32, 20, lambda blocks: halves(blocks, 0) * nibbles(blocks, 4) + halves(blocks, 2)),
     8: Encoding("Q8_0", 32, 34, lambda blocks: halves(blocks, 0) * blocks[:, 2:].view(np.int8)),
+    12: Encoding("Q4_K", 256, 144, lambda blocks: from_k(blocks, 4)),
+    13: Encoding("Q5_K", 256, 176, lambda blocks: from_k(blocks, 5)),
+    14: Encoding("Q6_K", 256, 210, from_q6_k),
     30: Encoding("BF16", 1, 2, bfloat16),
 }
 OTHER_TYPES = {  # of ggml, which are not read
-    **{6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"},
+    **{6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K"},
     **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
     **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
 }
@@ -133,7 +166,7 @@ class Gguf:
             raise GearbxError(f"{self.path}: {shown(name)} has weights of {found}; give a file of {readable}")
         if shape and shape[-1] % encoding.block:
             raise self._damaged(
-                f"{shown(name)} has rows of {shape[-1]} weights, and {encoding.name} needs blocks of 32"
+                f"{shown(name)} has rows of {shape[-1]} weights, and {encoding.name} needs blocks of {encoding.block}"
             )
         tensor = GgufTensor(name, shape, encoding, start + offset)
         if tensor.place + tensor.nbytes > len(self._bytes):
@@ -188,24 +221,43 @@ class Gguf:
         return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")
 
 
-def codes_of(gguf: Gguf, tensor: GgufTensor) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Codes, scales and biases of a quantized matrix as MLX packs them, in groups of 32; None for other tensors.
+class Codes(NamedTuple):
+    """A matrix of affine codes as MLX packs them, in groups of 32.
 
-    Returns:
-        (..., I * bits / 32) uint32, and (..., I / 32) float16 twice.
+    words: (..., I * bits / 32) uint32. scales, biases: (..., I / 32) float16.
     """
+
+    bits: int
+    words: np.ndarray
+    scales: np.ndarray
+    biases: np.ndarray
+
+
+def codes_of(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
+    """The codes of a quantized matrix; None for other tensors, and for Q6_K, where 16 weights share a scale."""
     name = tensor.encoding.name
-    if not name.startswith("Q"):
+    if name not in CODED:
         return None
-    blocks = gguf.blocks(tensor)
-    groups = (*tensor.shape[:-1], tensor.shape[-1] // tensor.encoding.block)
+    blocks, bits = gguf.blocks(tensor), CODED[name]
     scales = blocks[:, :2].copy().view(np.float16)
-    if name == "Q8_0":
+    if name.endswith("_K"):
+        parts = [packed_k(blocks[start : start + AT_ONCE], bits) for start in range(0, len(blocks), AT_ONCE)]
+        packed, scales, biases = (np.concatenate(arrays) for arrays in zip(*parts))
+    elif name == "Q8_0":
         packed, biases = blocks[:, 2:] ^ 0x80, scales * np.float16(-128)  # from signed to unsigned codes
     else:
         codes = blocks[:, -16:]
         codes = np.concatenate([codes & 0xF, codes >> 4], axis=1)
         packed = codes[:, ::2] | codes[:, 1::2] << 4
         biases = scales * np.float16(-8) if name == "Q4_0" else blocks[:, 2:4].copy().view(np.float16)
+    groups = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
     words = np.ascontiguousarray(packed).view(np.uint32).reshape(*tensor.shape[:-1], -1)
-    return words, scales.reshape(groups), biases.reshape(groups)
+    return Codes(bits, words, scales.reshape(groups), biases.reshape(groups))
+
+
+def packed_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of Q4_K or Q5_K as a stream of bits, and their scales and biases in float16."""
+    codes, scales, biases = parts_of_k(blocks, bits)
+    stream = codes.reshape(len(blocks), -1, 1) >> np.arange(bits, dtype=np.uint8) & 1
+    packed = np.packbits(stream.reshape(len(blocks), -1), axis=1, bitorder="little")
+    return packed, scales.astype(np.float16), biases.astype(np.float16)

@@ -1,32 +1,37 @@
 """A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`.
 
-At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Q8_0, Q4_0 and Q4_1 are affine
-codes in groups of 32, which are put in MLX's order without a detour through dense weights. Other encodings stay dense.
+At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Q8_0, Q4_0, Q4_1, Q4_K and Q5_K
+are affine codes in groups of 32, which are put in MLX's order without a detour through dense weights. Q6_K becomes
+float16, since 16 weights share a scale; other encodings are dense as they are.
 
-Source: llama.cpp's gguf-py (names of tensors and keys) and llama-vocab.cpp (how texts are cut).
+Source: llama.cpp's gguf-py (names of tensors and keys) and its convert_hf_to_gguf.py (what it changes of weights).
 """
 
 import collections
 import hashlib
 import json
+import math
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import platformdirs
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..errors import GearbxError
-from .gguf import AGAIN, Gguf, GgufTensor, codes_of
+from ..errors import GearbxError, GearbxWarning
+from .gguf import AGAIN, CODED, GROUP, Gguf, GgufTensor, codes_of
+from .gguf_tokenizer import BPE, CUTS, PIECES, ends_of, write_tokenizer
 from .reading import shown, unreadable
 from .writing import make_directory, unwritable
 
 SUFFIX = ".gguf"
-GROUP = 32  # weights of a block, which share a scale
-SPECIAL, OF_USER = 3, 4  # types of tokens that stand for no text, or that no text is cut in
+FORM = 2  # of what is written; another one is not taken from the cache
+WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
+BLOCKS_OF_27B = 62  # of Gemma 3, whose queries are scaled by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
 DENSE = {"F16": mx.float16, "BF16": mx.bfloat16}  # F32 is for norms and biases, and becomes the type of the others
 
@@ -38,12 +43,37 @@ PARTS = {
     **{"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"},
     **{"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
 }
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-IN_PAIRS = ("llama",)  # whose rows of q and k llama.cpp keeps in pairs
+AROUND = {  # the norms of a block that has one behind its attention and its MLP, too
+    **{"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm"},
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+JOINED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 
-# How texts are cut before byte-level BPE, by tokenizer.ggml.pre: digits one by one, or this expression.
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-CUTS = {"smollm": None, "qwen2": WORDS % r"\p{N}", "llama-bpe": WORDS % r"\p{N}{1,3}"}
+
+@dataclass(frozen=True)
+class Architecture:
+    """What an architecture of llama.cpp is in mlx-lm.
+
+    name: of the class, as transformers has it. model_type: of mlx-lm. parts: names of tensors. in_pairs: whether rows
+    of q and k are kept in pairs. plus_one: whether the weights of norms have 1 added.
+    """
+
+    name: str
+    model_type: str
+    parts: Mapping[str, str] = field(default_factory=lambda: PARTS)
+    in_pairs: bool = False
+    plus_one: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("LlamaForCausalLM", "llama", in_pairs=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", in_pairs=True),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", PARTS | JOINED),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True),
+}
+STRETCHED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def gguf_directory(file: Path) -> Path:
@@ -55,10 +85,28 @@ def gguf_directory(file: Path) -> Path:
     """
     try:
         about = file.stat()
-        stamp = f"{file.resolve()} {about.st_size} {about.st_mtime_ns}"
+        stamp = f"{file.resolve()} {about.st_size} {about.st_mtime_ns} {FORM}"
     except OSError as error:
         raise unreadable(file, error) from error
-    return unpacked(f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}", lambda: Gguf(file), dense=False)
+    name = f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
+    directory = unpacked(name, lambda: Gguf(file), dense=False)
+    announce(file, directory)
+    return directory
+
+
+def announce(file: Path, directory: Path) -> None:
+    """Warn of weights that take more memory than in the file."""
+    try:
+        widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
+    except (OSError, ValueError):  # of which the loading of the directory tells
+        return
+    for encoding, (stored, own) in widened.items():
+        warnings.warn(
+            f"{file}: weights of {encoding} are unpacked to float16, and take {own / 1e6:.0f} MB in place of "
+            f"{stored / 1e6:.0f} MB; weights of {', '.join(CODED)} stay packed",
+            GearbxWarning,
+            stacklevel=2,
+        )
 
 
 def unpacked(name: str, opened: Callable[[], Gguf], dense: bool) -> Path:
@@ -83,15 +131,18 @@ def unpacked(name: str, opened: Callable[[], Gguf], dense: bool) -> Path:
 def check(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
     of, path = gguf.metadata, gguf.path
-    known = ("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", ["gpt2"]), ("tokenizer.ggml.pre", CUTS)
+    known = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
+    if of.get("tokenizer.ggml.model") == BPE:
+        known.append(("tokenizer.ggml.pre", CUTS))
     for key, choices in known:
         if of.get(key) not in choices:
             raise GearbxError(
                 f"{path}: {key} is {shown(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
                 "as safetensors"
             )
+    parts = ARCHITECTURES[of["general.architecture"]].parts
     for name in gguf.tensors:
-        if name_of(name) is None:
+        if name_of(name, parts) is None and name not in STRETCHED:
             raise GearbxError(
                 f"{path}: has a tensor {shown(name)}, which no {of['general.architecture']} of mlx-lm has; {AGAIN}"
             )
@@ -107,39 +158,54 @@ def check(gguf: Gguf) -> None:
 
 def unpack(gguf: Gguf, directory: Path, dense: bool) -> None:
     """Write a model as a directory that mlx-lm loads."""
+    kind = ARCHITECTURES[gguf.metadata["general.architecture"]]
     try:
-        config = config_of(gguf)
+        config = config_of(gguf, kind)
         directory.mkdir()
         weights: dict[str, mx.array] = {}
         bits: dict[str, int] = {}
         for tensor in gguf.tensors.values():
-            name = name_of(tensor.name) or ""
-            heads = heads_of(tensor, config) if gguf.metadata["general.architecture"] in IN_PAIRS else None
-            for part, array in arrays_of(gguf, tensor, dense):
+            name = name_of(tensor.name, kind.parts) or ""
+            heads = heads_of(tensor, config) if kind.in_pairs else None
+            one = int(kind.plus_one and "norm" in name)
+            for part, array in arrays_of(gguf, tensor, dense, one):
                 stored = array if heads is None else in_halves(array, heads)
                 weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
-                if part == "scales":
-                    bits[name.rpartition(".")[0]] = 8 if tensor.encoding.name == "Q8_0" else 4
+            if not dense and tensor.encoding.name in CODED:
+                bits[name.rpartition(".")[0]] = CODED[tensor.encoding.name]
         write_tokenizer(gguf.metadata, directory)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({error!r}); {AGAIN}") from error
     if bits:
         config["quantization"] = quantization_of(bits)
     if not dense:
-        config["torch_dtype"] = "float16"
+        config |= {"torch_dtype": "float16", WIDENED: widened_by(gguf)}
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def arrays_of(gguf: Gguf, tensor: GgufTensor, dense: bool) -> Iterator[tuple[str, mx.array]]:
-    """What a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights."""
+def arrays_of(gguf: Gguf, tensor: GgufTensor, dense: bool, one: int = 0) -> Iterator[tuple[str, mx.array]]:
+    """What a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
+
+    Args:
+        one: what is subtracted from weights.
+    """
     packed = None if dense else codes_of(gguf, tensor)
     if packed is not None:
-        codes, scales, biases = packed
-        yield from {"weight": mx.array(codes), "scales": mx.array(scales), "biases": mx.array(biases)}.items()
+        yield from zip(("weight", "scales", "biases"), map(mx.array, packed[1:]))
         return
     dtype = mx.bfloat16 if dense else DENSE.get(tensor.encoding.name, mx.float16)
-    yield "", mx.array(gguf.weights(tensor)).astype(dtype)
+    yield "", (mx.array(gguf.weights(tensor)) - one).astype(dtype)
+
+
+def widened_by(gguf: Gguf) -> dict[str, list[int]]:
+    """Encodings whose weights become float16, to their bytes in the file and as they become."""
+    found: dict[str, list[int]] = {}
+    for tensor in gguf.tensors.values():
+        if tensor.encoding.block > 1 and tensor.encoding.name not in CODED:
+            stored, own = found.get(tensor.encoding.name, [0, 0])
+            found[tensor.encoding.name] = [stored + tensor.nbytes, own + 2 * math.prod(tensor.shape)]
+    return found
 
 
 def quantization_of(bits: Mapping[str, int]) -> dict[str, Any]:
@@ -149,11 +215,15 @@ def quantization_of(bits: Mapping[str, int]) -> dict[str, Any]:
     return {"group_size": GROUP, "bits": most, "mode": "affine", **others}
 
 
-def name_of(tensor: str) -> str | None:
-    """The name in mlx-lm of a tensor of a GGUF: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight."""
+def name_of(tensor: str, parts: Mapping[str, str] = PARTS) -> str | None:
+    """The name in mlx-lm of a tensor of a GGUF: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
+
+    Args:
+        parts: of the architecture.
+    """
     stem, _, kind = tensor.rpartition(".")
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    part = PARTS.get(block[2] if block else stem)
+    part = parts.get(block[2] if block else stem)
     if part is None or kind not in ("weight", "bias"):
         return None
     return f"model.layers.{block[1]}.{part}.{kind}" if block else f"{part}.{kind}"
@@ -170,20 +240,21 @@ def in_halves(weight: mx.array, heads: int) -> mx.array:
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def config_of(gguf: Gguf) -> dict[str, Any]:
+def config_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     """config.json of a model in a GGUF."""
-    kind = gguf.metadata["general.architecture"]
-    of = {key.removeprefix(f"{kind}."): value for key, value in gguf.metadata.items()}
+    own = f"{gguf.metadata['general.architecture']}."
+    of = {key.removeprefix(own): value for key, value in gguf.metadata.items()}
     vocabulary, width = gguf.tensors["token_embd.weight"].shape
     heads = of["attention.head_count"]
     if not all(isinstance(of[key], int) and of[key] > 0 for key in ("attention.head_count", "block_count")):
         raise ValueError("attention.head_count and block_count are no numbers")
-    scaling = {key: value for key, value in of.items() if key.startswith("rope.scaling.type")}
-    if set(scaling.values()) - {"none"} or "rope_freqs.weight" in gguf.tensors:
+    scaling = of.get("rope.scaling.type", "none")
+    linear = scaling == "linear" and kind.model_type == "gemma3_text"
+    if not (scaling == "none" or linear) or any(name in gguf.tensors for name in STRETCHED):
         raise GearbxError(f"{gguf.path}: stretches rotary positions, which is not read; give the model as safetensors")
     return {
-        "architectures": [ARCHITECTURES[kind]],
-        "model_type": kind,
+        "architectures": [kind.name],
+        "model_type": kind.model_type,
         "hidden_size": width,
         "intermediate_size": of["feed_forward_length"],
         "num_hidden_layers": of["block_count"],
@@ -197,43 +268,28 @@ def config_of(gguf: Gguf) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": "bfloat16",
         "bos_token_id": of.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": of["tokenizer.ggml.eos_token_id"],
+        "eos_token_id": ends_of(of),
+        **OWN_FIELDS.get(kind.model_type, lambda of, head: {})(of, width // heads),
     }
 
 
-def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
-    """tokenizer.json, byte-level BPE, and its settings with the chat template."""
-    tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
-    merges = [tuple(merge.split(" ")) for merge in of["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocab={token: place for place, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cutting(of["tokenizer.ggml.pre"]))
-    if of["tokenizer.ggml.pre"] == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    for kind, special in ((SPECIAL, True), (OF_USER, False)):
-        whole = [token for token, own in zip(tokens, kinds, strict=True) if own == kind]
-        added = [AddedToken(token, special=special, normalized=False) for token in whole]
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(added)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {f"{ours}_token": of.get(f"tokenizer.ggml.{theirs}_token_id") for ours, theirs in named.items()}
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **{name: tokens[place] for name, place in ids.items() if place is not None},
-        "clean_up_tokenization_spaces": False,
+def fields_of_phi3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    """head: the width of one."""
+    return {"partial_rotary_factor": of.get("rope.dimension_count", head) / head}
+
+
+def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    """Every sixth layer attends to the whole text, and its positions alone may be stretched."""
+    large = of["block_count"] == BLOCKS_OF_27B
+    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
+    return {
+        "query_pre_attn_scalar": head if large else of.get("attention.key_length", head),
+        "sliding_window": of["attention.sliding_window"],
+        "sliding_window_pattern": of.get("attention.sliding_window_pattern", 6),
+        "rope_theta": of.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": of.get("rope.freq_base_swa", ROPE_THETA),
+        "rope_scaling": scaling if of.get("rope.scaling.type") == "linear" else None,
     }
-    if "tokenizer.chat_template" in of:
-        settings["chat_template"] = of["tokenizer.chat_template"]
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
 
 
-def cutting(pre: str) -> list[Any]:
-    """How a text is cut before its parts are merged."""
-    expression = CUTS[pre]
-    if expression is None:
-        return [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        ]
-    split = pre_tokenizers.Split(Regex(expression), behavior="isolated")
-    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+OWN_FIELDS = {"phi3": fields_of_phi3, "gemma3_text": fields_of_gemma3}

@@ -78,7 +78,7 @@ def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, bas
 
     def rest() -> tuple[mx.array, mx.array, mx.array, mx.array]:
         mx.eval(values, planes.arrays)
-        return kernels.exact_encode(values, *planes) if kernels else beside(values, planes)
+        return kernels.exact_encode(values, *planes[:5]) if kernels else beside(values, planes)
 
     kept, low, high, offsets = rest()
     if base is not None and not kept.all().item():
@@ -86,7 +86,7 @@ def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, bas
         kept, low, high, offsets = rest()
     if not kept.all().item():
         planes = planes.each(lambda array: without(array, kept))
-    matrix = ExactMatrix(*planes[:3], low, high, offsets, *planes[3:])
+    matrix = ExactMatrix(*planes[:3], low, high, offsets, planes.widths, planes.group_size)
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
     return matrix

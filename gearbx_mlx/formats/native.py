@@ -1,6 +1,7 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -11,7 +12,15 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
-from ..kernels.bit_planes import IN_PANELS, PanelPlanes, Planes, planes_dense
+from ..kernels.bit_planes import (
+    IN_PANELS,
+    PanelPlanes,
+    Planes,
+    planes_dense,
+    scaled_for,
+    side_by_side,
+    split_affine,
+)
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind, cpu_kernels
 from ..kernels.exact import ExactMatrix
@@ -97,6 +106,10 @@ class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
         y = stack_experts(x, affine_planes(self), indices, sorted_indices, self.x_bits)
         return with_expert_bias(self, y, indices)
 
+    def dense_weight(self) -> mx.array:
+        """The weights (E, O, I) that these codes stand for, of the scales' type."""
+        return planes_dense(affine_planes(self))
+
 
 class NativeMultiLinear(MultiLinear):
     """A MultiLinear in a model with native kernels: it has none itself, and packed weights in its place may."""
@@ -144,7 +157,8 @@ def dense_kind(weight: mx.array) -> Kind:
 def affine_planes(module: nn.Module) -> Planes:
     """The single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
     kind = getattr(module, "record", Planes)
-    return kind([module["weight"]], module["scales"], [module["biases"]], (module.bits,), module.group_size)
+    arrays = [module["weight"]], module["scales"], [module["biases"]]
+    return kind(*arrays, (module.bits,), module.group_size, getattr(module, "rest", 0))
 
 
 Matrix = TypeVar("Matrix", Planes, ExactMatrix)
@@ -153,6 +167,20 @@ Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
     """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
     return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
+
+
+def split_for_kernels(dense: nn.Module, affine: Planes, widths: Sequence[int]) -> Planes:
+    """The codes of an affine weight as a stack of planes in the order of its layer's kernels."""
+    kernels = cpu_kernels(1) if isinstance(dense, Native) else None
+    if kernels is None or tuple(widths) == tuple(affine.widths):
+        return for_kernels(dense, split_affine(affine, widths))
+    codes, (bits,) = mx.contiguous(affine.weights[0]), affine.widths
+    mx.eval(codes)
+    panels, scaled = takes_panels(dense, widths), scaled_for(affine, widths)
+    words = kernels.split_codes(codes, bits, list(widths), panels)
+    if not panels:
+        return scaled._replace(weights=words)
+    return PanelPlanes(*scaled.each_scale(partial(side_by_side, rows=panel_rows())))._replace(weights=words)
 
 
 def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:

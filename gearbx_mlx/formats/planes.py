@@ -125,7 +125,7 @@ class PlanesModule(nn.Module):
         super().__init__()
         self.record = type(planes)
         self.weights, self.scales, self.plane_biases = list(planes.weights), planes.scales, list(planes.biases)
-        self.widths, self.group_size = tuple(planes.widths), planes.group_size
+        self.widths, self.group_size, self.rest = tuple(planes.widths), planes.group_size, planes.rest
         self.bits = sum(planes.widths)
         if "bias" in dense:
             self.bias = dense.bias
@@ -134,7 +134,8 @@ class PlanesModule(nn.Module):
     @property
     def planes(self) -> Planes:
         """The arrays as they are now."""
-        return self.record(self["weights"], self["scales"], self["plane_biases"], self["widths"], self.group_size)
+        arrays = self["weights"], self["scales"], self["plane_biases"]
+        return self.record(*arrays, self["widths"], self.group_size, self.rest)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -150,7 +151,7 @@ class PlanesModule(nn.Module):
 
     def rows(self, x: mx.array) -> mx.array:
         """Rows x of the matrix, (..., I), for planes that were split from affine codes: as MLX dequantizes those."""
-        (codes,), scales, (biases,), (bits,), group_size = self.planes.taken(x.flatten()).joined()
+        (codes,), scales, (biases,), (bits,), group_size, _ = self.planes.taken(x.flatten()).joined()
         return mx.dequantize(codes, scales, biases, group_size, bits).reshape(*x.shape, -1)
 
 
@@ -212,7 +213,7 @@ class JoinedLinear(PlanesLinear):
     """A linear layer over planes that were split from affine codes, which are joined again for MLX's own kernel."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        (codes,), scales, (biases,), (bits,), group_size = self.planes.joined()
+        (codes,), scales, (biases,), (bits,), group_size, _ = self.planes.joined()
         y = mx.quantized_matmul(x, codes, scales, biases, True, group_size, bits)
         return y + self["bias"] if "bias" in self else y
 
@@ -347,6 +348,8 @@ def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.
     Args:
         joined: all planes of affine codes, which MLX's kernels get as they were.
     """
+    if not joined and not isinstance(dense, Native):
+        planes = planes.with_biases()
     if len(planes.widths) == 1:
         return quantized_module(dense, planes)
     kinds: Sequence[type[PlanesModule]] = PlanesLinear, PlanesSwitchLinear, PlanesMultiLinear
@@ -372,12 +375,10 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     else:
         module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
         module.global_scale = None
-    module.group_size, (module.bits,), module.mode, module.record = (
-        planes.group_size,
-        planes.widths,
-        "affine",
-        type(planes),
-    )
+    if planes.rest:  # which native kernels alone read
+        module.rest = planes.rest
+    module.group_size, (module.bits,), module.mode = planes.group_size, planes.widths, "affine"
+    module.record = type(planes)
     (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
     if "bias" in dense:
         module.bias = dense.bias

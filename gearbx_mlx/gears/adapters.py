@@ -37,8 +37,11 @@ def holders_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Path to module of everything inside a model's holders, as `named_modules` of the model without them."""
-    holders, found = holders_of(model), {}
-    for path, module in model.named_modules():
+    modules, found = dict(model.named_modules()), {}
+    holders = {path: module for path, module in modules.items() if held_name(module) is not None}
+    if not holders:
+        return modules
+    for path, module in modules.items():
         name = plain_name(path, holders)
         if path not in holders and (name != path or path.rpartition(".")[0] not in holders):
             found[name] = module

@@ -6,10 +6,9 @@ is. A layer of fewer bits than a gear is the same in both.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
@@ -124,21 +123,3 @@ def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]
     """The bits, ascending, that a layer with codes of `bits` has in gears of this ladder; the top one has its codes."""
     lower = (max(gear, layer.lowest_bits) for gear in ladder[:-1])
     return (bits,) if layer.is_table else tuple(sorted({*(min(gear, bits) for gear in lower), bits}))
-
-
-class SharedZeros:
-    """Arrays of zeros that share their memory: biases of the planes after the first one.
-
-    Args:
-        modules: whose scales say how many are needed.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]):
-        self._most = max((module.scales.size for module in modules.values()), default=0)
-        self._of: dict[mx.Dtype, mx.array] = {}
-
-    def like(self, array: mx.array) -> mx.array:
-        if array.dtype not in self._of:
-            self._of[array.dtype] = mx.zeros(self._most, array.dtype)
-            mx.eval(self._of[array.dtype])
-        return self._of[array.dtype][: array.size].reshape(array.shape)

@@ -28,14 +28,14 @@ from ..errors import GearbxError, GearbxWarning
 from ..formats.base import Format, WithBase, check_quantized, dense_weight, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
-from ..formats.native import Native, affine_planes, for_kernels, with_kernels
+from ..formats.native import Native, affine_planes, for_kernels, split_for_kernels, with_kernels
 from ..formats.planes import plane_widths, planes_module, quantized_module
 from ..formats.tied import ExactTied, QuantizedTied, in_place_of, linear_of, quantized_table
-from ..kernels.bit_planes import Planes, split_affine
+from ..kernels.bit_planes import Planes
 from .activations import layer_bytes, stored_dtype
 from .adapters import layers_of
 from .discovery import Layer, is_quantized, none_managed, stored_widths
-from .in_place import OwnCodes, SharedZeros, widths_in
+from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
@@ -243,7 +243,7 @@ class FromCodes(Source):
         return dataclasses.replace(self, ladder=ladder)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        weight = layer.module.weight  # the biases of other planes than the first one are zeros, which all layers share
+        weight = layer.module.weight  # the first plane alone has biases
         return math.prod(weight.shape) * bits // 8 + 2 * weight.size // self.sizes[layer.path] * weight.dtype.size
 
     def rows_at(self, layer: Layer, bits: int) -> int:
@@ -254,32 +254,30 @@ class FromCodes(Source):
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         for path, modules in made.items():
-            arrays = [module.parameters() for module in modules]
+            arrays = tree_flatten([module.parameters() for module in modules])
             mx.eval(arrays)
-            if not all(is_finite(array) for name, array in tree_flatten(arrays) if "scales" in name):
+            scales = {id(array): array for name, array in arrays if "scales" in name}  # gears share them
+            if not all(map(is_finite, scales.values())):
                 raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
 
     def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
         """All gears of all layers; of each layer the array of the checkpoint leaves when its planes are made."""
-        zeros, made = SharedZeros(self.codes.modules), dict[str, Gears]()
+        made = dict[str, Gears]()
         for layer in layers:
-            made[layer.path] = self._gears(layer, self.codes.modules.pop(layer.path), zeros)
+            made[layer.path] = self._gears(layer, self.codes.modules.pop(layer.path))
             self.read({layer.path: made[layer.path].values()}, {})
         return made
 
-    def _gears(self, layer: Layer, stored: nn.Module, zeros: SharedZeros) -> Gears:
+    def _gears(self, layer: Layer, stored: nn.Module) -> Gears:
         widths, dense, native = self.widths(layer), linear_of(layer.module), isinstance(layer.module, Native)
         if len(widths) == 1 and not native:
             return {widths[0]: stored}
         affine = affine_planes(stored)
         if layer.is_table:
             return {widths[0]: quantized_table(affine, self.compute_dtype)}
-        split = split_affine(affine, plane_widths(widths))
-        mx.eval(split.weights, split.scales)
-        del affine, stored.weight  # before the planes are put in order
-        split = for_kernels(dense, split)
-        others = [zeros.like(split.biases[0])] * (len(widths) - 1)
-        split = split._replace(biases=[split.biases[0], *others])
+        split = split_for_kernels(dense, affine, plane_widths(widths))
+        mx.eval(split.arrays)
+        del affine, stored.weight
         *low, top = widths
         linears = {bits: planes_module(dense, split.prefix(bits)) for bits in low}
         linears[top] = planes_module(dense, split, joined=not native)
@@ -359,10 +357,14 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
-    if isinstance(module, AFFINE_LAYERS) and module.mode == "affine":
-        made = quantized_module(layer.module, affine_planes(module))
+    affine = getattr(module, "mode", None) == AFFINE
+    if affine and isinstance(module, AFFINE_LAYERS):
+        made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
             made.bias = module.bias
+    elif affine and isinstance(module, nn.QuantizedEmbedding) and isinstance(layer.module, Native):
+        head = linear_of(layer.module)
+        return QuantizedTied(quantized_module(head, for_kernels(head, affine_planes(module))), dtype)
     else:
         made = with_kernels(module, isinstance(layer.module, Native))
     if not isinstance(made, Native):

@@ -25,8 +25,10 @@ class Planes(NamedTuple):
     A single plane is an affine weight of MLX.
 
     weights: per plane, (..., O, I * width / 32) uint32 as `mx.quantize` packs them, most significant plane first.
-    scales: (..., O, I / group_size), of the first plane; the others are powers of two below it. biases: per plane, the
-    same shape. widths: bits of each plane. group_size: inputs that share a scale.
+    scales: (..., O, I / group_size), of the first plane; the others are powers of two below it. biases: of the first
+    plane and some of the next, the same shape; those of the others are 0. widths: bits of each plane. group_size:
+    inputs that share a scale. rest: bits of longer codes, whose biases these are, that the stack leaves out: a weight
+    lies in the middle of what they select from.
     """
 
     weights: Sequence[mx.array]
@@ -34,6 +36,7 @@ class Planes(NamedTuple):
     biases: Sequence[mx.array]
     widths: Sequence[int]
     group_size: int
+    rest: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,9 +77,9 @@ class Planes(NamedTuple):
 
     def dequantize(self) -> mx.array:
         """The weights (..., O, I), float32."""
-        shifts = plane_shifts(self.widths)
+        shifts, scales = plane_shifts(self.widths), self.scales.astype(mx.float32)
         bias = sum((b.astype(mx.float32) * 2.0**-shift for b, shift in zip(self.biases, shifts)), mx.zeros(()))
-        step = self.scales.astype(mx.float32) * 2.0 ** -shifts[-1]
+        bias, step = bias + scales * middle_of(self.rest), scales * 2.0 ** -shifts[-1]
         codes = joined_codes(self.weights, self.widths)
         return mx.dequantize(codes, step, bias, self.group_size, sum(self.widths))
 
@@ -87,11 +90,19 @@ class Planes(NamedTuple):
         return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
 
     def prefix(self, bits: int) -> "Planes":
-        """Of a stack from `split_affine` the first `bits`: its bias is in the middle of what the others select from."""
-        planes, rest = self.gear(bits), sum(self.widths) - bits
-        middle = self.scales.astype(mx.float32) * (2.0 ** -sum(self.widths[1:]) * (2**rest - 1) / 2)
-        bias = (self.biases[0].astype(mx.float32) + middle).astype(self.scales.dtype)
-        return planes._replace(biases=[bias, *planes.biases[1:]])
+        """Of a stack from `split_affine` the first `bits`: weights in the middle of what the others select from."""
+        return self.gear(bits)._replace(rest=sum(self.widths) - bits)
+
+    def with_biases(self) -> "Planes":
+        """The same with a bias of each plane and nothing left out, of the scales' type, as MLX's kernels need it."""
+        if not self.rest and len(self.biases) == len(self.widths):
+            return self
+        first, *others = self.biases
+        if self.rest:
+            middle = self.scales.astype(mx.float32) * middle_of(self.rest)
+            first = (first.astype(mx.float32) + middle).astype(self.scales.dtype)
+        none = [mx.zeros_like(first)] * (len(self.widths) - len(self.biases))
+        return self._replace(biases=[first, *others, *none], rest=0)
 
 
 class PanelPlanes(Planes):
@@ -136,8 +147,14 @@ def plane_shifts(widths: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(widths[1:])]
 
 
+def middle_of(rest: int) -> float:
+    """The middle of what further bits add to a weight, in units of its scale."""
+    return (1 - 2.0**-rest) / 2
+
+
 def sum_planes(product: Callable[[mx.array, mx.array, int], mx.array], planes: Planes) -> mx.array:
     """The sum of product(weight, bias, width) over the planes, each times its power of two, which rounds nothing."""
+    planes = planes.with_biases()
     parts = [product(*plane) for plane in zip(planes.weights, planes.biases, planes.widths)]
     total = parts[0]
     for part, shift in zip(parts[1:], plane_shifts(planes.widths)[1:]):
@@ -185,21 +202,19 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
 def split_affine(affine: Planes, widths: Sequence[int]) -> Planes:
     """An affine weight of one plane as a stack that stands for exactly the same numbers.
 
-    The first plane has all of the bias, and its scale is a power of two above that of the codes. The biases of the
-    other planes are 0.
+    The first plane has all of the bias, and its scale is a power of two above that of the codes.
 
     Args:
         widths: of the planes, most significant first; together as many bits as a code has.
     """
-    (words,), (bias,), (bits,) = affine.weights, affine.biases, affine.widths
-    none = mx.zeros_like(bias)
-    return Planes(
-        split_codes(words, bits, widths),
-        affine.scales * 2.0 ** (bits - widths[0]),
-        [bias, *[none] * (len(widths) - 1)],
-        tuple(widths),
-        affine.group_size,
-    )
+    (words,), (bits,) = affine.weights, affine.widths
+    return scaled_for(affine, widths)._replace(weights=split_codes(words, bits, widths))
+
+
+def scaled_for(affine: Planes, widths: Sequence[int]) -> Planes:
+    """`split_affine` before codes are split."""
+    scales = affine.scales * 2.0 ** (affine.widths[0] - widths[0])
+    return affine._replace(scales=scales, widths=tuple(widths))
 
 
 def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.array]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .bit_planes import Planes, plane_shifts
+from .bit_planes import Planes, middle_of, plane_shifts
 from .metal import (
     DTYPES,
     LANES,
@@ -188,21 +188,24 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def planes_layout(widths: tuple[int, ...], group_size: int) -> PackedLayout:
-    """The layout of bit planes."""
+def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> PackedLayout:
+    """The layout of bit planes. biases: of how many of them. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
+    offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
+    if rest:
+        offsets.append(f"float(scales[group]) * {middle_of(rest)}f")
     return PackedLayout(
-        name=f"planes_{'_'.join(map(str, widths))}_g{group_size}",
+        name=f"planes_{'_'.join(map(str, widths))}_g{group_size}_b{biases}_r{rest}",
         bits=sum(widths),
-        arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes)),
+        arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in range(biases))),
         macros=named(
             PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
             ROW_WORDS="(row_words * WIDTH)",
             SIGN_BITS=0,
             GROUP_SIZE=group_size,
             GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET="(" + " + ".join(f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in planes) + ")",
+            GROUP_OFFSET=f"({' + '.join(offsets)})",
             ROW_SCALE="1.0f",
         ),
     )
@@ -220,20 +223,23 @@ def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, var
 
     Source: GEARBX 8.1, 8.2; MLX's qmv_fast for the shape of `registers`.
     """
-    weights, scales, biases, widths, group_size = planes
+    weights, scales, biases, widths, group_size, rest = planes
     if group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
     if not widths or min(widths) < 1 or sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
-    if scales.ndim != 2 or len(weights) != len(widths) or len(biases) != len(widths):
-        raise GearbxError(f"{len(widths)} planes need as many weights and biases, and scales of two dimensions")
+    if scales.ndim != 2 or len(weights) != len(widths) or not 1 <= len(biases) <= len(widths):
+        raise GearbxError(
+            f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of two dimensions"
+        )
     rows, columns = planes.shape
-    for i, (weight, bias_of_plane, width) in enumerate(zip(weights, biases, widths)):
+    for i, (weight, width) in enumerate(zip(weights, widths)):
         if weight.shape != (rows, columns * width // 32) or weight.dtype != mx.uint32:
             raise GearbxError(f"plane {i} is {weight.shape} {weight.dtype}, not {rows} rows of {width}-bit codes")
+    for i, bias_of_plane in enumerate(biases):
         if bias_of_plane.shape != scales.shape:
             raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
-    layout = planes_layout(tuple(widths), group_size)
+    layout = planes_layout(tuple(widths), group_size, len(biases), rest)
     return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant)
 
 

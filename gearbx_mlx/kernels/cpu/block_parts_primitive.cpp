@@ -24,10 +24,10 @@ nb::capsule linear_part(const std::vector<mx::array>& arrays, const std::optiona
 }
 
 nb::capsule stack_part(const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits,
-                       const std::optional<mx::array>& bias) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int rest,
+                       int x_bits, const std::optional<mx::array>& bias) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form(widths, group, x_bits, scales);
+  StackForm form(widths, group, rest, x_bits, scales);
   const auto x = mx::broadcast_to(mx::array(0.0f), {1, form.columns(scales)}, s);
   const auto inputs = form.inputs(x, weights, scales, biases, 2, s);
   return linear_part({inputs.begin() + 1, inputs.end()}, bias, [&] { return form.matrix(inputs); });
@@ -86,7 +86,7 @@ nb::capsule make_chain(const std::vector<nb::capsule>& blocks, const std::option
 }  // namespace
 
 void bind_block_parts(nb::module_& m) {
-  m.def("stack_part", &stack_part, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a, "x_bits"_a,
+  m.def("stack_part", &stack_part, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a, "rest"_a, "x_bits"_a,
         "bias"_a = nb::none());
   m.def("symmetric_part", &symmetric_part, "weight"_a, "scales"_a, "inputs"_a, "bits"_a, "x_bits"_a,
         "bias"_a = nb::none());

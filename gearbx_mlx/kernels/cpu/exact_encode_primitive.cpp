@@ -1,10 +1,12 @@
-// The encoder of format `exact` for Python. The number of bytes that it writes is known when it is done, so that it is
-// no operation of MLX's graph: it takes evaluated arrays, and computes at once.
+// What makes packed weights, for Python: the encoder of format `exact`, and the splitter of codes. They are no operations
+// of MLX's graph: they take evaluated arrays, and compute at once. The number of bytes that the encoder writes is known
+// when it is done; the splitter's codes can be given up at once.
 
 #include <nanobind/stl/tuple.h>
 
 #include "exact_encode.h"
 #include "graph.h"
+#include "split_codes.h"
 
 namespace gearbx {
 namespace {
@@ -54,10 +56,41 @@ std::tuple<mx::array, mx::array, mx::array, mx::array> exact_encode(
   return {kept, low, high, offsets};
 }
 
+// codes: (..., O, I * bits / 32) uint32. Returns the planes (..., O, I * width / 32), or those of a matrix in panels.
+std::vector<mx::array> split_codes(const mx::array& codes, int bits, const std::vector<int>& widths, bool in_panels) {
+  int together = 0;
+  for (int width : widths) {
+    require(width >= 1 && width <= 8, "planes must have 1 to 8 bits");
+    together += width;
+  }
+  require(bits >= 1 && bits <= 8 && together == bits, "planes must have the bits of a code together");
+  const int height = gearbx_panel_rows();
+  require(codes.ndim() >= 2 && codes.size() > 0 && codes.shape(-1) % bits == 0, "codes must be rows of whole words");
+  require(!in_panels || (codes.ndim() == 2 && codes.shape(0) % height == 0), "panels must be whole");
+  require_evaluated(codes, mx::uint32, codes.shape(), "codes must be uint32");
+  const int blocks = codes.shape(-1) / bits;
+  std::vector<mx::array> planes;
+  std::vector<uint32_t*> words;
+  for (int width : widths) {
+    auto shape = codes.shape();
+    shape.back() = blocks * width;
+    if (in_panels) shape = {codes.shape(0) / height, blocks * width, height};
+    planes.push_back(allocated(shape, mx::uint32));
+    words.push_back(planes.back().data<uint32_t>());
+  }
+  const auto* packed = reinterpret_cast<const uint8_t*>(codes.data<uint32_t>());
+  const int64_t rows = static_cast<int64_t>(codes.size()) / codes.shape(-1), columns = 32L * blocks;
+  const gearbx_splitting job = {rows, columns, bits, packed, static_cast<int>(widths.size()), widths.data(),
+                                in_panels ? height : 0, words.data()};
+  gearbx_split_codes(&job);
+  return planes;
+}
+
 }  // namespace
 
 void bind_exact_encode(nb::module_& m) {
   m.def("exact_encode", &exact_encode, "values"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
+  m.def("split_codes", &split_codes, "codes"_a, "bits"_a, "widths"_a, "in_panels"_a);
 }
 
 }  // namespace gearbx

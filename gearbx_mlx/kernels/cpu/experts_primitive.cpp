@@ -40,9 +40,9 @@ class DenseExperts : public Experts {
 
 mx::array stack_experts(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                         const std::vector<mx::array>& biases, const std::vector<int>& widths, int group,
-                        mx::array indices, int x_bits) {
+                        int rest, mx::array indices, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form = {widths, group, x_bits};
+  StackForm form = {widths, group, rest, x_bits};
   auto inputs = form.inputs(x, weights, scales, biases, 3, s);
   const auto pairs = broadcast(x, indices, s);
   inputs.push_back(indices);
@@ -64,7 +64,7 @@ mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array i
 
 void bind_experts(nb::module_& m) {
   m.def("stack_experts", &stack_experts, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
-        "indices"_a, "x_bits"_a = 0);
+        "rest"_a, "indices"_a, "x_bits"_a = 0);
   m.def("dense_experts", &dense_experts, "x"_a, "weight"_a, "indices"_a);
 }
 

@@ -151,21 +151,24 @@ inline gearbx_stack symmetric_of(const mx::array& weight, const mx::array& scale
   return m;
 }
 
-// A stack of planes as inputs of an operation: x, the weights of each plane, scales, the biases of each plane.
+// A stack of planes as inputs of an operation: x, the weights of each plane, scales, the biases of the first planes.
 struct StackForm {
   std::vector<int> widths;
   int group;
+  int rest;  // bits of longer codes, whose biases these are, that the stack leaves out
   int x_bits;
   bool in_panels = false;  // arrays are (panels, ..., rows of a panel)
 
   // Of a matrix with these scales: arrays of three dimensions are in panels.
-  StackForm(std::vector<int> widths, int group, int x_bits, const mx::array& scales)
-      : widths(std::move(widths)), group(group), x_bits(x_bits), in_panels(scales.ndim() == 3) {}
+  StackForm(std::vector<int> widths, int group, int rest, int x_bits, const mx::array& scales)
+      : widths(std::move(widths)), group(group), rest(rest), x_bits(x_bits), in_panels(scales.ndim() == 3) {}
   // Of the matrices of experts.
-  StackForm(std::vector<int> widths, int group, int x_bits) : widths(std::move(widths)), group(group), x_bits(x_bits) {}
+  StackForm(std::vector<int> widths, int group, int rest, int x_bits)
+      : widths(std::move(widths)), group(group), rest(rest), x_bits(x_bits) {}
 
   bool operator==(const StackForm& other) const {
-    return widths == other.widths && group == other.group && x_bits == other.x_bits && in_panels == other.in_panels;
+    return widths == other.widths && group == other.group && rest == other.rest && x_bits == other.x_bits &&
+           in_panels == other.in_panels && biases_ == other.biases_;
   }
 
   int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
@@ -185,17 +188,21 @@ struct StackForm {
     for (int p = 0; p < m.planes; p++) {
       m.widths[p] = widths[static_cast<size_t>(p)];
       m.weights[p] = inputs[static_cast<size_t>(p + 1)].data<void>();
-      m.biases[p] = inputs[static_cast<size_t>(m.planes + 2 + p)].data<void>();
+      if (p < biases_) m.biases[p] = inputs[static_cast<size_t>(m.planes + 2 + p)].data<void>();
     }
+    m.middle = 0.5f * (1.0f - 1.0f / static_cast<float>(1 << rest));
     return m;
   }
 
   // The inputs of an operation, after checking them; `dimensions` of all arrays of the stack.
   std::vector<mx::array> inputs(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                                const std::vector<mx::array>& biases, size_t dimensions, mx::Stream s) const {
+                                const std::vector<mx::array>& biases, size_t dimensions, mx::Stream s) {
     const size_t planes = widths.size();
-    require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && biases.size() == planes,
-            "there must be 1 to 8 planes, each with weights and biases");
+    require(planes >= 1 && planes <= GEARBX_MAX_PLANES && weights.size() == planes && !biases.empty() &&
+                biases.size() <= planes,
+            "there must be 1 to 8 planes, each with weights, and biases of the first ones");
+    require(rest >= 0 && rest <= 7, "0 to 7 bits may be left out");
+    biases_ = static_cast<int>(biases.size());
     require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
     if (in_panels) check_panels(scales);
@@ -227,6 +234,8 @@ struct StackForm {
   }
 
  private:
+  int biases_ = 0;
+
   void check_panels(const mx::array& scales) const {
     require(scales.shape(2) == gearbx_panel_rows(), "panels must have as many rows as this processor multiplies at once");
     require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");

@@ -14,7 +14,8 @@ enum { GEARBX_MAX_PLANES = 8, GEARBX_MAX_VECTORS = 16 };
 // A stack of bit planes, most significant first; one plane is an ordinary affine weight of MLX.
 //
 // A plane's weight is scale * code + bias, with a scale and a bias per group of inputs. The planes of a stack share the
-// scale, each has its own biases, and plane i is multiplied by 2^-(widths[1] + ... + widths[i]).
+// scale, each has its own biases or none, and plane i is multiplied by 2^-(widths[1] + ... + widths[i]). Where a stack is
+// the beginning of longer codes and has their biases, `middle` times the scale is added to these.
 //
 // Symmetric codes are one plane without biases. A weight is scale * (code - 2^(width - 1)); for codes of 8 bits, which
 // are stored signed, it is scale * code. Rows may be padded, and may end within a group.
@@ -27,7 +28,8 @@ typedef struct {
   int widths[GEARBX_MAX_PLANES];           // zeros after the last
   const void* weights[GEARBX_MAX_PLANES];  // (rows, columns * width / 32) uint32; symmetric: (rows, row_bytes)
   const void* scales;                      // (rows, columns / group); GEARBX_SYMMETRIC_ROWS: (rows)
-  const void* biases[GEARBX_MAX_PLANES];   // (rows, columns / group); symmetric: none
+  const void* biases[GEARBX_MAX_PLANES];   // (rows, columns / group); null: zeros; symmetric: none
+  float middle;                            // 0, or of r bits that are not read (1 - 2^-r) / 2
   int scale_type;                          // of scales and biases
   int kind;
   int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes from row to row

@@ -125,8 +125,9 @@ void scale_sums(const gearbx_stack& m, int64_t row, int64_t first, int count, co
       Floats offset = values(m.biases[0]);
       for (int p = 1; p < m.planes; p++) {
         share /= static_cast<float>(1 << m.widths[p]);
-        offset = multiply_add_floats(values(m.biases[p]), all_floats(share), offset);
+        if (m.biases[p]) offset = multiply_add_floats(values(m.biases[p]), all_floats(share), offset);
       }
+      if (m.middle != 0.0f) offset = multiply_add_floats(values(scales), all_floats(m.middle), offset);
       const Floats scale = multiply_floats(values(scales), all_floats(factor));
       store_floats(at, multiply_add_floats(sum, scale, multiply_floats(offset, load_floats(x.sums + g))));
     } else {
@@ -184,7 +185,8 @@ class OneVector {
       for (int64_t i = 0; i < count * size; i += 256) __builtin_prefetch(ahead + i);
     };
     fetch(m_.scales);
-    for (int p = 0; m_.kind == GEARBX_AFFINE && p < m_.planes; p++) fetch(m_.biases[p]);
+    for (int p = 0; p < m_.planes; p++)
+      if (m_.biases[p]) fetch(m_.biases[p]);
   }
 
   // A row is read beyond its end, where activations are zeros, but not beyond the end of the matrix.

@@ -267,8 +267,9 @@ void write_scales(const gearbx_stack& m, int64_t row, int height, int64_t first,
   float factor = 1.0f;
   for (int p = 0; m.kind == GEARBX_AFFINE && p < m.planes; p++) {
     if (p) factor /= static_cast<float>(1 << m.widths[p]);
-    write_values<T>(rows(m.biases[p]), first, count, factor, p > 0, out.offsets);
+    if (m.biases[p]) write_values<T>(rows(m.biases[p]), first, count, factor, p > 0, out.offsets);
   }
+  if (m.middle != 0.0f) write_values<T>(rows(m.scales), first, count, m.middle, true, out.offsets);
   write_values<T>(rows(m.scales), first, count, factor, false, out.scales);
 }
 
@@ -279,6 +280,7 @@ void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, 
   float factor = 1.0f;
   for (int p = 0; p < m.planes; p++) {
     if (p) factor /= static_cast<float>(1 << m.widths[p]);
+    if (!m.biases[p]) continue;
     const T* biases = static_cast<const T*>(m.biases[p]) + at;
     for (int i = 0; i < count; i += LANES) {
       const Floats bias = load_values(biases + i), all = all_floats(factor);
@@ -286,6 +288,9 @@ void stored_scales(const gearbx_stack& m, int64_t at, int count, float* scales, 
     }
   }
   const T* stored = static_cast<const T*>(m.scales) + at;
+  const Floats middle = all_floats(m.middle);
+  for (int i = 0; m.middle != 0.0f && i < count; i += LANES)
+    store_floats(offsets + i, multiply_add_floats(load_values(stored + i), middle, load_floats(offsets + i)));
   for (int i = 0; i < count; i += LANES)
     store_floats(scales + i, multiply_floats(load_values(stored + i), all_floats(factor)));
 }

@@ -92,8 +92,9 @@ GEARBX_INLINE void scales_and_offsets(const gearbx_stack& m, int64_t row, int64_
     widen(static_cast<const T*>(m.biases[0]) + from, count, factor, false, offsets);
     for (int p = 1; p < m.planes; p++) {
       factor /= static_cast<float>(1 << m.widths[p]);
-      widen(static_cast<const T*>(m.biases[p]) + from, count, factor, true, offsets);
+      if (m.biases[p]) widen(static_cast<const T*>(m.biases[p]) + from, count, factor, true, offsets);
     }
+    if (m.middle != 0.0f) widen(stored + from, count, m.middle, true, offsets);
     widen(stored + from, count, factor, false, scales);
     return;
   }

@@ -64,9 +64,10 @@ class DenseMatvec : public Operation {
 };
 
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int x_bits) {
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int rest,
+                       int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const StackForm form(widths, group, x_bits, scales);
+  StackForm form(widths, group, rest, x_bits, scales);
   auto inputs = form.inputs(x, weights, scales, biases, 2, s);
   return output(x.shape(), form.rows(scales), std::make_shared<StackMatvec>(s, form), std::move(inputs));
 }
@@ -149,7 +150,7 @@ std::vector<float> scalar_groupwise(const mx::array& x, const mx::array& weight,
 NB_MODULE(_gearbx_cpu, m) {
   using namespace gearbx;
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
-        "x_bits"_a = 0);
+        "rest"_a = 0, "x_bits"_a = 0);
   m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "x_bits"_a = 0);
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
   m.def("entropy_bits", &reading<gearbx_entropy_bits, 0>, "logprobs"_a);

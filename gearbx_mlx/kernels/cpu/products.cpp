@@ -42,7 +42,7 @@ gearbx_stack expert(const gearbx_stack& first, int64_t number) {
   m.scales = after(m.scales, m.scale_type, groups);
   for (int p = 0; p < m.planes; p++) {
     m.weights[p] = static_cast<const char*>(m.weights[p]) + number * m.rows * (m.columns / 8 * m.widths[p]);
-    m.biases[p] = after(m.biases[p], m.scale_type, groups);
+    if (m.biases[p]) m.biases[p] = after(m.biases[p], m.scale_type, groups);
   }
   return m;
 }
