@@ -274,7 +274,7 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
     modes |= {f"{bits} bits": Static(bits) for bits in (8, 6, 5, 4)}
     modes |= {f"{bits} bits{SAME}": Static(bits, prompt_gear="same") for bits in (6, 5, 4)}
     modes |= {f"schedule {each}": Route(schedule=each) for each in ("16:16,4", "8:32,6:32,4", "6:32,5")}
-    ways = {name: (partial(write, box, tokenizer, mode), box) for name, mode in modes.items()}
+    ways: dict[str, Way] = {name: (partial(write, box, tokenizer, mode), box) for name, mode in modes.items()}
     of_two: dict[str, Mode] = {"route 4,16": Route(low), "kickdown 4,16": Kickdown(low), "lossless": Lossless()}
     of_two |= {f"dial, {nats:g} nats": Lossless(tolerance=nats) for nats in DIALS}
     return ways | {

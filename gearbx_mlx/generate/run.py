@@ -276,10 +276,11 @@ FEWEST_DRAFTED = 32  # tokens that say something about a model
 
 def drafts_are_poor(summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> bool:
     """Whether a calibrated base would help: drafts of rounded weights that the top gear often rejects."""
-    rounded = isinstance(gearbox, Gearbox) and gearbox.format.name in ("planes", "exact") and gearbox.saved is None
-    if not rounded or gearbox.base or gearbox.in_place or not summary.get("drafted"):
+    if not isinstance(gearbox, Gearbox) or gearbox.format.name not in ("planes", "exact"):
         return False
-    return summary["drafted"] >= FEWEST_DRAFTED and summary["acceptance_rate"] < POOR
+    as_they_are = gearbox.base or gearbox.in_place or gearbox.saved is not None
+    drafted = summary.get("drafted", 0)
+    return not as_they_are and drafted >= FEWEST_DRAFTED and summary["acceptance_rate"] < POOR
 
 
 def to_read(
