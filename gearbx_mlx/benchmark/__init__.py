@@ -22,7 +22,6 @@ from ..kernels import KERNELS
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
-LEAST_CANCELLED = 20  # requests, so that a fifth are some
 MOST_VECTORS = 16  # that a Metal kernel takes
 PICTURES = (".png", ".svg")
 
@@ -102,7 +101,7 @@ class TokenBenchmark(DecodeBenchmark):
 
 @dataclass(frozen=True)
 class ServerBenchmark(Settings):
-    """Our server beside mlx_lm.server, and under many clients at once. Without --trials, --soak and so on: trials."""
+    """Our server beside mlx_lm.server."""
 
     what: ClassVar[str] = "server"
 
@@ -110,19 +109,13 @@ class ServerBenchmark(Settings):
     gears: str = flag("16", "Bits of the one gear.")
     kernels: str = flag("native,mlx", "Kernels of our server, with commas between.")
     tokens: int = flag(64, "Tokens of an answer.", least=8, most=MOST)
-    trials: int = flag(9, "Counted trials of one client beside mlx_lm.server; 0: none.", least=0, most=MOST)
-    soak: int = flag(0, "Seconds of many clients at once; 0: none.", least=0, most=10**6)
-    clients: int = flag(16, "Clients at once.", least=1, most=200)
-    cancel: int = flag(0, "Requests of which a fifth is cancelled; 0: none.", least=0, most=10**6)
-    modes: bool = flag(False, "Every mode under several clients at once.")
+    trials: int = flag(9, "Counted trials of one client beside mlx_lm.server.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for kernels in self.kernels.split(","):
             check_choice("kernels", kernels, KERNELS)
-        if 0 < self.cancel < LEAST_CANCELLED:
-            raise GearbxError(f"--cancel is {self.cancel}; give {LEAST_CANCELLED} or more, or 0")
 
 
 @dataclass(frozen=True)
