@@ -9,7 +9,8 @@ from ..cli import terminal
 from ..errors import GearbxError
 from ..routing.pair import LARGE, SMALL
 from ..serving.listening import Escaping, Server
-from ..serving.web import Guard, host_name, is_loopback
+from ..serving.others import is_loopback
+from ..serving.web import Guard, host_name
 from . import ServerSettings
 
 API_KEY = "GEARBX_API_KEY"

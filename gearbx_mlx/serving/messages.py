@@ -1,7 +1,7 @@
 """Anthropic's Messages API, in terms of chat completions: requests, whole answers, streams and errors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, field_validator
@@ -19,6 +19,9 @@ ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 class TextBlock(BaseModel):
     type: Literal["text"]
     text: str
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "text", "text": self.text}
 
 
 class Base64(BaseModel):
@@ -43,6 +46,9 @@ class Url(BaseModel):
 class ImageBlock(BaseModel):
     type: Literal["image"]
     source: Annotated[Base64 | Url, Field(discriminator="type")]
+
+    def as_chat(self) -> dict[str, Any]:
+        return {"type": "image_url", "image_url": {"url": self.source.address}}
 
 
 Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
@@ -183,7 +189,7 @@ def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     return body
 
 
-def text_of(content: str | list[Any]) -> str:
+def text_of(content: str | Sequence[Any]) -> str:
     """The text of blocks, of each on lines of its own."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -223,16 +229,11 @@ def chat_messages(message: Turn) -> list[dict[str, Any]]:
     return [*results, own]
 
 
-def chat_content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+def chat_content(content: str | Sequence[Any]) -> str | list[dict[str, Any]]:
     """The content of a chat message; text alone as text, since not every chat template takes parts."""
-    if all(isinstance(block, TextBlock) for block in blocks):
-        return text_of(blocks)
-    return [
-        {"type": "text", "text": block.text}
-        if isinstance(block, TextBlock)
-        else {"type": "image_url", "image_url": {"url": block.source.address}}
-        for block in blocks
-    ]
+    if isinstance(content, str) or all(hasattr(part, "text") for part in content):
+        return text_of(content)
+    return [part.as_chat() for part in content]
 
 
 def tool_call(block: ToolUseBlock) -> dict[str, Any]:
@@ -241,7 +242,7 @@ def tool_call(block: ToolUseBlock) -> dict[str, Any]:
 
 
 def tool_message(block: ToolResultBlock) -> dict[str, Any]:
-    content = block.content if isinstance(block.content, str) else chat_content(block.content)
+    content = chat_content(block.content)
     if block.is_error and isinstance(content, str):
         content = f"Error: {content}"
     return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}

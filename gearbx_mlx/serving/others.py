@@ -1,11 +1,13 @@
 """What requests to servers of others have in common: addresses, keys, and how they fail."""
 
+import ipaddress
 import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import cache
+from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
@@ -68,8 +70,32 @@ def spelled(key: str) -> re.Pattern[str]:
 
 
 def brief(text: str) -> str:
-    """Somebody's words on one line, shortened."""
+    """A server's words on one line, shortened."""
     return " ".join(text.split())[:300]
+
+
+def said_in(error: Any) -> str:
+    """The words of OpenAI's error object, or of what stands in its place."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def about_logprobs(status: int, said: str) -> bool:
+    """Whether a server refused a request for the number or the kind of its log-probabilities."""
+    return status in (400, 422) and any(word in said for word in ("logprobs", "n_probs"))
+
+
+def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host's name is; None where it is a word."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
+def is_loopback(name: str) -> bool:
+    """Whether only this machine is meant."""
+    address = address_of(name)
+    return name == "localhost" if address is None else address.is_loopback
 
 
 def parsed_url(url: str, flag: str) -> SplitResult:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from typing_extensions import TypedDict
 
 from .answers import BlockDialect, Event, GearsReport, named, with_tokens
-from .messages import ToolName, called
+from .messages import ToolName, called, chat_content
 from .requests import ChatRequest, NotServed, Number, Options, Share, Tokens, parse
 from .web import Refused
 
@@ -154,23 +154,14 @@ def add_item(messages: list[dict[str, Any]], item: Any) -> None:
     """Add an item of the input to the messages of a chat; calls belong to the assistant's message before them."""
     if isinstance(item, MessageItem):
         role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": chat_text(item.content)})
+        messages.append({"role": role, "content": chat_content(item.content)})
     elif isinstance(item, CallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": chat_text(item.output)})
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": chat_content(item.output)})
     elif isinstance(item, CallItem):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         function = {"name": item.name, "arguments": item.arguments}
         messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
-
-
-def chat_text(content: str | list[Any]) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts."""
-    if isinstance(content, str):
-        return content
-    if all(isinstance(part, WrittenPart) for part in content):
-        return "\n".join(part.text for part in content)
-    return [part.as_chat() for part in content]
 
 
 # Answers.

@@ -9,7 +9,6 @@ wrote reaches the log unescaped.
 import functools
 import hashlib
 import hmac
-import ipaddress
 import logging
 import re
 from base64 import b64encode
@@ -31,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import GearbxError, one_line
 from ..files.reading import parse_json, shown
+from .others import address_of, is_loopback
 
 LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request
@@ -88,19 +88,6 @@ def host_name(host: str) -> str:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
         return ""
-
-
-def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None
-
-
-def is_loopback(name: str) -> bool:
-    """Whether only this machine is meant."""
-    address = address_of(name)
-    return name == "localhost" if address is None else address.is_loopback
 
 
 class Refused(HTTPException):

@@ -21,7 +21,6 @@ from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, SMALL, 
 from .. import ASSUMED_VOCABULARY
 from ..remote.answers import Logprobs, tokens_of
 from ..remote.server import OpenAIWay, Question, ways_to_ask
-from .upstream import Declined
 
 CHAT, TEXT = "/chat/completions", "/completions"
 FORGET = 60.0  # seconds after which what a server could not do is tried again: it may be another one by then
@@ -118,11 +117,6 @@ def judged_by_stream(body: Mapping[str, Any]) -> bool:
     """Whether the stream that a client asks for can be judged, and given to it then."""
     one = body.get("n") in (None, 1) and not any(body.get(name) for name in SEVERAL_TEXTS)
     return body.get("stream") is True and one and not body.get("logprobs")
-
-
-def about_logprobs(error: Declined) -> bool:
-    """Whether a server refused a request for the log-probabilities that the proxy asked for."""
-    return error.status in (400, 422) and any(word in error.said for word in ("logprobs", "n_probs"))
 
 
 def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:

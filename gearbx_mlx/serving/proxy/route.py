@@ -12,6 +12,7 @@ import msgspec
 
 from ...errors import GearbxError, one_line
 from ...routing.pair import LARGE, NAMES, SMALL
+from ..others import about_logprobs
 from ..remote.server import OpenAIWay, after_silence, others
 from .judging import (
     TEXT,
@@ -19,7 +20,6 @@ from .judging import (
     Part,
     Rule,
     Ways,
-    about_logprobs,
     asked_whole,
     by_prompt,
     choices_of,
@@ -283,7 +283,7 @@ class ProxyRoute:
         Args:
             without: the request without them, which shows that: an error may name the fields of any wrong request.
         """
-        if not about_logprobs(error):
+        if not about_logprobs(error.status, error.said):
             raise error
         small = self.between.servers[SMALL]
         try:

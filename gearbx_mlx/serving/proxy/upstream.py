@@ -16,7 +16,7 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_python_json
-from ..others import Clock, Failure, brief, failures, hidden, parsed_url
+from ..others import Clock, Failure, brief, failures, hidden, parsed_url, said_in
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -210,8 +210,7 @@ class Upstream:
 
     def reported(self, error: Any) -> Failed:
         """What a server says of itself in an answer of 200, without the key, which it may repeat."""
-        said = error.get("message", error) if isinstance(error, dict) else error
-        return self.failed(f"reports an error: {brief(hidden(str(said), self.place.key))}")
+        return self.failed(f"reports an error: {brief(hidden(said_in(error), self.place.key))}")
 
     def failed(self, why: str) -> Failed:
         return Failed(f"the {self.name} server {why}")

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from ...errors import GearbxError
 from ...files.reading import parse_python_json, typed
+from ..others import brief, said_in
 
 
 def byte_symbols() -> dict[str, int]:
@@ -154,8 +155,7 @@ def ollama_chunk(text: str, asked: int) -> Chunk:
 
 def check_error(error: Any) -> None:
     if error:
-        found = error.get("message", error) if isinstance(error, dict) else error
-        raise GearbxError(f"it reports an error: {' '.join(str(found).split())[:300]}")
+        raise GearbxError(f"it reports an error: {brief(said_in(error))}")
 
 
 def tokens_of(logprobs: Logprobs, asked: int) -> list[RemoteToken]:

@@ -4,7 +4,6 @@ A `Connection` makes requests; every way in which they fail is one line that nam
 how to ask a server for log-probabilities; which one it understands is found out with the first tokens of an answer.
 """
 
-import ipaddress
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -19,7 +18,7 @@ from httpx_sse import EventSource
 from ...errors import GearbxError, one_line
 from ...files.reading import parse_json, typed
 from .. import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI
-from ..others import Clock, Failure, brief, failures, hidden, parsed_url
+from ..others import Clock, Failure, about_logprobs, brief, failures, hidden, is_loopback, parsed_url, said_in
 from .answers import Chunk, ollama_chunk, openai_chunk
 
 LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
@@ -193,9 +192,7 @@ def refusal(text: str) -> str:
         content = parse_json(text)
     except GearbxError:
         return "no reason given" if "<" in text or not text.strip() else brief(text)
-    found = content.get("error", content) if isinstance(content, dict) else content
-    found = found.get("message", found) if isinstance(found, dict) else found
-    return brief(str(found))
+    return brief(said_in(content.get("error", content) if isinstance(content, dict) else content))
 
 
 def checked_url(text: str) -> tuple[str, str, bool]:
@@ -208,14 +205,7 @@ def checked_url(text: str) -> tuple[str, str, bool]:
     host, path = parts.hostname or "", parts.path.rstrip("/")
     place = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
     base = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-    return base, urlunsplit((parts.scheme, place, path, "", "")), on_loopback(host)
-
-
-def on_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return base, urlunsplit((parts.scheme, place, path, "", "")), is_loopback(host)
 
 
 ASK = (20, 11, 10, 5, 1)  # OpenAI's most, mlx_lm.server's, and what others stop at
@@ -418,7 +408,7 @@ class RemoteServer:
                         return ways[0]
                 ways = after_silence(ways)
             except RefusedError as error:
-                if not about_logprobs(error):
+                if not about_logprobs(error.status, error.reason):
                     raise
                 ways, words = others(ways, ways[0]), f" ({error.reason})"
         raise self.connection.error(
@@ -478,8 +468,3 @@ def sizes_in(fields: dict[str, Any]) -> int | None:
             if size > 0:
                 return size
     return None
-
-
-def about_logprobs(error: RefusedError) -> bool:
-    """Whether a server refused a request for the number or the kind of its log-probabilities."""
-    return error.status in (400, 422) and any(word in error.reason for word in ("logprobs", "n_probs"))
