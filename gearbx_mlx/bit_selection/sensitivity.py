@@ -399,32 +399,30 @@ def layer_precisions(
     """
     made = {}
     for layer in layers:
-        found = parts[layer.path]["distances"]
-        kl = {int(width): kl for width, (kl, _) in found.items()}
-        change = {int(width): change for width, (_, change) in found.items()}
-        made[layer.path] = LayerPrecision(
-            kind=kind_of(layer.path, layer.module),
-            weights=layer.module.weight.size,
-            min_bits=max(least_bits(kl, change, threshold), layer.lowest_bits),
-            max_bits=DENSE,
-            kl=kl,
-            perplexity_change=change,
-        )
+        found = parts[layer.path]["distances"].items()
+        kl = {int(width): kl for width, (kl, _) in found}
+        made[layer.path] = layer_precision(layer, kl, {int(width): change for width, (_, change) in found}, threshold)
     return made
 
 
-def estimated_precisions(layers: Sequence[Layer], kls: Mapping[str, Mapping[int, float]]) -> dict[str, LayerPrecision]:
-    """As `layer_precisions`, from estimates of the KL alone. kls: path to bits to nats."""
-    return {
-        layer.path: LayerPrecision(
-            kind=kind_of(layer.path, layer.module),
-            weights=layer.module.weight.size,
-            min_bits=max(least_bits(kls[layer.path], {}), layer.lowest_bits),
-            max_bits=DENSE,
-            kl=kls[layer.path],
-        )
-        for layer in layers
-    }
+def layer_precision(
+    layer: Layer,
+    kl: Mapping[int, float],
+    perplexity_change: Mapping[int, float],
+    threshold: float = ACCURACY_THRESHOLD,
+) -> LayerPrecision:
+    """What the manifest says of a layer, from the KL (nats) and the change of perplexity (percent) at its widths.
+
+    An estimate knows no change of perplexity.
+    """
+    return LayerPrecision(
+        kind=kind_of(layer.path, layer.module),
+        weights=layer.module.weight.size,
+        min_bits=max(least_bits(kl, perplexity_change, threshold), layer.lowest_bits),
+        max_bits=DENSE,
+        kl=kl,
+        perplexity_change=perplexity_change,
+    )
 
 
 LOW = 4  # bits of mlx_lm.dynamic_quant

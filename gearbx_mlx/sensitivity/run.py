@@ -13,8 +13,8 @@ from ..bit_selection.sensitivity import (
     MeasuredLayer,
     calibration_windows,
     estimate_kls,
-    estimated_precisions,
     exact_of,
+    layer_precision,
     layer_precisions,
     measure_layers,
     measuring_cost,
@@ -116,7 +116,8 @@ def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows)
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
     check_floors(layers, bits)
     kls = estimate_kls(layers, model, windows, bits, layout["group_size"])
-    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=estimated_precisions(layers, kls), **inputs)
+    precisions = {layer.path: layer_precision(layer, kls[layer.path], {}) for layer in layers}
+    return PrecisionManifest(method=FIRST_ORDER, perplexity=None, layers=precisions, **inputs)
 
 
 def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
