@@ -13,7 +13,7 @@ from pages import table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.codebook_selection import kind_of
-from gearbx_mlx.bit_selection.h_process import GarbageCheck, fit_floors, point_cells, point_rows
+from gearbx_mlx.bit_selection.h_process import GarbageCheck, Limits, fit_floors, point_cells, point_rows
 from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
@@ -124,9 +124,8 @@ def measure_kl(problems: int) -> str:
 def measure_points(target_bpw: float) -> str:
     model, tokenizer = load()
     with progress_bar() as progress:
-        found = fit_floors(
-            model, tokenizer, "codebook", "all", SHORT_PROMPTS + TRIVIAL + HARD, None, target_bpw, progress=progress
-        )
+        prompts, limits = SHORT_PROMPTS + TRIVIAL + HARD, Limits(target_bpw=target_bpw)
+        found = fit_floors(model, tokenizer, "codebook", "all", prompts, limits, progress)
     head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
     return table(head, [point_cells(row) for row in point_rows(found)])
 

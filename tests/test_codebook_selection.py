@@ -14,6 +14,7 @@ from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, kind_of,
 from gearbx_mlx.bit_selection.defaults import Floors
 from gearbx_mlx.bit_selection.h_process import (
     GarbageCheck,
+    Limits,
     Sense,
     encoding_spike,
     fit_budget,
@@ -197,7 +198,7 @@ class TestHProcess:
     def test_the_most_conservative_that_fits_and_makes_sense(self):
         points = self.points()
         budget = points[2].spike
-        found = search(points, lambda selection: says(0.1), memory_budget=budget)
+        found = search(points, lambda selection: says(0.1), Limits(memory_budget=budget))
         assert found.best.selection is points[2].selection
         assert [p.outcome for p in found.tried] == ["fits", "fits", "fits", "over budget"]
         assert found.tried[3].verdict is None  # what does not fit is not made
@@ -212,22 +213,22 @@ class TestHProcess:
             bad = selection.bits["a.q_proj"] == 2
             return says(9.0 if bad else 0.2, "KL 9 above 0.5" if bad else "")
 
-        found = search(points, judge, target_bpw=2.7)
+        found = search(points, judge, Limits(target_bpw=2.7))
         assert [p.outcome for p in found.tried] == ["KL 9 above 0.5", "fits", "over budget"]
         assert found.best.selection is points[1].selection
         with pytest.raises(GearbxError, match=r"gives garbage; the closest has floors 0\.93 and 0\.93.*give a larger"):
-            search(points, judge, memory_budget=points[0].spike)
+            search(points, judge, Limits(memory_budget=points[0].spike))
 
     def test_a_reserve_counts_where_it_is_more_than_encoding_needs(self):
         points = self.points()
         assert [p.needed for p in self.points(reserve=400)] == [p.spike for p in points]
         reserved = self.points(reserve=700)
         assert [p.needed for p in reserved] == [p.steady + 700 for p in points]
-        found = search(reserved, lambda selection: says(0.1), memory_budget=points[2].steady + 700)
+        found = search(reserved, lambda selection: says(0.1), Limits(memory_budget=points[2].steady + 700))
         assert found.best.selection == points[2].selection
         assert found.best.row["reserve"] == 700
         with pytest.raises(GearbxError, match="no point meets the budget"):
-            search(reserved, lambda selection: says(0.1), memory_budget=points[0].spike)
+            search(reserved, lambda selection: says(0.1), Limits(memory_budget=points[0].spike))
 
     def test_the_reserve_is_what_the_cache_of_the_context_takes(self):
         model = tiny_model(max_position_embeddings=3000)
@@ -241,7 +242,7 @@ class TestHProcess:
 
     def test_a_budget_that_no_point_meets(self):
         with pytest.raises(GearbxError, match=r"no point meets the budget; the smallest has floors 0\.93 and 0\.93"):
-            search(self.points(), lambda selection: says(0.0), memory_budget=10)
+            search(self.points(), lambda selection: says(0.0), Limits(memory_budget=10))
 
     def test_the_spike_of_encoding_covers_the_largest_layer(self):
         model = tiny_model()
@@ -268,7 +269,7 @@ class TestHProcess:
             return sense
 
         points = operating_points(measured, 0, 0, grid=[(0.5, 0.5), (0.98, 0.98)])
-        found = search(points, judge, target_bpw=6.0)
+        found = search(points, judge, Limits(target_bpw=6.0))
         assert found.best is found.tried[1]
         assert found.tried[1].verdict.kl < found.tried[0].verdict.kl
 
@@ -325,14 +326,16 @@ class TestFitting:
     def test_a_budget_on_a_model(self):
         model = tiny_model(dtype=mx.bfloat16)
         before = model(mx.array([[1, 2, 3]]))
-        found = fit_budget(model, [[1, 2, 3, 4, 5, 6]], get_format("codebook"), memory_budget=10**9, kl_bound=10.0)
+        found = fit_budget(
+            model, [[1, 2, 3, 4, 5, 6]], get_format("codebook"), limits=Limits(memory_budget=10**9), kl_bound=10.0
+        )
         assert found.best is found.tried[-1]
         assert found.best.verdict.passed
         assert found.best.steady < found.best.spike < 10**9
         assert mx.allclose(model(mx.array([[1, 2, 3]])), before.astype(mx.float32), atol=0.05).item()
         assert points_table(found).row_count == len(found.tried)
         with pytest.raises(GearbxError, match="no point meets the budget; the smallest has"):
-            fit_budget(model, [[1, 2, 3]], get_format("codebook"), memory_budget=1000)
+            fit_budget(model, [[1, 2, 3]], get_format("codebook"), limits=Limits(memory_budget=1000))
 
 
 class TestFlags:

@@ -220,6 +220,25 @@ class OperatingPoint:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a point may need at most.
+
+    memory_budget: bytes, while the model is encoded and while it generates, with the reserve. target_bpw: effective
+    bits per weight of the managed layers. reserve: bytes that generation needs beside the model.
+    """
+
+    memory_budget: int | None = None
+    target_bpw: float | None = None
+    reserve: int = 0
+
+    def exceeded_by(self, point: OperatingPoint) -> bool:
+        """Whether a point needs more."""
+        if self.memory_budget is not None and point.needed > self.memory_budget:
+            return True
+        return self.target_bpw is not None and point.selection.effective_bits > self.target_bpw
+
+
+@dataclass(frozen=True)
 class FloorSearch:
     """The chosen point, and all points that were tried, from aggressive to conservative."""
 
@@ -278,8 +297,7 @@ def operating_points(
 def search(
     points: Sequence[OperatingPoint],
     judge: Callable[[Selection], Sense],
-    memory_budget: int | None = None,
-    target_bpw: float | None = None,
+    limits: Limits,
     progress: Callable[[OperatingPoint], None] = lambda point: None,
 ) -> FloorSearch:
     """Try points from aggressive to conservative, and take the last that fits and passes the check.
@@ -289,16 +307,13 @@ def search(
     Args:
         points: ascending in bytes.
         judge: makes the model of a selection and checks it end to end.
-        memory_budget: the most bytes, while the model is encoded and while it generates.
-        target_bpw: most effective bits per weight of the managed layers.
 
     Raises:
         GearbxError: no point meets the budget, or none of those passes the check; the message names the closest.
     """
     tried: list[OperatingPoint] = []
     for point in points:
-        over = memory_budget is not None and point.needed > memory_budget
-        over = over or (target_bpw is not None and point.selection.effective_bits > target_bpw)
+        over = limits.exceeded_by(point)
         if over:
             tried.append(replace(point, outcome=OVER))
         else:
@@ -336,10 +351,8 @@ def fit_floors(
     format: str,
     manage: str,
     prompts: Sequence[str],
-    memory_budget: int | None,
-    target_bpw: float | None,
+    limits: Limits,
     progress: Progress,
-    reserve: int = 0,
 ) -> FloorSearch:
     """`fit_budget` on text that the model writes after the prompts."""
     codebooks = get_format(format)
@@ -357,10 +370,8 @@ def fit_floors(
         texts,
         codebooks,
         manage,
-        memory_budget,
-        target_bpw,
+        limits,
         ends,
-        reserve=reserve,
         judged=lambda path: progress.advance(judging),
         progress=lambda point: progress.advance(trying),
     )
@@ -371,11 +382,9 @@ def fit_budget(
     texts: Sequence[Sequence[int]],
     format: CodebookFormat,
     manage: str | Predicate = "all",
-    memory_budget: int | None = None,
-    target_bpw: float | None = None,
+    limits: Limits = Limits(),
     ends: Sequence[int] = (),
     kl_bound: float = KL_BOUND,
-    reserve: int = 0,
     judged: Callable[[str], None] = lambda path: None,
     progress: Callable[[OperatingPoint], None] = lambda point: None,
 ) -> FloorSearch:
@@ -386,10 +395,7 @@ def fit_budget(
     Args:
         model: not quantized.
         texts: tokens of calibration texts.
-        memory_budget: bytes, for the model and the more of what its encoding needs at its peak, and the reserve.
-        target_bpw: most effective bits per weight of the managed layers.
         ends: tokens that end a text.
-        reserve: bytes that generation needs beside the model.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
 
     Raises:
@@ -413,7 +419,8 @@ def fit_budget(
             gearbox.shift("high")
 
     spike = encoding_spike(layers, format, max(format.layer_bits))
-    return search(operating_points(measured, rest, spike, reserve=reserve), judge, memory_budget, target_bpw, progress)
+    points = operating_points(measured, rest, spike, reserve=limits.reserve)
+    return search(points, judge, limits, progress)
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:

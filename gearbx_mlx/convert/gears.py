@@ -11,7 +11,7 @@ from msgspec import structs
 
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.defaults import Floors
-from ..bit_selection.h_process import fit_floors, measure_reserve, point_rows, points_table
+from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
 from ..cli.bases import BaseKey, drafting_along, key_of, make_base, show_rounded, texts_of
@@ -187,8 +187,8 @@ def bits_for(
     with progress_bar() as progress:
         if isinstance(quality, Budget):
             prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
-            limits, reserve = (quality.memory_budget, quality.target_bpw), reserve_for(quality, model)
-            found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, *limits, progress, reserve)
+            limits = Limits(quality.memory_budget, quality.target_bpw, reserve_for(quality, model))
+            found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, limits, progress)
             selection, report["points"] = found.best.selection, point_rows(found)
             messages.print(points_table(found))
         else:
