@@ -9,8 +9,7 @@ from conftest import normal, tiny_model, weights_of
 from gearbx_mlx import Gearbox, GearbxError, convert
 from gearbx_mlx.cli.bases import Base, key_of, make_base, texts_of
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
-from gearbx_mlx.conversion.gptq import Hessian, calibrated
+from gearbx_mlx.conversion.calibrated_base import Hessian, blocks_of, calibrate_base, calibrated, steps
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover

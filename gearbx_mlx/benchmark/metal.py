@@ -39,8 +39,7 @@ from . import MOST_VECTORS, DecodeBenchmark, KernelBenchmark, MetalBenchmark, pa
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
-from .metal_operations import operation_checks
-from .metal_products import all_kernels, examine, product_checks
+from .metal_checks import all_kernels, examine, operation_checks, product_checks
 
 Report = dict[str, Any]
 TOP = "top gear"

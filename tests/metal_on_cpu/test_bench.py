@@ -6,7 +6,7 @@ import json
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.benchmark import MOST_VECTORS, kernels, measuring, metal_operations, metal_products
+from gearbx_mlx.benchmark import MOST_VECTORS, kernels, measuring, metal_checks
 from gearbx_mlx.benchmark import metal as subject
 from gearbx_mlx.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, tuner
@@ -29,12 +29,11 @@ def bench(command, monkeypatch, tmp_path):
 @pytest.fixture
 def short(bench, launches, monkeypatch):
     """The command where Metal is said to be, with one type to check, few keys, no copies and no model."""
-    for module in (metal_products, metal_operations):
-        monkeypatch.setattr(module, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
     monkeypatch.setattr(measuring, "READ", 2**20)
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
-    monkeypatch.setattr(metal_operations, "WIDTHS", (32, 64))
-    monkeypatch.setattr(metal_operations, "KEYS", (37,))
+    monkeypatch.setattr(metal_checks, "WIDTHS", (32, 64))
+    monkeypatch.setattr(metal_checks, "KEYS", (37,))
     monkeypatch.setattr(kernels, "copied", lambda part: part)
     monkeypatch.setattr(subject, "add_gears", lambda settings, rows: None)
     monkeypatch.setattr(subject, "add_modes", lambda settings, rows: None)
