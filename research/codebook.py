@@ -12,7 +12,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from pages import table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.bit_selection.codebook_selection import kind_of
+from gearbx_mlx.bit_selection.codebook_selection import Quality, compare, kind_of, qualities
 from gearbx_mlx.bit_selection.h_process import GarbageCheck, Limits, fit_floors, point_cells, point_rows
 from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
@@ -21,7 +21,6 @@ from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.formats.codebook import Codebook, nbytes
 from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
-from gearbx_mlx.formats.codebook_quality import Quality, compare, qualities
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 

@@ -10,7 +10,15 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection import codebook_selection as report
-from gearbx_mlx.bit_selection.codebook_selection import LayerQualities, kind_of, measure, select
+from gearbx_mlx.bit_selection.codebook_selection import (
+    LayerQualities,
+    Quality,
+    kind_of,
+    measure,
+    qualities,
+    select,
+    some_experts,
+)
 from gearbx_mlx.bit_selection.defaults import Floors
 from gearbx_mlx.bit_selection.h_process import (
     GarbageCheck,
@@ -28,7 +36,6 @@ from gearbx_mlx.cli.gears import FloorSettings
 from gearbx_mlx.cli.settings import parse_bytes
 from gearbx_mlx.convert import BudgetSettings
 from gearbx_mlx.formats import codebook, get_format
-from gearbx_mlx.formats.codebook_quality import Quality, qualities, some_experts
 from gearbx_mlx.gears.discovery import discover
 
 
@@ -72,7 +79,7 @@ class TestQuality:
     def test_a_sample_of_channels_is_near_all(self, monkeypatch):
         weight = heavy(2048, 256)
         every = next(qualities(get_format("codebook"), weight))
-        monkeypatch.setattr("gearbx_mlx.formats.codebook_quality.WEIGHTS_JUDGED", 512 * 256)
+        monkeypatch.setattr("gearbx_mlx.bit_selection.codebook_selection.WEIGHTS_JUDGED", 512 * 256)
         assert next(qualities(get_format("codebook"), weight)).cosine == pytest.approx(every.cosine, abs=1e-3)
 
     def test_four_experts_are_judged(self):
