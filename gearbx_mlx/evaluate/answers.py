@@ -18,7 +18,7 @@ from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import model_fingerprint
 from . import WRITING, EvaluateSettings, TaskSettings
-from .text import about, inputs_of
+from .text import about, inputs_of, note_or_raise
 
 Problems = list[dict[str, str]]
 
@@ -63,13 +63,6 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         "policies": answers.grouped(problems, answers.score(attempts, reference)),
     }
     return Report(report, answers.markdown(report), answers.COLUMNS, tuple(answers.COLUMNS))
-
-
-def note_or_raise(attempts: dict[str, Any], out: Path) -> None:
-    """After an interrupt: raises KeyboardInterrupt again if no policy was complete."""
-    if not attempts:
-        terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
-        raise KeyboardInterrupt
 
 
 def answers_inputs(settings: EvaluateSettings, prompts: Sequence[answers.Prompt]) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from ..gears.activations import model_dtype
 from ..loading import fingerprint, model_contents, model_name
 from ..routing.pair import NAMES
 from . import WRITTEN, EvaluateSettings
-from .answers import answers_inputs, note_or_raise, problems_of, prompts_of
-from .text import context_for
+from .answers import answers_inputs, problems_of, prompts_of
+from .text import context_for, note_or_raise
 
 SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
 PICTURES = {f"evaluation.{kind}": draw_pair for kind in ("png", "svg")}

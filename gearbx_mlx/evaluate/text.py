@@ -1,5 +1,6 @@
 """evaluate --task text: policies along a text, each token compared with the top gear's."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +93,22 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
         rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears or ())
-        complete = finished(runs, rows, out)
+        try:
+            runs.compute(rows)
+            complete = True
+        except KeyboardInterrupt:
+            note_or_raise(runs.recordings, out)
+            complete = False
     kernels = "native" if gearbox.kernels.native else "mlx"
     report = runs.report({**about(settings, resolved, kernels), "complete": complete, "context": context})
     return Report(report, markdown(report), COLUMNS, FIRST, {PICTURE: draw} if "noise_floor" in report else {})
 
 
-def finished(runs: Runs, rows: list, out: Path) -> bool:
-    """Whether all recordings were made, and not interrupted. Raises KeyboardInterrupt if none was."""
-    try:
-        runs.compute(rows)
-    except KeyboardInterrupt:
-        if not runs.recordings:
-            terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
-            raise
-        return False
-    return True
+def note_or_raise(done: Mapping[Any, Any], out: Path) -> None:
+    """After an interrupt: raises KeyboardInterrupt again if no policy was complete."""
+    if not done:
+        terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
+        raise KeyboardInterrupt
 
 
 def inputs(
