@@ -9,8 +9,7 @@ from ..cli import terminal
 from ..errors import GearbxError
 from ..routing.pair import LARGE, SMALL
 from ..serving.listening import Escaping, Server
-from ..serving.others import is_loopback
-from ..serving.web import Guard, host_name
+from ..serving.web import Guard, host_name, is_loopback
 from . import ServerSettings
 
 API_KEY = "GEARBX_API_KEY"
