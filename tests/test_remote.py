@@ -21,7 +21,7 @@ from fake_server import (
 )
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.serving.remote.server import Connection, Question, RemoteError, RemoteServer
+from gearbx_mlx.serving.remote import Connection, Question, RemoteError, RemoteServer
 
 PAIR = [-0.1, -2.5]
 

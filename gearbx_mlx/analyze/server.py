@@ -15,8 +15,7 @@ from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
 from ..serving import ASSUMED_VOCABULARY
-from ..serving.remote.answers import RemoteToken
-from ..serving.remote.server import Connection, Question, RemoteServer
+from ..serving.remote import Connection, Question, RemoteServer, RemoteToken
 from ..telemetry.report import UNDECIDED, IntervalTally, interval_record
 from ..telemetry.trace import TraceWriter
 from . import AnalyzeSettings

@@ -7,7 +7,7 @@ from typing import Any
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 from ..compat.names import own_tokenizer
-from .remote.answers import SYMBOLS
+from .remote import SYMBOLS
 
 KEPT = 2**16  # tokens
 SPACE = "▁"  # of SentencePiece

@@ -19,8 +19,7 @@ from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
 from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, SMALL, pair_gate, pair_monitor
 from .. import ASSUMED_VOCABULARY
-from ..remote.answers import Logprobs, tokens_of
-from ..remote.server import OpenAIWay, Question, ways_to_ask
+from ..remote import Logprobs, OpenAIWay, Question, tokens_of, ways_to_ask
 
 CHAT, TEXT = "/chat/completions", "/completions"
 FORGET = 60.0  # seconds after which what a server could not do is tried again: it may be another one by then

@@ -13,7 +13,7 @@ import msgspec
 from ...errors import GearbxError, one_line
 from ...routing.pair import LARGE, NAMES, SMALL
 from ..others import about_logprobs
-from ..remote.server import OpenAIWay, after_silence, others
+from ..remote import OpenAIWay, after_silence, others
 from .judging import (
     TEXT,
     FirstTokens,

@@ -1,1 +1,0 @@
-"""Servers of others, as sources of tokens with log-probabilities."""
