@@ -1,7 +1,7 @@
 """Anthropic's Messages API, in terms of chat completions: requests, whole answers, streams and errors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, field_validator
@@ -189,7 +189,7 @@ def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     return body
 
 
-def text_of(content: str | Sequence[Any]) -> str:
+def text_of(content: str | list[Any]) -> str:
     """The text of blocks, of each on lines of its own."""
     return content if isinstance(content, str) else "\n".join(block.text for block in content)
 
@@ -229,7 +229,7 @@ def chat_messages(message: Turn) -> list[dict[str, Any]]:
     return [*results, own]
 
 
-def chat_content(content: str | Sequence[Any]) -> str | list[dict[str, Any]]:
+def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
     """The content of a chat message; text alone as text, since not every chat template takes parts."""
     if isinstance(content, str) or all(hasattr(part, "text") for part in content):
         return text_of(content)
