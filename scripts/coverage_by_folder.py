@@ -8,6 +8,7 @@ Run it in the checkout that was measured.
 
 import argparse
 import json
+import re
 import shutil
 import sqlite3
 import subprocess
@@ -17,9 +18,24 @@ from collections import defaultdict
 from pathlib import Path
 
 from pages import fill, table
-from plant_defects import ROOT, default_tests, test_of
 
+ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("num_statements", "covered_lines", "num_branches", "covered_branches")
+
+
+def default_tests() -> set[str]:
+    """The tests that the README's command runs."""
+    command = [sys.executable, "-m", "pytest", "--collect-only"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return {line for line in listed.stdout.splitlines() if "::" in line}
+
+
+def test_of(context: str) -> str:
+    """The node id in a context: `ID|run` of a test, `ID (call)` of a process that a test started; else empty."""
+    for name in context.split("|"):
+        if "::" in name:
+            return re.sub(r" \((setup|call|teardown)\)$", "", name)
+    return ""
 
 
 def of_default_tests(database: Path, copy: Path) -> Path:
