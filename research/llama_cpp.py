@@ -341,8 +341,11 @@ def first_token_seconds(model: Any, prompt: list[int]) -> float:
     return timed(lambda: next(steps)) / len(prompt)
 
 
-Row = Mapping[str, Any]
-Column = Callable[[Row], object]
+LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each subject
+HEAD = (
+    *("bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"),
+    "read, GB/s",
+)
 
 
 def significant(number: float) -> str:
@@ -350,32 +353,19 @@ def significant(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def range_of(row: Row) -> str:
-    return "-".join(f"{number:.2f}" for number in row["spread"])
-
-
-SIDES: dict[str, Column] = {
-    "bits": lambda row: row["bits"],
-    "llama.cpp's type": lambda row: row["llama_cpp_type"],
-    "activations": lambda row: row["activations"],
-}
-SPEEDS: dict[str, Column] = {
-    "ours, tokens/s": lambda row: significant(row["tokens_per_second"]),
-    "llama.cpp, tokens/s": lambda row: significant(row["llama_cpp_tokens_per_second"]),
-    "ratio": lambda row: f"{row['ratio']:.2f}",
-    "spread": range_of,
-}
-READ: dict[str, Column] = {"read, GB/s": lambda row: f"{row['read_bandwidth_gigabytes_per_second']:.1f}"}
-COLUMNS: dict[str, dict[str, Column]] = {
-    "decode": {"context": lambda row: row["context"], **SIDES, **SPEEDS, **READ},
-    "prompt": {"tokens": lambda row: row["prompt_tokens"], **SIDES, **SPEEDS, **READ},
-}
-
-
-def table_of(subject: str, rows: Sequence[Row]) -> str:
+def table_of(subject: str, rows: Rows) -> str:
     """The rows of a subject: decode or prompt."""
-    columns = COLUMNS[subject]
-    return table([*columns], [[column(row) for column in columns.values()] for row in rows])
+    length = LENGTHS[subject]
+    cells = [
+        [
+            *(row[length], row["bits"], row["llama_cpp_type"], row["activations"]),
+            *(significant(row["tokens_per_second"]), significant(row["llama_cpp_tokens_per_second"])),
+            *(f"{row['ratio']:.2f}", "-".join(f"{number:.2f}" for number in row["spread"])),
+            f"{row['read_bandwidth_gigabytes_per_second']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table([length.removeprefix("prompt_"), *HEAD], cells)
 
 
 def versions() -> dict[str, str]:

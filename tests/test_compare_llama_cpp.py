@@ -13,7 +13,7 @@ from pages import fill
 
 from gearbx_mlx import GearbxError
 from research import llama_cpp
-from research.llama_cpp import COLUMNS, THEIRS, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
+from research.llama_cpp import LENGTHS, THEIRS, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
 
 ROOT = Path(__file__).parents[1]
 HEADS, SIZE = 3, 8
@@ -103,8 +103,8 @@ def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
 
 def test_tables_go_to_their_places_in_a_page(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- llama_cpp_{subject} -->\n<!-- end -->\n" for subject in COLUMNS))
-    fill(page, {f"llama_cpp_{subject}": lambda s=subject: table_of(s, [ROWS[s]]) for subject in COLUMNS})
+    page.write_text("".join(f"<!-- llama_cpp_{subject} -->\n<!-- end -->\n" for subject in LENGTHS))
+    fill(page, {f"llama_cpp_{subject}": lambda s=subject: table_of(s, [ROWS[s]]) for subject in LENGTHS})
     cells = [line for line in page.read_text().splitlines() if line.startswith("| ") and "---" not in line][1::2]
     assert cells == [
         "| 1000 | 4 | q4_0 | int8 | 123 | 45.7 | 2.70 | 2.50-2.96 | 28.6 |",
