@@ -26,7 +26,6 @@ MODULES = (
     "processes",
     "servers",
     "llama_cpp",
-    "same_file",
     "owned",
     "pictures",
     "evidence",

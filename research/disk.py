@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from pages import table
 
@@ -45,14 +45,16 @@ def random_model(folder: Path, hidden: int, layers: int) -> Path:
         vocab_size=32000,
         tie_word_embeddings=False,
     )
-    model = llama.Model(args)
-    model.update(tree_map(lambda array: array.astype(mx.bfloat16), model.parameters()))
-    path = folder / "original"
-    path.mkdir()
-    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (path / "config.json").write_text(
-        json.dumps({name: value for name, value in vars(args).items() if value is not None})
-    )
+    return save_model(llama.Model(args), folder / "original")
+
+
+def save_model(model: Any, path: Path) -> Path:
+    """Write a Llama in bfloat16 with the demo model's tokenizer, as a directory that mlx-lm loads. Returns it."""
+    path.mkdir(parents=True)
+    arrays = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(model.parameters())}
+    mx.save_safetensors(str(path / "model.safetensors"), arrays)
+    config = {name: value for name, value in vars(model.args).items() if value is not None}
+    (path / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((DEMO_MODEL / name).read_bytes())
     return path
@@ -94,13 +96,7 @@ def models(directory, times):
     """The bfloat16 model and its geared checkpoint, made if they are not there."""
     original, geared = directory / "bf16", directory / "exact"
     if not original.exists():
-        original.mkdir(parents=True)
-        model = widened(load()[0], times)
-        arrays = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(model.parameters())}
-        mx.save_safetensors(str(original / "model.safetensors"), arrays)
-        (original / "config.json").write_text(json.dumps(vars(model.args)))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (original / name).write_bytes((DEMO_MODEL / name).read_bytes())
+        save_model(widened(load()[0], times), original)
     if not geared.exists():
         convert(original, geared, gears="4,16", format="exact")
     return original, geared

@@ -19,6 +19,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.rows import Verifier
+from gearbx_mlx.telemetry.summary import Tally, draft_summary, lookup_summary
 
 from .lossless import encode
 from .studies import HELD_OUT, TALES, Found, spread, study
@@ -33,29 +34,13 @@ ALONE = "top gear alone"
 
 @dataclass
 class Counted:
-    """The sums over all texts. ratios: for each text, the time of the top gear alone over that of this mode."""
+    """What a mode did in all texts. ratios: for each text, the time of the top gear alone over that of this mode."""
 
-    tokens: int = 0
-    verifications: int = 0
-    drafted: int = 0
-    draft_accepted: int = 0
-    looked_up: int = 0
-    lookup_accepted: int = 0
-    weight_bytes: int = 0
+    tally: Tally
     identical: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     ratios: list[float] = field(default_factory=list)
-
-    def add(self, responses):
-        for response in responses:
-            self.tokens += 1
-            self.verifications += response.passes[-1]
-            self.drafted += response.drafted
-            self.draft_accepted += response.source == "draft"
-            self.looked_up += response.looked_up
-            self.lookup_accepted += response.source == "lookup"
-            self.weight_bytes += response.weight_bytes
 
 
 def timed(responses):
@@ -71,7 +56,8 @@ def timed(responses):
 
 def compare(gearbox, tokenizer, prompts, max_tokens, label):
     """Mode to what it counted, and the texts of the top gear alone."""
-    counted, texts = {name: Counted() for name in (ALONE, *MODES)}, []
+    gears = [gear.name for gear in gearbox.ladder]
+    counted, texts = {name: Counted(Tally.of(gears)) for name in (ALONE, *MODES)}, []
     for prompt in track(prompts, label):
         gearbox.shift(gearbox.ladder.top)
         run, alone, cpu = timed(mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, max_tokens))
@@ -82,7 +68,8 @@ def compare(gearbox, tokenizer, prompts, max_tokens, label):
             responses = stream_generate(gearbox.model, tokenizer, prompt, max_tokens, gearbox=gearbox, mode=mode)
             run, seconds, cpu = timed(responses)
             one = counted[name]
-            one.add(run)
+            for response in run:
+                one.tally.add(response)
             one.seconds += seconds
             one.cpu_seconds += cpu
             one.identical += [response.token for response in run] == texts[-1]
@@ -92,21 +79,25 @@ def compare(gearbox, tokenizer, prompts, max_tokens, label):
 
 def summed_up(counted, gearbox):
     """Mode to its figures; those of the mode relative to the top gear alone."""
-    top, alone = gearbox.weight_bytes_per_token(gearbox.ladder.top), counted[ALONE]
+    return {name: figures_of(one, counted[ALONE], gearbox) for name, one in counted.items() if name != ALONE}
+
+
+def figures_of(one, alone, gearbox):
+    tally, top = one.tally, gearbox.ladder.top
+    verifications = tally.passes[top.name]
     return {
-        name: {key: value for key, value in vars(one).items() if key != "ratios"}
-        | {
-            "texts": len(one.ratios),
-            "passes_per_token": (one.verifications + one.drafted) / one.tokens,
-            "verifications_per_token": one.verifications / one.tokens,
-            "weight_bytes_per_token": one.weight_bytes / one.tokens,
-            "times_fewer_bytes": top * one.tokens / one.weight_bytes,
-            "times_as_fast": alone.seconds / one.seconds,
-            "times_as_fast_median": statistics.median(one.ratios),
-            "times_less_cpu": alone.cpu_seconds / one.cpu_seconds,
-        }
-        for name, one in counted.items()
-        if name != ALONE
+        **draft_summary(tally, verifications),
+        **lookup_summary(tally),
+        "tokens": tally.tokens,
+        "texts": len(one.ratios),
+        "identical": one.identical,
+        "passes_per_token": (verifications + tally.drafted) / tally.tokens,
+        "verifications_per_token": verifications / tally.tokens,
+        "weight_bytes_per_token": tally.mean(tally.weight_bytes),
+        "times_fewer_bytes": gearbox.weight_bytes_per_token(top) * tally.tokens / tally.weight_bytes,
+        "times_as_fast": alone.seconds / one.seconds,
+        "times_as_fast_median": statistics.median(one.ratios),
+        "times_less_cpu": alone.cpu_seconds / one.cpu_seconds,
     }
 
 
@@ -236,7 +227,7 @@ def lookup_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     rows = [
         [
             *(prompts, name, f"{one['identical']} of {one['texts']}", f"{one['passes_per_token']:.2f}"),
-            *(f"{one['times_fewer_bytes']:.2f}", f"{one['drafted']} ({one['draft_accepted']})"),
+            *(f"{one['times_fewer_bytes']:.2f}", f"{one['drafted']} ({one['accepted']})"),
             *(f"{one['looked_up']} ({one['lookup_accepted']})", f"{one['times_as_fast']:.2f}"),
             *(f"{one['times_as_fast_median']:.2f}", f"{one['times_less_cpu']:.2f}"),
         ]

@@ -130,7 +130,7 @@ def memory_table() -> str:
 
 
 def lossless_table(results: Path) -> str:
-    """What lossless mode reads, from the reports of measure_lossless.py. Raises FileNotFoundError if there are none."""
+    """What lossless mode reads, from reports of the study `lossless`. Raises FileNotFoundError if there are none."""
     rows = []
     for file in sorted(results.glob("exact_lossless_*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))

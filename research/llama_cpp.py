@@ -1,36 +1,42 @@
-"""Gears beside llama.cpp, in turn within one run: decoding, prompts and speculative decoding."""
+"""Gears beside llama.cpp, in turn within one run.
+
+compare-llama-cpp: decoding and prompts of a random Llama in several widths. same-file: milliseconds of a token of
+SmolLM2 from one GGUF file, and what drafts save on either side.
+"""
 
 import json
+import os
 import statistics
 import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile, zip_longest
+from importlib.util import find_spec
+from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from pages import table
 from rich.progress import Progress
 
-from gearbx_mlx import Gearbox, Lossless, load, stream_generate
+from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import bandwidth_meter, timed
-from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.files import smollm2
 
-from .lossless import encode, widened
-from .studies import HELD_OUT, Found, native_kernels, study
+from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
+from .studies import HELD_OUT, Found, native_kernels, ratios, spread, study, table_here
 
 TYPES = {4: "Q4_0", 8: "Q8_0", 16: "F16"}  # of llama.cpp, by the bits of our gears
 NAMES = {
@@ -135,20 +141,14 @@ def add_vocabulary(writer: Any, content: dict[str, Any]) -> None:
 BATCH = 512  # llama.cpp's default; prompts are as long
 
 
-def open_model(
-    file: Path, context: int, threads: int, draft_model: Callable[..., Any] | None = None, exact: bool = False
-) -> Any:
-    """A GGUF file in memory, as a `llama_cpp.Llama`.
+def open_model(file: Path, context: int, threads: int) -> Any:
+    """A GGUF file in memory, as a `llama_cpp.Llama`, with its flash attention and a KV cache in float16.
 
     Args:
         context: tokens that its KV cache has room for.
-        draft_model: proposes tokens that follow those it is given.
-        exact: attention in float32, as ours, with keys and values in it. Otherwise flash attention, the faster one,
-            with both in float16.
     """
     import llama_cpp
 
-    cache = llama_cpp.GGML_TYPE_F32 if exact else llama_cpp.GGML_TYPE_F16
     return llama_cpp.Llama(
         str(file),
         n_ctx=context,
@@ -156,10 +156,7 @@ def open_model(
         n_threads=threads,
         n_threads_batch=threads,
         use_mmap=False,  # so that q4_0 is put into the order of its fastest product
-        flash_attn=not exact,
-        type_k=cache,
-        type_v=cache,
-        draft_model=draft_model,
+        flash_attn=True,
         verbose=False,
     )
 
@@ -189,40 +186,6 @@ def follow(model: Any) -> Iterator[int]:
         token = favourite(model)
         yield token
         model.eval([token])
-
-
-class Drafter:
-    """A draft model for `llama_cpp.Llama`: the greedy continuation by another one.
-
-    What the texts of two calls begin with is computed once: the KV cache keeps it.
-    """
-
-    def __init__(self, model: Any, length: int, continuation: Callable[[Any], Iterator[int]] = follow) -> None:
-        self.model, self.length, self.continuation = model, length, continuation
-        self.read: list[int] = []  # tokens whose keys and values are in the cache
-
-    def __call__(self, text: np.ndarray, /, **_: Any) -> np.ndarray:
-        """Tokens to verify after the text, `length` of them."""
-        tokens = text.tolist()
-        # The last token is computed in any case: the logits after it are what the draft begins with.
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self.read, tokens[:-1])))
-        read_again(self.model, tokens[common:], common)
-        drafted = list(islice(self.continuation(self.model), self.length))
-        self.read = tokens + drafted[:-1]
-        return np.array(drafted, dtype=np.intc)
-
-
-def generated(model: Any, prompt: Sequence[int], stop: set[int], most: int) -> Iterator[int]:
-    """The greedy text after a prompt, with the model's draft model if it has one, up to a token of `stop`.
-
-    Args:
-        most: the number of tokens, if no such token comes.
-    """
-    model.reset()
-    for token in islice(model.generate(list(prompt), temp=0.0, repeat_penalty=1.0), most):
-        yield token
-        if token in stop:
-            return
 
 
 THEIRS = "llama.cpp"
@@ -257,11 +220,6 @@ class Rounds:
                 if trial:
                     spent[name].append(seconds)
         return spent, statistics.median(bandwidths)
-
-
-def gain(before: list[float], after: list[float]) -> float:
-    """How many times as fast: the median of the trials."""
-    return statistics.median(old / new for old, new in zip(before, after))
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
@@ -383,133 +341,11 @@ def first_token_seconds(model: Any, prompt: list[int]) -> float:
     return timed(lambda: next(steps)) / len(prompt)
 
 
-CURVE = SHIPPED / "4-8-16.json"
-CONTEXT = 2048  # tokens of the longest prompt and its text
-CHECKED = 40  # tokens of a text in float32
-OURS, ALONE = "ours ", " alone"  # in the names of writers
-
-Text = list[int]
-Writer = Callable[[Text], Iterator[int]]  # the tokens after a prompt
-
-
-class Texts:
-    """Times the texts after all prompts by one writer, and keeps them."""
-
-    def __init__(self, write: Writer, prompts: list[Text]) -> None:
-        self.write, self.prompts = write, prompts
-        self.made: list[Text] = []
-
-    def __call__(self) -> float:
-        """Seconds per token after the first one of each text."""
-        self.made, seconds = [], 0.0
-        for prompt in self.prompts:
-            tokens = self.write(prompt)
-            text = [next(tokens)]
-            begun = time.perf_counter()
-            text += tokens
-            seconds += time.perf_counter() - begun
-            self.made.append(text)
-        return seconds / max(1, sum(len(text) - 1 for text in self.made))
-
-    def same(self, other: "Texts") -> int:
-        """How many of the last texts are the other's."""
-        return sum(mine == theirs for mine, theirs in zip(self.made, other.made))
-
-
-def alone(gearbox: Gearbox, tokenizer: Any, most: int, prompt: Text) -> Iterator[int]:
-    """The text of the top gear without drafts."""
-    gearbox.shift(gearbox.ladder.top)
-    return (response.token for response in mlx_lm.stream_generate(gearbox.model, tokenizer, prompt, most))
-
-
-def drafted(gearbox: Gearbox, tokenizer: Any, most: int, prompt: Text) -> Iterator[int]:
-    """The same text in mode lossless."""
-    made = read_draft_file(CURVE)
-    mode = Lossless(rule=made.rule(), draft=made.draft)
-    responses = stream_generate(gearbox.model, tokenizer, prompt, most, gearbox=gearbox, mode=mode)
-    return (response.token for response in responses)
-
-
-def wide_model(times: int) -> Any:
-    return widened(load()[0], times)
-
-
-def open_peer(model: Any, kind: str, folder: Path, threads: int, **how: Any) -> Any:
-    file = folder / f"{kind}.gguf"
-    write_gguf(model, file, kind, CONTEXT)
-    peer = open_model(file, CONTEXT, threads, **how)
-    file.unlink()
-    return peer
-
-
-def check_texts(tokenizer: Any, prompts: list[Text], folder: Path, threads: int) -> None:
-    """Compare the demo model's texts, where llama.cpp computes in float32 as we do.
-
-    Raises:
-        GearbxError: a text differs: then the GGUF is another model, and times would say nothing.
-    """
-    model = load()[0]
-    peer = open_peer(model, "F32", folder, threads, exact=True)
-    gearbox = Gearbox(model, "16", kernels="native", dtype="float32")
-    for number, prompt in enumerate(prompts, 1):
-        ours = [*alone(gearbox, tokenizer, CHECKED, prompt)]
-        if ours != [*generated(peer, prompt, tokenizer.eos_token_ids, CHECKED)]:
-            raise GearbxError(
-                f"prompt {number}: in float32, llama.cpp's text is not the demo model's; its GGUF is wrong"
-            )
-
-
-def writers(args: Namespace, folder: Path, threads: int, tokenizer: Any) -> dict[str, Writer]:
-    """Who writes the texts, ours and theirs in turn: without drafts, and with them."""
-    gears = ",".join(map(str, read_draft_file(CURVE).gears))
-    gearboxes = {
-        name: Gearbox(wide_model(args.times), gears, kernels="native", activations=name) for name in args.activations
-    }
-    model = wide_model(args.times)
-    drafter = Drafter(open_peer(model, TYPES[4], folder, threads), 0)
-    peer = open_peer(model, TYPES[16], folder, threads, draft_model=drafter)
-
-    def theirs(length: int, prompt: Text) -> Iterator[int]:
-        drafter.length, peer.draft_model = length, drafter if length else None
-        return generated(peer, prompt, tokenizer.eos_token_ids, args.max_tokens)
-
-    first = next(iter(gearboxes.values()))  # the top gear computes with activations as they are
-    ours = {OURS + ALONE: partial(alone, first, tokenizer, args.max_tokens)}
-    ours |= {OURS + name: partial(drafted, gearbox, tokenizer, args.max_tokens) for name, gearbox in gearboxes.items()}
-    lengths = {THEIRS + ALONE: 0} | {f"{THEIRS}{length}": length for length in args.draft_lengths}
-    pairs = zip_longest(ours.items(), ((name, partial(theirs, length)) for name, length in lengths.items()))
-    return dict(item for pair in pairs for item in pair if item)
-
-
-def lossless_rows(rounds: Rounds, args: Namespace, folder: Path, threads: int) -> list[dict[str, Any]]:
-    """The texts without drafts, and with drafts: each kind of activations of ours beside each length of llama.cpp's."""
-    tokenizer = load()[1]
-    prompts = [encode(tokenizer, prompt) for prompt in read_prompts(args.prompts)[: args.num_prompts]]
-    check_texts(tokenizer, prompts, folder, threads)
-    texts = {name: Texts(write, prompts) for name, write in writers(args, folder, threads, tokenizer).items()}
-    spent, bandwidth = rounds.time("lossless", texts)
-
-    def row(ours: str, theirs: str) -> dict[str, Any]:
-        mine, other = OURS + ours, THEIRS + theirs
-        return {
-            "activations": DENSE if ours == ALONE else ours,
-            "llama_cpp_draft_tokens": 0 if theirs == ALONE else int(theirs),
-            **compared(spent[mine], spent[other]),
-            "speedup": gain(spent[OURS + ALONE], spent[mine]),
-            "llama_cpp_speedup": gain(spent[THEIRS + ALONE], spent[other]),
-            "identical": texts[mine].same(texts[OURS + ALONE]),
-            "llama_cpp_identical": texts[other].same(texts[THEIRS + ALONE]),
-            "llama_cpp_as_ours": texts[other].same(texts[mine]),
-            "prompts": len(prompts),
-            "read_bandwidth_gigabytes_per_second": bandwidth,
-        }
-
-    pairs = [(name, str(length)) for name in args.activations for length in args.draft_lengths]
-    return [row(ours, theirs) for ours, theirs in [(ALONE, ALONE), *pairs]]
-
-
-Row = Mapping[str, Any]
-Column = Callable[[Row], object]
+LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each subject
+HEAD = (
+    *("bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"),
+    "read, GB/s",
+)
 
 
 def significant(number: float) -> str:
@@ -517,41 +353,19 @@ def significant(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
-def spread(row: Row) -> str:
-    return "-".join(f"{number:.2f}" for number in row["spread"])
-
-
-SIDES: dict[str, Column] = {
-    "bits": lambda row: row["bits"],
-    "llama.cpp's type": lambda row: row["llama_cpp_type"],
-    "activations": lambda row: row["activations"],
-}
-SPEEDS: dict[str, Column] = {
-    "ours, tokens/s": lambda row: significant(row["tokens_per_second"]),
-    "llama.cpp, tokens/s": lambda row: significant(row["llama_cpp_tokens_per_second"]),
-    "ratio": lambda row: f"{row['ratio']:.2f}",
-    "spread": spread,
-}
-READ: dict[str, Column] = {"read, GB/s": lambda row: f"{row['read_bandwidth_gigabytes_per_second']:.1f}"}
-COLUMNS: dict[str, dict[str, Column]] = {
-    "decode": {"context": lambda row: row["context"], **SIDES, **SPEEDS, **READ},
-    "prompt": {"tokens": lambda row: row["prompt_tokens"], **SIDES, **SPEEDS, **READ},
-    "lossless": {
-        "activations": lambda row: row["activations"],
-        "llama.cpp drafts": lambda row: row["llama_cpp_draft_tokens"] or "none",
-        **SPEEDS,
-        "drafts gain us": lambda row: f"{row['speedup']:.2f}",
-        "llama.cpp": lambda row: f"{row['llama_cpp_speedup']:.2f}",
-        "texts unchanged, ours": lambda row: f"{row['identical']} of {row['prompts']}",
-        "theirs": lambda row: f"{row['llama_cpp_identical']} of {row['prompts']}",
-    },
-}
-
-
-def table_of(subject: str, rows: Sequence[Row]) -> str:
-    """The rows of a subject: decode, prompt or lossless."""
-    columns = COLUMNS[subject]
-    return table([*columns], [[column(row) for column in columns.values()] for row in rows])
+def table_of(subject: str, rows: Rows) -> str:
+    """The rows of a subject: decode or prompt."""
+    length = LENGTHS[subject]
+    cells = [
+        [
+            *(row[length], row["bits"], row["llama_cpp_type"], row["activations"]),
+            *(significant(row["tokens_per_second"]), significant(row["llama_cpp_tokens_per_second"])),
+            *(f"{row['ratio']:.2f}", "-".join(f"{number:.2f}" for number in row["spread"])),
+            f"{row['read_bandwidth_gigabytes_per_second']:.1f}",
+        ]
+        for row in rows
+    ]
+    return table([length.removeprefix("prompt_"), *HEAD], cells)
 
 
 def versions() -> dict[str, str]:
@@ -564,62 +378,45 @@ def versions() -> dict[str, str]:
     return {"llama_cpp_python": llama_cpp.__version__}
 
 
-def measure(args: Namespace) -> tuple[dict[str, list[dict[str, Any]]], int]:
+def measure(args: Namespace) -> tuple[dict[str, Rows], int]:
     """The rows of each subject, and the number of threads."""
-    native = native_kernels()
-    found = {}
+    threads, found = native_kernels().threads(), {}
     with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
-        folder, threads = Path(name), native.threads()
-        rounds = Rounds(args.trials, bandwidth_meter(), progress)
-        if {"decode", "prompt"} & {*args.subjects}:
-            models = RandomModels(args, folder, threads)
-            if "decode" in args.subjects:
-                found["decode"] = decode_rows(models, rounds, args)
-            if "prompt" in args.subjects:
-                found["prompt"] = prompt_rows(models, rounds)
-            del models  # gigabytes
-        if "lossless" in args.subjects:
-            found["lossless"] = lossless_rows(rounds, args, folder, threads)
+        rounds, models = Rounds(args.trials, bandwidth_meter(), progress), RandomModels(args, Path(name), threads)
+        if "decode" in args.subjects:
+            found["decode"] = decode_rows(models, rounds, args)
+        if "prompt" in args.subjects:
+            found["prompt"] = prompt_rows(models, rounds)
     return found, threads
 
 
-Subject = Literal["decode", "prompt", "lossless"]
+Subject = Literal["decode", "prompt"]
 Activations = Literal["float", "int16", "int8"]
 
 
 @study("docs/performance.md", minutes=60)
 def compare_llama_cpp(
-    subjects: list[Subject] = ["decode", "prompt", "lossless"],  # noqa: B006 - nothing changes it
+    subjects: list[Subject] = ["decode", "prompt"],  # noqa: B006 - nothing changes it
     shape: str = "1024x24",
     contexts: list[int] = [1, 1000, 4000],  # noqa: B006
     tokens: int = 16,
     activations: list[Activations] = ["int16", "int8"],  # noqa: B006
-    times: Literal[1, 2, 4, 8, 16] = 8,
-    prompts: Path = HELD_OUT,
-    num_prompts: int = 4,
-    max_tokens: int = 48,
-    draft_lengths: list[int] = [3, 8],  # noqa: B006
     trials: int = 5,
 ) -> Found:
     """Gears beside llama.cpp (pip install llama-cpp-python gguf), in turn within one run.
 
     decode: tokens of a random Llama after contexts of several lengths. prompt: 512 tokens of the same Llama, up to the
-    first one of the answer. lossless: real texts by the demo model, widened: mode lossless beside
-    llama.cpp's speculative decoding with q4_0 of the same model as its draft model.
+    first one of the answer.
 
-    The models become GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in
-    the order that llama.cpp rotates. So both sides write the same texts, up to rounding, which is checked in float32.
-    Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps keys and values in 16 bits, we in
-    32. Nothing else may run meanwhile: llama.cpp's threads wait for each other without sleeping.
+    The model becomes GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in
+    the order that llama.cpp rotates. Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps
+    keys and values in 16 bits, we in 32. Nothing else may run meanwhile: llama.cpp's threads wait for each other
+    without sleeping.
 
     Args:
         shape: WIDTHxLAYERS.
         tokens: Decoded in a trial.
         activations: Of our gears, each in turn.
-        times: Copies of every unit of the demo model.
-        prompts: One per line, or JSON Lines.
-        max_tokens: Of a text.
-        draft_lengths: llama.cpp's; its own default is 3.
     """
     installed = versions()
     parse_shape(shape)
@@ -630,3 +427,131 @@ def compare_llama_cpp(
     found, threads = measure(args)
     tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
     return Found(tables, found | {"threads": threads} | installed)
+
+
+# SmolLM2 from the same file
+
+CONTEXT = 2048
+server: Any = None  # of llama.cpp, in a child
+Write = Callable[[list[int], int], tuple[str, float]]
+"""A text after the tokens of a prompt, and the milliseconds of a token."""
+
+
+def unpacked(file: Path, out: Path) -> Path:
+    """The same model in float16: llama.cpp's own type for weights that are not quantized, and all else as it was."""
+    import gguf
+
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(out, "llama")
+    for field in reader.fields.values():
+        kinds = field.types
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, values if values.ndim == 1 else values.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def in_llama_cpp(file: Path, draft: Path | None = None) -> Write:
+    """What writes greedily in llama.cpp, with a draft model if one is given, in a process of its own.
+
+    Where threads of several models share a process, libgomp lets them sleep at every barrier.
+
+    Raises:
+        GearbxError: llama.cpp is not installed.
+    """
+    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
+        raise GearbxError("llama.cpp is not installed: pip install xllamacpp gguf")
+    child = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin, initargs=(file, draft))
+    return lambda prompt, tokens: child.submit(answered, prompt, tokens).result()
+
+
+def begin(file: Path, draft: Path | None) -> None:
+    """Load the model, in the child."""
+    import xllamacpp
+
+    global server
+    params = xllamacpp.CommonParams()
+    params.model.path = str(file)
+    params.n_ctx, params.n_parallel, params.verbosity, params.warmup = CONTEXT, 1, -1, True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
+    if draft is not None:
+        params.speculative.draft.mparams.path = str(draft)
+        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    server = xllamacpp.Server(params)
+
+
+def answered(prompt: list[int], tokens: int) -> tuple[str, float]:
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "cache_prompt": False}
+    answer = server.handle_completions(asked)
+    times = answer["timings"]
+    return answer["choices"][0]["text"], times["predicted_ms"] / times["predicted_n"]
+
+
+def here(writer: Writer, way: Callable[[list[int], int], tuple[list[int], float]]) -> Write:
+    def write(prompt: list[int], tokens: int) -> tuple[str, float]:
+        written, seconds = way(prompt, tokens)
+        ends = writer.tokenizer.eos_token_ids
+        return writer.tokenizer.decode([token for token in written if token not in ends]), 1000 * seconds
+
+    return write
+
+
+@study("docs/performance.md", minutes=10)
+def same_file(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [4, 8],  # noqa: B006
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """A token of SmolLM2 in llama.cpp and here, from the same file, in turn.
+
+    The file is Q4_1. Both sides unpack it to 16 bits too, and draft for those with 4 bits. The time of the prompt does
+    not count.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        num_prompts: Of each file.
+        pairs: Trials of a prompt.
+    """
+    file = smollm2.installed()
+    plain = Writer("smollm2", "4,16", "planes", Lossless())
+    drafted = Writer("smollm2", "4,16", "planes", Lossless(), calibrated=True)
+    with tempfile.TemporaryDirectory() as directory:
+        whole = unpacked(file, Path(directory) / "f16.gguf")
+        ways = {
+            "llama.cpp, float16": in_llama_cpp(whole),
+            "llama.cpp, Q4_1": in_llama_cpp(file),
+            "llama.cpp, float16, drafts by Q4_1": in_llama_cpp(whole, file),
+            "here, bfloat16": here(plain, plain.alone),
+            "here, bfloat16, lossless": here(plain, plain.lossless),
+            "here, bfloat16, lossless, calibrated": here(drafted, drafted.lossless),
+        }
+        asked = first_prompts(plain.tokenizer, prompts, num_prompts)
+        found = written_in_turn(ways, asked, max_tokens, pairs)
+    first = found[next(iter(ways))]
+    rows = [
+        [
+            name,
+            spread([time for texts in trials for _, time in texts]),
+            spread(
+                [ratio for theirs, ours in zip(first, trials) for ratio in ratios(times_of(theirs), times_of(ours))]
+            ),
+            f"{sum(theirs[0][0] == ours[0][0] for theirs, ours in zip(first, trials))} of {len(asked)}",
+        ]
+        for name, trials in found.items()
+    ]
+    title = f"smollm2, {len(asked)} prompts, {max_tokens} tokens"
+    head = [title, "ms a token: median (range)", "times as fast", "texts"]
+    return Found({"same_file": table_here(head, rows)}, found)
+
+
+def times_of(trials: list[tuple[str, float]]) -> list[float]:
+    return [time for _, time in trials]

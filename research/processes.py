@@ -44,7 +44,6 @@ def seconds(arguments: Sequence[str], until: int | None = None) -> float:
 TEXTS = 8  # of each kind
 TOKENS = 16
 SUMS = 400
-HEAD = ["ranks", "a token, agreed", "not agreed", "of that", "the shared numbers alone"]
 PERCENTILES = 25, 50, 75
 
 

@@ -1,38 +1,23 @@
 """How much of the package the tests of the README's command execute, and how much all of them: a table by folder.
 
-    .venv/bin/python -m pytest -m '' -n logical --cov --cov-branch --cov-context=test
-    .venv/bin/python scripts/coverage_by_folder.py .coverage
+    .venv/bin/python -m pytest -n logical --cov --cov-branch && mv .coverage .coverage_default
+    .venv/bin/python -m pytest -m '' -n logical --cov --cov-branch
+    .venv/bin/python scripts/coverage_by_folder.py .coverage_default .coverage
 
 Run it in the checkout that was measured.
 """
 
 import argparse
 import json
-import shutil
-import sqlite3
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 from pages import fill, table
-from plant_defects import ROOT, default_tests, test_of
 
+ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("num_statements", "covered_lines", "num_branches", "covered_branches")
-
-
-def of_default_tests(database: Path, copy: Path) -> Path:
-    """A copy of a database of coverage.py without what only other tests execute. Imports count for both."""
-    default = default_tests()
-    shutil.copy(database, copy)
-    with sqlite3.connect(copy) as connection:
-        names = {number: test_of(name) for number, name in connection.execute("select id, context from context")}
-        connection.execute("create temporary table others (id integer primary key)")
-        others = [(number,) for number, name in names.items() if name and name not in default]
-        connection.executemany("insert into others values (?)", others)
-        connection.execute("delete from arc where context_id in (select id from others)")
-    return copy
 
 
 def by_folder(database: Path) -> dict[str, list[int]]:
@@ -58,23 +43,14 @@ def shares(row: list[int]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("database", type=Path)
+    parser.add_argument("default", type=Path, help="The database of the README's command.")
+    parser.add_argument("all", type=Path, help="That of all tests.")
     parser.add_argument("--page", type=Path, help="Write the table into this page, too.")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        default = by_folder(of_default_tests(args.database, Path(folder) / "default"))
-    every = by_folder(args.database)
+    default, every = by_folder(args.default), by_folder(args.all)
     names = [*sorted(every.keys() - {"all"}), "all"]
-    head = (
-        "folder",
-        "lines",
-        "default: % of lines",
-        "of branches",
-        "of both",
-        "all: % of lines",
-        "of branches",
-        "of both",
-    )
+    head = ["folder", "lines"]
+    head += [name for part in ("default", "all") for name in (f"{part}: % of lines", "of branches", "of both")]
     text = table(head, ([name, every[name][0], *shares(default[name]), *shares(every[name])] for name in names))
     print(text)
     if args.page:

@@ -8,19 +8,213 @@ Every command that writes takes its turn, on tiny models. An uninterrupted run s
 """
 
 import argparse
+import hashlib
 import os
-import random
+import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 
+from fuzzing import running
 from fuzzing.inputs import make_inputs
 from pages import table
 from rich.progress import Progress
-from stopping.commands import COMMANDS, Expected, expected_of
-from stopping.trials import TRIALS, Trial
+
+# The commands that write, and what each of them writes where it is not stopped
+
+PAIR = "--small-model {inputs}/small --thresholds 3,5"
+NUMBERS = "--data {inputs}/gsm8k.jsonl --task gsm8k --num-problems 2 -m 8"
+TEXT = "--data {inputs}/text.txt --context 16 --tokens 48"
+COMMANDS = {
+    "generate": "generate -m 40 --trace out.jsonl",
+    "convert": "convert --mlx-path out --gears 4,8,16",
+    "convert a mixture": "convert --model {inputs}/mixture --mlx-path out --gears 4,16",
+    "convert exact": "convert --mlx-path out --gears 4,16 --format exact",
+    "restore": "convert --restore {inputs}/exact --mlx-path out",
+    "convert by quality": "convert --mlx-path out --format codebook --auto-bits",
+    "convert a table": "convert --manifest {inputs}/manifest.json --gears 4 --mlx-path out",
+    "calibrate": "calibrate -m 16 --out out.json",
+    "calibrate kickdown": "calibrate --mode kickdown --gears 4,16 -m 8 --out out.json",
+    "calibrate lossless": "calibrate --mode lossless --gears 4,16 -m 8 --out out.json",
+    "calibrate a target": "calibrate --target-kl 0.01 --gears 4,16 -m 8 --out out.json",
+    "evaluate": f"evaluate {TEXT} --policy kickdown lossless --share 0.5 --out out",
+    "evaluate answers": f"evaluate {NUMBERS} --policy kickdown --out out",
+    "evaluate a pair": f"evaluate {TEXT} {PAIR} --out out",
+    "evaluate a pair's answers": f"evaluate {NUMBERS} {PAIR} --out out",
+    "sensitivity": "sensitivity --bits 4,8 --num-samples 2 --sequence-length 16 --out out.json",
+    "allocate": "allocate --manifest {inputs}/manifest.json --num-samples 1 --sequence-length 8 --gears 4 --out o.json",
+    "analyze": "analyze --prompts {inputs}/prompts.txt -m 8 --out out",
+}
+BALLAST = ".ballast"
+INCIDENTAL = ("summary.json", "report.html", BALLAST)  # two of them with measured speeds
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an uninterrupted run takes and writes. files: name to hash; seconds; size: bytes."""
+
+    files: dict[str, str]
+    seconds: float
+    size: int
+
+
+def line_of(name: str, inputs: Path) -> tuple[str, list[str]]:
+    """The command and its arguments."""
+    command, *arguments = COMMANDS[name].format(inputs=inputs).split()
+    if "--model" not in arguments and "--restore" not in arguments:
+        arguments += ["--model", str(inputs / "llama")]
+    return command, arguments
+
+
+def process_of(name: str, inputs: Path, directory: Path) -> Any:
+    """A process that runs the command once it is started."""
+    command, arguments = line_of(name, inputs)
+    return running.context.Process(target=running.child, args=(command, arguments, str(directory), None))
+
+
+def shell_of(name: str, inputs: Path) -> list[str]:
+    """The command as a user types it."""
+    command, arguments = line_of(name, inputs)
+    return [sys.executable, "-m", f"gearbx_mlx.{command}", *arguments]
+
+
+def run_to_end(name: str, inputs: Path, directory: Path) -> int:
+    """The exit status of a command that nobody stops."""
+    process = process_of(name, inputs, directory)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def written(directory: Path) -> dict[str, str]:
+    """The files of a directory, by name, with their hashes; also those that are not whole."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    own = [path for path in files if path.name not in (running.OUT, running.ERR, *INCIDENTAL)]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in own}
+
+
+def expected_of(name: str, inputs: Path, work: Path) -> Expected:
+    """What a command writes. Raises RuntimeError if it fails, or writes something else when it runs again."""
+    found = []
+    for _ in range(2):
+        directory = work / name
+        directory.mkdir()
+        begin = time.monotonic()
+        status = run_to_end(name, inputs, directory)
+        seconds = time.monotonic() - begin
+        if status:
+            raise RuntimeError(f"{name}: status {status}: {(directory / running.ERR).read_text()}")
+        size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+        found.append(Expected(written(directory), seconds, size))
+        shutil.rmtree(directory)
+    if found[0].files != found[1].files:
+        raise RuntimeError(f"{name}: two runs write different files: {difference(found[0].files, found[1].files)}")
+    return found[1]
+
+
+def difference(expected: dict[str, str], found: dict[str, str]) -> str:
+    """The files in which two runs differ."""
+    return ", ".join(sorted({file for file, _ in expected.items() ^ found.items()}))
+
+
+# Three ways to stop a command, and what must hold then
+
+STARTED = 0.05  # seconds in which Python itself starts, and no program can answer for it
+MOST_KILLS = 6
+PAGE = 4096
+CANNOT = "cannot be written"
+DONE = "is there already"  # what a conversion says that was killed when it had just finished
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A command that was stopped some times. problem: what was wrong, if anything."""
+
+    name: str
+    stops: int
+    problem: str | None
+
+
+def compared(name: str, stops: int, status: int, expected: Expected, directory: Path) -> Trial:
+    """The trial of a command that has ended: it has to have written what an uninterrupted run writes."""
+    errors = (directory / running.ERR).read_text()
+    if status and DONE not in errors:
+        return Trial(name, stops, f"status {status} in the end: {errors[-300:]}")
+    differing = difference(expected.files, written(directory))
+    return Trial(name, stops, f"other files: {differing}" if differing else None)
+
+
+def killed(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
+    """Kill a command at random moments, and let it end at last."""
+    stops = 0
+    for _ in range(chance.randint(1, MOST_KILLS)):
+        process = process_of(name, inputs, directory)
+        process.start()
+        process.join(chance.uniform(0, 1.1 * expected.seconds))
+        if not process.is_alive():
+            return compared(name, stops, process.exitcode, expected, directory)
+        process.kill()
+        process.join()
+        stops += 1
+    return compared(name, stops, run_to_end(name, inputs, directory), expected, directory)
+
+
+def signalled(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
+    """Send a signal at a random moment, to the command as a user starts it."""
+    number = chance.choice([signal.SIGINT, signal.SIGTERM])
+    default: dict[str, Any] = {
+        "preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)
+    }  # jobs in the background ignore it
+    with (directory / running.OUT).open("w") as out, (directory / running.ERR).open("w") as err:
+        process = subprocess.Popen(
+            shell_of(name, inputs), cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **default
+        )
+        early = chance.random() < 0.3
+        time.sleep(STARTED + chance.uniform(0, 0.2 if early else 2.5 + expected.seconds))
+        ended = process.poll() is not None
+        process.send_signal(number)
+        status = process.wait()
+    problem = None
+    errors = (directory / running.ERR).read_text()
+    left = [file for file in written(directory) if file.endswith(".part")]
+    if status not in ((0,) if ended else (0, 128 + number)):
+        problem = f"status {status} after {number.name}: {errors[-300:]}"
+    elif "Traceback" in errors or "Error" in errors:
+        problem = f"after {number.name}: {errors[-500:]}"
+    elif left:
+        problem = f"{number.name} left {left}"
+    return Trial(name, int(not ended), problem)
+
+
+def filled(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
+    """Run a command on a disk that is too small, make room, and run it again."""
+    size = PAGE * (1 + chance.randint(0, expected.size // PAGE))
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
+    subprocess.run(mount, check=True)
+    try:
+        (directory / BALLAST).write_bytes(bytes(PAGE))  # a disk cannot have no room at all
+        for stream in (running.OUT, running.ERR):  # what the command says is not on the disk that is full
+            (directory / stream).symlink_to(directory.with_name(directory.name + stream))
+        status = run_to_end(name, inputs, directory)
+        errors = (directory / running.ERR).read_text()
+        if status == 0:
+            return compared(name, 0, status, expected, directory)
+        if status != running.USER_ERROR or errors.count("error: ") != 1 or CANNOT not in errors:
+            return Trial(name, 1, f"status {status} on {size} bytes: {errors[-300:]}")
+        subprocess.run(["mount", "-o", f"remount,size={2**28}", str(directory)], check=True)
+        return compared(name, 1, run_to_end(name, inputs, directory), expected, directory)
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+TRIALS = {"kill": killed, "signal": signalled, "disk": filled}
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
@@ -45,7 +239,7 @@ def stop_all(args: argparse.Namespace, inputs: Path, work: Path, expected: dict[
             name = list(expected)[number % len(expected)]
             place = work / str(number)
             place.mkdir()
-            trials.append(stop(name, expected[name], inputs, place, random.Random(f"{args.seed} {number}")))
+            trials.append(stop(name, expected[name], inputs, place, Random(f"{args.seed} {number}")))
 
     with Progress() as progress, ThreadPoolExecutor(args.jobs) as pool:
         task = progress.add_task("", total=args.times)

@@ -10,7 +10,7 @@ from fake_server import answer, chat_entry, chat_event, events, one_model
 
 from gearbx_mlx.cli.gate import GateSettings, RoutingSettings
 from gearbx_mlx.server import ProxySettings
-from gearbx_mlx.server.proxy import serving
+from gearbx_mlx.server.run import serving_proxy
 from gearbx_mlx.serving.web import Guard
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -33,7 +33,7 @@ def proxy(
     gate = GateSettings(window=window, min_gear_duration=duration)
     routing = RoutingSettings(thresholds)
     with (
-        serving(settings, routing, gate, guard or Guard(), ("127.0.0.1", 0)) as server,
+        serving_proxy(settings, routing, gate, guard or Guard(), ("127.0.0.1", 0)) as server,
         httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
     ):
         yield client

@@ -1,8 +1,7 @@
-"""The study compare-llama-cpp, as far as llama.cpp need not be installed, and that both sides write the same texts."""
+"""The study compare-llama-cpp, as far as llama.cpp need not be installed."""
 
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,7 @@ from pages import fill
 
 from gearbx_mlx import GearbxError
 from research import llama_cpp
-from research.llama_cpp import COLUMNS, THEIRS, Drafter, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
+from research.llama_cpp import LENGTHS, THEIRS, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
 
 ROOT = Path(__file__).parents[1]
 HEADS, SIZE = 3, 8
@@ -26,11 +25,9 @@ SPEED = {
     "read_bandwidth_gigabytes_per_second": 28.64,
 }
 SIDES = {"bits": 4, "llama_cpp_type": "q4_0", "activations": "int8"}
-TEXTS = {"speedup": 1.5, "llama_cpp_speedup": 1.25, "identical": 4, "llama_cpp_identical": 3, "prompts": 4}
 ROWS = {
     "decode": SIDES | SPEED | {"context": 1000},
     "prompt": SIDES | SPEED | {"prompt_tokens": 512},
-    "lossless": SPEED | TEXTS | {"activations": "int8", "llama_cpp_draft_tokens": 3},
 }
 
 
@@ -80,44 +77,6 @@ def test_names_of_weights():
     assert gguf_name("model.norm.weight") == "output_norm.weight"
 
 
-class Automaton:
-    """What a Drafter uses of a llama_cpp.Llama; its next token depends on all that are in its cache."""
-
-    def __init__(self) -> None:
-        self.cache: list[int] = []
-        self.n_tokens = self.computed = 0
-
-    def eval(self, tokens: list[int]) -> None:
-        assert self.n_tokens <= len(self.cache)
-        self.cache = self.cache[: self.n_tokens] + list(tokens)
-        self.n_tokens, self.computed = len(self.cache), self.computed + len(tokens)
-
-    def follow(self):
-        while True:
-            token = sum(place * token for place, token in enumerate(self.cache, 1)) % 97
-            yield token
-            self.eval([token])
-
-
-def test_drafts_go_on_from_what_the_cache_keeps():
-    model = Automaton()
-    drafter = Drafter(model, 4, Automaton.follow)
-    text = [5, 6, 7]
-    expected = Drafter(Automaton(), 4, Automaton.follow)(np.array(text)).tolist()
-    for accepted, then in ((4, 11), (2, 96), (0, 1)):  # of a draft, and the token that is written after them
-        drafted = drafter(np.array(text)).tolist()
-        assert drafted == expected
-        text = text + drafted[:accepted] + [then]
-        expected = Drafter(Automaton(), 4, Automaton.follow)(np.array(text)).tolist()
-    # 3 of the prompt; then each time the tokens that the cache lacks; three of a draft's four are computed.
-    assert model.computed == (3 + 3) + (2 + 3) + (1 + 3)
-
-
-def test_a_draft_after_the_same_text_is_the_same():
-    drafter = Drafter(Automaton(), 3, Automaton.follow)
-    assert drafter(np.array([5, 6])).tolist() == drafter(np.array([5, 6])).tolist()
-
-
 def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
     order = []
 
@@ -144,13 +103,12 @@ def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
 
 def test_tables_go_to_their_places_in_a_page(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- llama_cpp_{subject} -->\n<!-- end -->\n" for subject in COLUMNS))
-    fill(page, {f"llama_cpp_{subject}": lambda s=subject: table_of(s, [ROWS[s]]) for subject in COLUMNS})
+    page.write_text("".join(f"<!-- llama_cpp_{subject} -->\n<!-- end -->\n" for subject in LENGTHS))
+    fill(page, {f"llama_cpp_{subject}": lambda s=subject: table_of(s, [ROWS[s]]) for subject in LENGTHS})
     cells = [line for line in page.read_text().splitlines() if line.startswith("| ") and "---" not in line][1::2]
     assert cells == [
         "| 1000 | 4 | q4_0 | int8 | 123 | 45.7 | 2.70 | 2.50-2.96 | 28.6 |",
         "| 512 | 4 | q4_0 | int8 | 123 | 45.7 | 2.70 | 2.50-2.96 | 28.6 |",
-        "| int8 | 3 | 123 | 45.7 | 2.70 | 2.50-2.96 | 1.50 | 1.25 | 4 of 4 | 3 of 4 |",
     ]
 
 
@@ -178,33 +136,3 @@ def test_a_missing_package_is_one_line(tmp_path):
     assert done.stderr.count("\n") == 1
     assert "is not installed: pip install llama-cpp-python gguf" in done.stderr
     assert not (tmp_path / "x.json").exists()
-
-
-@pytest.fixture
-def drafting():
-    for package in ("llama_cpp", "gguf"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
-    return llama_cpp
-
-
-def test_llama_cpp_writes_the_demo_models_texts(drafting, demo, tmp_path, monkeypatch):
-    monkeypatch.setattr(drafting, "CHECKED", 10)
-    prompts = [demo.tokenizer.encode(text) for text in ("Question: Tom has 5 apples.", "Once upon a time")]
-    drafting.check_texts(demo.tokenizer, prompts, tmp_path, 1)
-    monkeypatch.setattr(llama_cpp, "interleaved", lambda weight, heads: weight)
-    with pytest.raises(GearbxError, match="prompt 1: in float32"):
-        drafting.check_texts(demo.tokenizer, prompts, tmp_path, 1)
-
-
-def test_drafts_change_no_text_on_either_side(drafting, tmp_path):
-    progress = SimpleNamespace(track=lambda trials, description: trials)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Tom has 5 apples and buys 7 more. How many has he?\n")
-    args = Namespace(
-        prompts=prompts, num_prompts=1, max_tokens=12, draft_lengths=[3], activations=["int8"], times=1, trials=1
-    )
-    rows = drafting.lossless_rows(Rounds(1, lambda: 1.0, progress), args, tmp_path, 1)
-    assert [(row["activations"], row["llama_cpp_draft_tokens"]) for row in rows] == [("float", 0), ("int8", 3)]
-    for row in rows:
-        assert row["identical"] == row["llama_cpp_identical"] == row["llama_cpp_as_ours"] == 1
-        assert row["tokens_per_second"] > 0 < row["llama_cpp_tokens_per_second"]

@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
 sys.path.append(str(SCRIPTS))
 
-from mlx_lm_tests.running import get_tests, outcomes_of  # noqa: E402
+from run_mlx_lm_tests import get_tests, outcomes_of  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,13 @@
-"""A case: a command, its arguments, and what stands in the place of one of its files."""
+"""A case: a command, its arguments, and what stands in the place of one of its files, a strange or a damaged one."""
 
+import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hypothesis import strategies as st
+from mutations import damaged
 
 STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
@@ -60,3 +64,128 @@ def make_strange(path: Path, kind: str) -> None:
         path.symlink_to("nothing")
     else:
         path.touch(0o000 if kind == "unreadable" else 0o666)
+
+
+# Files that were whole, after a change; and the commands that read them
+
+GENERATE = "generate --model llama -m 2"
+EVALUATE = "evaluate --model llama --tokens 8 --context 8 --policy route lossless --data"
+SOLVE = "evaluate --model llama --task gsm8k --num-problems 1 -m 4 --policy route --data gsm8k.jsonl"
+TEXT = "--num-samples 1 --sequence-length 8"
+MODEL_COMMANDS = (
+    "generate -m 2 --model {}",
+    "generate -m 2 --mode lossless --gears 4,16 --model {}",
+    "convert --mlx-path out --model {}",
+    "benchmark decode --tokens 1 --trials 1 --model {}",
+    "sensitivity --bits 4 --num-samples 1 --sequence-length 4 --model {}",
+    "generate -m 2 --model llama --draft-model {}",
+    "generate -m 2 --model llama --small-model {}",
+    "generate -m 2 --model llama --low-model {}",
+)
+MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+READERS: dict[str, tuple[str, ...]] = {
+    **{f"llama/{name}": tuple(line.format("llama") for line in MODEL_COMMANDS[:5]) for name in MODEL_FILES},
+    **{f"small/{name}": tuple(line.format("small") for line in MODEL_COMMANDS[5:7]) for name in MODEL_FILES},
+    **{f"{kind}/config.json": (MODEL_COMMANDS[0].format(kind),) for kind in ("mixture", "recurrent", "hybrid")},
+    "sliding/config.json": (MODEL_COMMANDS[1].format("sliding"),),
+    "quantized/config.json": (MODEL_COMMANDS[0].format("quantized"), MODEL_COMMANDS[7].format("quantized")),
+    "quantized/model.safetensors": (MODEL_COMMANDS[0].format("quantized"), MODEL_COMMANDS[7].format("quantized")),
+    **{
+        f"geared/{name}": (MODEL_COMMANDS[0].format("geared"), "generate -m 2 --residency disk --model geared")
+        for name in (*MODEL_FILES, "gears.json", "gears.safetensors")
+    },
+    **{
+        f"exact/{name}": (
+            "convert --restore exact --mlx-path out",
+            "convert --verify exact",
+            MODEL_COMMANDS[0].format("exact"),
+        )
+        for name in ("gears.json", "gears.safetensors", "original.safetensors")
+    },
+    "thresholds.json": (f"{GENERATE} --thresholds thresholds.json",),
+    "drafting.json": (f"{GENERATE} --mode lossless --curve drafting.json",),
+    "manifest.json": (
+        f"{GENERATE} --manifest manifest.json --gears 4,16",
+        f"allocate --model llama {TEXT} --gears 4 --exchanges 1",
+        "convert --model llama --manifest manifest.json --gears 4 --mlx-path out",
+    ),
+    "prompts.txt": tuple(f"{name} --model llama --prompts prompts.txt -m 2" for name in ("analyze", "calibrate")),
+    "prompts.jsonl": ("analyze --model llama --prompts prompts.jsonl -m 2",),
+    "gsm8k.jsonl": (SOLVE, f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
+    "math.jsonl": (SOLVE.replace("gsm8k", "math"),),
+    "text.txt": (
+        f"{EVALUATE} text.txt",
+        "calibrate --model llama --target-kl 1 --data text.txt --tokens 8 --context 8",
+    ),
+    "machine.jsonl": (f"{GENERATE} --machine machine.jsonl",),
+    "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
+    "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
+    "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),
+    "stopped.incomplete/conversion.jsonl": ("convert --model llama --mlx-path stopped",),
+    "stopped.incomplete/model.safetensors": ("convert --model llama --mlx-path stopped",),
+    "stopped.incomplete/gears.safetensors": ("convert --model llama --mlx-path stopped",),
+    "begun.json.journal": (f"sensitivity --model llama --bits 4,5 {TEXT} --out begun.json",),
+    **{
+        f"evaluation/{name}": (f"{EVALUATE} text.txt --out evaluation",)
+        for name in ("inputs.json", "recordings/reference.npy", "recordings/route-0.5.npz", "recordings/noise.npz")
+    },
+    **{f"solved/{name}": (f"{SOLVE} --out solved",) for name in ("inputs.json", "recordings/route.jsonl")},
+}
+LENGTH = 8  # bytes of the length of a safetensors header
+
+
+@st.composite
+def changes(draw: st.DrawFn, content: bytes, others: list[bytes]) -> bytes | str:
+    """Other contents in the place of `content`, or one of STRANGE."""
+    kind = draw(st.sampled_from(["json", "json", "json", "cut", "flip", "insert", "swap", "strange"]))
+    if kind == "strange":
+        return draw(st.sampled_from(STRANGE))
+    if kind == "swap":
+        return draw(st.sampled_from(others))
+    at = draw(st.integers(0, max(len(content) - 1, 0)) | st.integers(0, 64))
+    if kind == "cut":
+        return content[:at]
+    if kind == "insert":
+        return content[:at] + draw(st.binary(max_size=8)) + content[at:]
+    if kind == "json" and (changed := draw(changed_json(content))) is not None:
+        return changed
+    return content[:at] + bytes([draw(st.integers(0, 255))]) + content[at + 1 :]
+
+
+@st.composite
+def changed_json(draw: st.DrawFn, content: bytes) -> bytes | None:
+    """A change to the JSON of a file, to a line of its JSON Lines, or to its safetensors header; None: it has none."""
+    text, rebuilt = draw(json_parts(content))
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return rebuilt(draw(damaged(value)).encode("utf-8", "surrogatepass"))
+
+
+@st.composite
+def json_parts(draw: st.DrawFn, content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """Some JSON of a file, and a function that puts other JSON in its place."""
+    length = int.from_bytes(content[:LENGTH], "little")
+    if content[LENGTH : LENGTH + 1] == b"{" and LENGTH + length <= len(content):
+        after = content[LENGTH + length :]
+        return content[LENGTH : LENGTH + length], lambda text: len(text).to_bytes(LENGTH, "little") + text + after
+    lines = content.split(b"\n")
+    if not (lines[0].startswith(b"{") and lines[0].endswith(b"}")):
+        return content, lambda text: text
+    number = draw(st.integers(0, len(lines) - 1))
+    return lines[number], lambda text: b"\n".join([*lines[:number], text, *lines[number + 1 :]])
+
+
+def commands_that_read(command: str) -> list[tuple[str, str]]:
+    """A file and the line of a command that reads it, for everything that a command reads."""
+    return [(file, line) for file, lines in READERS.items() for line in lines if line.split()[0] == command]
+
+
+@st.composite
+def readings(draw: st.DrawFn, command: str, inputs: Path) -> Case:
+    """A command that reads a file which was changed."""
+    file, line = draw(st.sampled_from(commands_that_read(command)))
+    others = [path.read_bytes() for path in sorted(inputs.iterdir()) if path.is_file()]
+    change = draw(changes((inputs / file).read_bytes(), others))
+    return Case(command, tuple(line.split()[1:]), {file: change})

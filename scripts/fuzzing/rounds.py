@@ -18,8 +18,7 @@ from hypothesis.errors import Flaky
 from gearbx_mlx.__main__ import COMMANDS
 
 from . import running
-from .cases import Case
-from .damage import commands_that_read, readings
+from .cases import Case, commands_that_read, readings
 from .flags import commands, parsers_of
 
 LONGEST = 60  # seconds of a round

@@ -1,1 +1,0 @@
-"""Commands that are stopped at random moments: stop_commands.py."""
