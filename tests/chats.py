@@ -39,12 +39,15 @@ def chat(ctrl_c: CtrlC | None = None, **flags: object):
         yield Session(settings, open_model(settings, stack), ctrl_c or CtrlC())
 
 
+def tokens_of(demo, messages: list[dict[str, str]]) -> list[int]:
+    """The prompt that asks for the next answer."""
+    return demo.tokenizer.encode(rendered(PromptSettings(), demo.tokenizer, messages), add_special_tokens=False)
+
+
 def as_without_a_cache(demo, messages: list[dict[str, str]], max_tokens: int) -> str:
     """What the demo model answers in its original weights when it reads the whole conversation."""
-    text = rendered(PromptSettings(), demo.tokenizer, messages)
-    tokens = demo.tokenizer.encode(text, add_special_tokens=False)
     responses = stream_generate(
-        demo.model, demo.tokenizer, tokens, max_tokens, mode=Static("high"), gearbox=demo.gearbox
+        demo.model, demo.tokenizer, tokens_of(demo, messages), max_tokens, mode=Static("high"), gearbox=demo.gearbox
     )
     return "".join(response.text for response in responses).strip()
 

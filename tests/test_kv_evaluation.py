@@ -69,19 +69,19 @@ def test_weights_are_those_of_the_top_gear_and_no_static_gear_is_called_better(r
 def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
     gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
 
-    def predictions(make_cache) -> np.ndarray:
-        steps = driven(gearbox, WINDOWS, StaticPolicy(gearbox.ladder.top), make_cache)
+    def predictions(begun) -> np.ndarray:
+        steps = driven(gearbox, WINDOWS, StaticPolicy(gearbox.ladder.top), begun)
         return np.array([step.logprobs for step in steps])
 
-    def rounded(model) -> list[KVCache]:
-        caches = [Rounded() for _ in model.layers]
+    def rounded(_window: int) -> list[KVCache]:
+        caches = [Rounded() for _ in gearbox.model.layers]
         for cache in caches:
             cache.bits_read = bits
         return caches
 
-    in_gear = predictions(lambda model: cache_in_gears(model, gearbox, "4,8", fixed=bits))
+    in_gear = predictions(lambda _: cache_in_gears(gearbox.model, gearbox, "4,8", fixed=bits))
     np.testing.assert_allclose(in_gear, predictions(rounded), atol=1e-5)
-    assert np.abs(in_gear - predictions(lambda model: [KVCache() for _ in model.layers])).max() > 1e-4
+    assert np.abs(in_gear - predictions(lambda _: [KVCache() for _ in gearbox.model.layers])).max() > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from ..formats.codebook import LAYOUT
 from ..formats.exact import encode
 from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
+from ..kernels.bit_planes import split_affine
 from ..kernels.exact import ExactMatrix, decode
 from ..kernels.metal import VARIANTS, fits_threadgroup
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
@@ -40,6 +41,7 @@ CODEBOOKS = {
     "codebook-library": (codebook_library, library_launch, INPUTS_OF_LIBRARY),
 }
 STACKS = ((4, 4), (4, 1, 1, 2))
+IN_PLACE = ((4, 8), (5, 8), (4, 6))
 TILES = "tiles"  # exact weights, decoded for MLX's product
 
 Arrays = list[mx.array]
@@ -75,14 +77,14 @@ class MetalProduct:
         return self.prepare(x, arrays, variant)(x, *arrays)
 
 
-def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
+def stack_kernel(
+    format: str, bits: str, make: Callable[[mx.array], Planes], widths: tuple[int, ...], group_size: int, rest: int = 0
+) -> MetalProduct:
+    """Bit planes. make: from a matrix. widths and rest: as in `Planes`."""
     count = len(widths)
 
-    def pack(weight: mx.array) -> Arrays:
-        return list(split(weight, widths, group_size).arrays)
-
     def planes(a: Arrays) -> Planes:
-        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size)
+        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size, rest)
 
     def dense(a: Arrays, columns: int) -> mx.array:
         return planes(a).dequantize()
@@ -90,17 +92,33 @@ def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
     def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
         return planes_launch(x, planes(a), variant=variant).prepared
 
-    return MetalProduct("planes", "+".join(map(str, widths)), pack, dense, prepare, group_size)
+    return MetalProduct(format, bits, lambda weight: list(make(weight).arrays), dense, prepare, group_size)
+
+
+def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
+    def make(weight: mx.array) -> Planes:
+        return split(weight, widths, group_size)
+
+    return stack_kernel("planes", "+".join(map(str, widths)), make, widths, group_size)
+
+
+def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
+    """MLX's own weights, as a stack of one plane."""
+    words, scales, biases = mx.quantize(weight, group_size, bits)
+    return Planes([words], scales, [biases], (bits,), group_size)
 
 
 def affine_kernel(bits: int, group_size: int) -> MetalProduct:
-    """MLX's own weights, as a stack of one plane."""
-    stack = planes_kernel((bits,), group_size)
+    return stack_kernel("affine", str(bits), partial(mlx_weights, bits=bits, group_size=group_size), (bits,), group_size)
 
-    def pack(weight: mx.array) -> Arrays:
-        return list(mx.quantize(weight, group_size, bits))
 
-    return MetalProduct("affine", str(bits), pack, stack.dense, stack.prepare, group_size)
+def in_place_kernel(bits: int, of: int, group_size: int) -> MetalProduct:
+    """The first `bits` of the `of` bits of MLX's own weights."""
+
+    def make(weight: mx.array) -> Planes:
+        return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
+
+    return stack_kernel("in place", f"{bits} of {of}", make, (bits,), group_size, of - bits)
 
 
 def rowwise_kernel(bits: int) -> MetalProduct:
@@ -190,6 +208,7 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
     return [
         *(affine_kernel(bits, group_size) for bits in AFFINE),
         *(planes_kernel(widths, group_size) for widths in STACKS),
+        *(in_place_kernel(bits, of, group_size) for bits, of in IN_PLACE),
         *map(rowwise_kernel, rowwise.Q_MAX),
         groupwise_kernel(),
         *(codebook_kernel("codebook", bits) for bits in LAYOUT),
