@@ -109,7 +109,8 @@ def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
 
 
 def affine_kernel(bits: int, group_size: int) -> MetalProduct:
-    return stack_kernel("affine", str(bits), partial(mlx_weights, bits=bits, group_size=group_size), (bits,), group_size)
+    make = partial(mlx_weights, bits=bits, group_size=group_size)
+    return stack_kernel("affine", str(bits), make, (bits,), group_size)
 
 
 def in_place_kernel(bits: int, of: int, group_size: int) -> MetalProduct:
