@@ -135,9 +135,7 @@ class TestRouting:
                 TALE,
                 12,
                 gearbox=gearbox,
-                mode=Route(
-                    initial_gear="low", gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0]), prompt_gear="same"
-                ),
+                mode=Route(initial_gear="low", gate=Script([1, 0, 1, 1, 0, 0, 1, 0, 1, 0, 1, 0]), prompt_gear="same"),
             )
         )
         cache = mlx_lm.models.cache.make_prompt_cache(model)
