@@ -83,11 +83,23 @@ def test_the_top_gear_is_mlx_lms_model(architecture, bits, ladder):
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_native_kernels_compute_the_same_weights(group_size, dtype, native):
+    same_weights(8, "4,8", group_size, dtype)
+
+
+@pytest.mark.parametrize(
+    "ladder", ["2,8", "3,8", "5,8", "6,8", "3,5,8", "4,5,6,8", "2,6", "3,6", "4,6", "5,6", "2,5", "4,5"]
+)
+def test_so_they_do_in_every_ladder(ladder, native):
+    same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
+
+
+def same_weights(bits, ladder, group_size, dtype):
+    """The top gear has the weights of the checkpoint bit for bit, and computes what they say."""
     shape = {"hidden_size": 256, "intermediate_size": 512}
-    model = quantized(8, group_size, dtype, **shape)
+    model = quantized(bits, group_size, dtype, **shape)
     before = codes_of(model)
-    gearbox = Gearbox(model, kernels="native", activations="float")
-    exact = quantized(8, group_size, dtype, **shape)
+    gearbox = Gearbox(model, ladder, kernels="native", activations="float")
+    exact = quantized(bits, group_size, dtype, **shape)
     exact.set_dtype(mx.float32)
     expected = exact(PROMPT)
     assert mx.abs(model(PROMPT) - expected).max().item() < 1e-3 * mx.abs(expected).max().item()
@@ -95,7 +107,7 @@ def test_native_kernels_compute_the_same_weights(group_size, dtype, native):
         codes, scales, biases = before[layer.path]
         wide = scales.astype(mx.float32), biases.astype(mx.float32)
         module = linear_of(dict(model.named_modules())[layer.path])
-        assert mx.array_equal(dense_weight(module), mx.dequantize(codes, *wide, group_size, 8))
+        assert mx.array_equal(dense_weight(module), mx.dequantize(codes, *wide, group_size, bits))
 
 
 @pytest.mark.parametrize("kernels", ["mlx", "native"])

@@ -19,19 +19,26 @@ constexpr uint64_t fields(int width, int size) {
   return mask;
 }
 
-// Eight codes of W bits, one after the other, to eight bytes.
-template <int W>
-uint64_t apart(uint64_t v) {
-  v = (v | v << (32 - 4 * W)) & fields(4 * W, 32);
-  v = (v | v << (16 - 2 * W)) & fields(2 * W, 16);
-  return (v | v << (8 - W)) & fields(W, 8);
+// The upper half of every field of 2 * N bits, the fields `size` bits apart.
+template <int N>
+constexpr uint64_t upper(int size) {
+  return fields(2 * N, size) ^ fields(N, size);
 }
 
+// Eight codes of W bits, one after the other, to eight bytes: upper halves move up, of all, of fours and of pairs.
+template <int W>
+uint64_t apart(uint64_t v) {
+  v = (v & fields(4 * W, 64)) | (v & upper<4 * W>(64)) << (32 - 4 * W);
+  v = (v & fields(2 * W, 32)) | (v & upper<2 * W>(32)) << (16 - 2 * W);
+  return (v & fields(W, 16)) | (v & upper<W>(16)) << (8 - W);
+}
+
+// The inverse.
 template <int W>
 uint64_t together(uint64_t v) {
-  v = (v | v >> (8 - W)) & fields(2 * W, 16);
-  v = (v | v >> (16 - 2 * W)) & fields(4 * W, 32);
-  return (v | v >> (32 - 4 * W)) & fields(8 * W, 64);
+  v = (v & fields(W, 16)) | (v >> (8 - W) & upper<W>(16));
+  v = (v & fields(2 * W, 32)) | (v >> (16 - 2 * W) & upper<2 * W>(32));
+  return (v & fields(4 * W, 64)) | (v >> (32 - 4 * W) & upper<4 * W>(64));
 }
 
 template <int W>
