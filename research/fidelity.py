@@ -3,7 +3,7 @@
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,8 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
+from gearbx_mlx.evaluation import answers
+from gearbx_mlx.evaluation.report import percent
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
@@ -230,10 +232,10 @@ def fidelity(
     ways, tokenizer = ways_of(model)
     asked = first_prompts(tokenizer, prompts, num_prompts)
     found = {name: Written() for name in ways}
-    for write, _ in ways.values():
-        write(asked[0], 16)  # makes the gears
+    for way in ways.values():
+        write(way, tokenizer, asked[0], 16)  # makes the gears
     for prompt in track(asked, "prompts"):
-        for name, done in written(ways, prompt, max_tokens, pairs).items():
+        for name, done in written(ways, tokenizer, prompt, max_tokens, pairs).items():
             for column, value in done.items():
                 getattr(found[name], column).append(value)
     top = statistics.fmean(found[TOP].bytes)
@@ -261,12 +263,11 @@ def fidelity(
 TOP = "16 bits"
 SAME = ", prompt in the same"
 DIALS = (0.1, 0.5, 1.0, 2.0)
-# A way returns a text's tokens, and the seconds and the bytes of weights of one.
-Way = tuple[Callable[[list[int], int], tuple[list[int], float, float]], Gearbox]
+Way = tuple[Gearbox, Mode]
 
 
 def ways_of(model: str) -> tuple[dict[str, Way], Any]:
-    """Each way to write, with its gearbox; and the tokenizer."""
+    """Each way to write, and the tokenizer."""
     (loaded, tokenizer), (other, _) = load(model), load(model)
     box, drafting = Gearbox(loaded, LADDER, format="affine"), Gearbox(other, "4,16", format="planes")
     low = default_thresholds(2, vocabulary(loaded))
@@ -274,16 +275,15 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
     modes |= {f"{bits} bits": Static(bits) for bits in (8, 6, 5, 4)}
     modes |= {f"{bits} bits{SAME}": Static(bits, prompt_gear="same") for bits in (6, 5, 4)}
     modes |= {f"schedule {each}": Route(schedule=each) for each in ("16:16,4", "8:32,6:32,4", "6:32,5")}
-    ways: dict[str, Way] = {name: (partial(write, box, tokenizer, mode), box) for name, mode in modes.items()}
     of_two: dict[str, Mode] = {"route 4,16": Route(low), "kickdown 4,16": Kickdown(low), "lossless": Lossless()}
     of_two |= {f"dial, {nats:g} nats": Lossless(tolerance=nats) for nats in DIALS}
-    return ways | {
-        name: (partial(write, drafting, tokenizer, mode), drafting) for name, mode in of_two.items()
-    }, tokenizer
+    one, two = ({name: (each, mode) for name, mode in own.items()} for each, own in ((box, modes), (drafting, of_two)))
+    return one | two, tokenizer
 
 
-def write(box: Gearbox, tokenizer: Any, mode: Mode, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
+def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
     """The tokens of a text, and of each of them the seconds (after the first) and the bytes of weights."""
+    box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
     text, begun = [], 0.0
     for response in responses:
@@ -293,18 +293,20 @@ def write(box: Gearbox, tokenizer: Any, mode: Mode, prompt: list[int], tokens: i
     return text, seconds, responses.summary()["weight_bytes_per_token"]
 
 
-def written(ways: Mapping[str, Way], prompt: list[int], tokens: int, pairs: int) -> dict[str, dict[str, float]]:
+def written(
+    ways: Mapping[str, Way], tokenizer: Any, prompt: list[int], tokens: int, pairs: int
+) -> dict[str, dict[str, float]]:
     """By way: regret, agreement, bytes, and how many times as fast as the top gear alone, in turn with it."""
     texts: dict[str, list[int]] = {}
     read: dict[str, float] = {}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     beside: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(pairs):
-        for name, (way, _) in ways.items():
-            beside[name].append(ways[TOP][0](prompt, tokens)[1])
-            texts[name], spent, read[name] = way(prompt, tokens)
+        for name, way in ways.items():
+            beside[name].append(write(ways[TOP], tokenizer, prompt, tokens)[1])
+            texts[name], spent, read[name] = write(way, tokenizer, prompt, tokens)
             seconds[name].append(spent)
-    box = ways[TOP][1]
+    box, _ = ways[TOP]
     found = {}
     for name, text in texts.items():
         lost = regrets(box, prompt, text)
@@ -333,6 +335,42 @@ def summed(one: Written, top: float) -> dict[str, float]:
         "fewer_bytes": top / statistics.fmean(one.bytes),
         "faster": statistics.median(one.faster),
     }
+
+
+@study("docs/evidence.md", minutes=25)
+def dial_answers(
+    problems: Path = HELD_OUT, model: str = "smollm2", shots: int = 3, num_problems: int = 60, max_tokens: int = 120
+) -> Found:
+    """Whether problems of GSM8K get another answer, or a wrong one, from one gear or from the dial.
+
+    Args:
+        shots: Solved problems before each; the first ones of the file.
+    """
+    task = answers.TASKS["gsm8k"]
+    rows = task.read(problems)[: shots + num_problems]
+    ways, tokenizer = ways_of(model)
+    asked = [
+        (list(tokenizer.encode(answers.prompt_of(row, rows[:shots]))), max_tokens, row["answer"])
+        for row in rows[shots:]
+    ]
+    chosen = [TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS)]
+    attempts = {
+        name: [answers.solve(box, tokenizer, task, asked, mode, number) for number in track(range(len(asked)), name)]
+        for name in chosen
+        for box, mode in [ways[name]]
+    }
+    scores = answers.score(attempts, TOP)
+    found = [
+        [
+            row["policy"],
+            f"{sum(one['right'] for one in row['attempts'])} of {row['problems']}",
+            percent(row["same_answer_as_reference"]),
+            f"{row['against_reference']['p_value']:.2f}",
+        ]
+        for row in scores
+    ]
+    head = [f"{model}, GSM8K, {shots} solved before", "right", "same answer as 16 bits", "McNemar p"]
+    return Found({"dial_answers": table_here(head, found)}, scores)
 
 
 FAMILIES = {  # by the first word of a way: its colour, its mark, and where its label stands, in points
