@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import (
+    AS_PLANES,
     IN_PANELS,
     PanelPlanes,
     Planes,
@@ -166,6 +167,9 @@ Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
     """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
+    widths = AS_PLANES.get(tuple(matrix.widths))
+    if widths is not None and isinstance(matrix, Planes) and takes_panels(dense, widths):
+        return split_for_kernels(dense, matrix, widths)
     return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
 
 
@@ -189,7 +193,8 @@ def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
     A CPU that rounds activations does, with codes that it multiplies without unpacking them first.
     """
     rounds = isinstance(dense, Native) and dense.x_bits and cpu_kernels(1) is not None
-    fits = tuple(widths) in IN_PANELS and dense.weight.ndim == 2
+    fits = tuple(widths) == (8,) or (widths[0] == 4 and set(widths) <= {*IN_PANELS})
+    fits = fits and dense.weight.ndim == 2
     return bool(rounds and fits and len(dense.weight) % panel_rows() == 0)
 
 

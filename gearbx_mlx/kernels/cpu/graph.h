@@ -239,8 +239,9 @@ struct StackForm {
   void check_panels(const mx::array& scales) const {
     require(scales.shape(2) == gearbx_panel_rows(), "panels must have as many rows as this processor multiplies at once");
     require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");
-    const bool four = widths == std::vector<int>{4} || widths == std::vector<int>{4, 4};
-    require(four || widths == std::vector<int>{8}, "panels must have one plane of 4 or 8 bits, or two of 4");
+    bool four = widths[0] == 4;
+    for (int width : widths) four = four && (width == 4 || width == 2 || width == 1);
+    require(four || widths == std::vector<int>{8}, "panels must have a plane of 8 bits, or of 4 and further ones of 4, 2 or 1");
   }
 };
 

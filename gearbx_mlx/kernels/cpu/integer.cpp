@@ -213,11 +213,27 @@ void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* t
   });
 }
 
+// The same of planes of different widths, whose codes are put together first.
+void multiply_joined(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
+  const gearbx_stack& m = *matrix.stack;
+  alignas(64) uint8_t codes[MOST_COLUMNS * LANES];
+  alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
+  const Factors by = {scales, offsets, true};
+  multiply_rows(job, matrix, row, LANES, totals, [&](int64_t first, int count) {
+    stored_scales(m, row * (m.columns / m.group) + first * LANES, count * LANES, scales, offsets);
+    join_stored(m, row, first * m.group, count * m.group, codes);
+    multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
+      find_multiply<Written, false>(n, m.x_bits / 8)({codes, Ahead()}, by, count, m.group, x, totals + v * LANES);
+    });
+  });
+}
+
 void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   if (!m.panel_rows) return multiply_written(job, matrix, row, height, totals);
   if (m.widths[0] == 8) return multiply_stored<8, 1>(job, matrix, row, totals);
-  (m.planes == 1 ? multiply_stored<4, 1> : multiply_stored<4, 2>)(job, matrix, row, totals);
+  if (m.planes == 1) return multiply_stored<4, 1>(job, matrix, row, totals);
+  (m.planes == 2 && m.widths[1] == 4 ? multiply_stored<4, 2> : multiply_joined)(job, matrix, row, totals);
 }
 
 void do_piece(const void* context, int piece) {

@@ -184,6 +184,7 @@ struct Unpacking {
       if (m.widths[p] != width) in_place = false;
     }
     if ((width != 2 && width != 4 && width != 8) || (width == 2 && m.planes > 2)) in_place = false;
+    if (m.panel_rows) in_place = true;  // in the order of the first plane
     if (in_place) in_byte = 8 / width;
     const bool symmetric = m.kind != GEARBX_AFFINE, take_signed = SIGNED_BYTES && bits > 4;
     flip = take_signed != (symmetric && bits == 8);
@@ -222,6 +223,50 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     }
   const Rows unpacked = {bytes, STRIDE, STRIDE, LANES};
   write(8, 1, &unpacked, 0, end - first, out);
+}
+
+// Of 8 neighbouring codes of W bits, those at even places (K = 0) or at odd ones (K = 1), a byte for each. The lane of a
+// row has 32 / W codes: the eighth part FROM.
+template <int W, int FROM, int K>
+GEARBX_INLINE Ints every_other(Ints dwords) {
+  constexpr int AT = 8 * W * FROM;
+  constexpr uint32_t MASK = ((1u << W) - 1) * 0x01010101u;
+  if constexpr (W == 4) return and_ints(shift_ints<-4 * K>(dwords), MASK);
+#if defined(GEARBX_AVX512_VNNI) && defined(__AVX512VBMI__)
+  constexpr uint64_t SHIFTS = (AT + W * K) * 0x01010101ull + 2 * W * 0x03020100ull;
+  const Ints shifts = _mm512_set1_epi64(static_cast<int64_t>(SHIFTS | (SHIFTS + 0x20202020ull) << 32));
+  return and_ints(_mm512_multishift_epi64_epi8(shifts, dwords), MASK);
+#else
+  Ints codes = and_ints(shift_ints<-AT>(dwords), static_cast<uint32_t>((1ull << 8 * W) - 1));  // pairs of them move apart
+  codes = and_ints(or_ints(codes, shift_ints<16 - 4 * W>(codes)), ((1u << 4 * W) - 1) * 0x00010001u);
+  codes = and_ints(or_ints(codes, shift_ints<8 - 2 * W>(codes)), ((1u << 2 * W) - 1) * 0x01010101u);
+  return and_ints(shift_ints<-W * K>(codes), MASK);
+#endif
+}
+
+// Appends the codes of a plane of W bits, 32 for each row, to those of the planes above.
+template <int W, int REGISTER = 0>
+GEARBX_INLINE void append_stored(const uint8_t* plane, Ints* codes) {
+  constexpr int IN_DWORD = 4 / W, EIGHT = REGISTER / 2;  // eights of codes
+  const Ints own = every_other<W, EIGHT % IN_DWORD, REGISTER % 2>(load_ints(plane + EIGHT / IN_DWORD * 4 * LANES));
+  codes[REGISTER] = or_ints(shift_ints<W>(codes[REGISTER]), own);
+  if constexpr (REGISTER < 7) append_stored<W, REGISTER + 1>(plane, codes);
+}
+
+// Puts the codes of rows that are stored side by side together, in the order of a first plane of 4 bits.
+inline void join_stored(const gearbx_stack& m, int64_t row, int64_t first, int columns, uint8_t* out) {
+  constexpr int DISTANCE = 2048;  // of the prefetch, in bytes
+  for (int at = 0; at < columns; at += 32) {
+    Ints codes[8];
+    for (int i = 0; i < 8; i++) codes[i] = zero_ints();
+    for (int p = 0; p < m.planes; p++) {
+      const int width = m.widths[p];
+      const uint8_t* plane = static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + (first + at) * LANES) / 8 * width;
+      for (int i = 0; i < 4 * LANES * width; i += 64) __builtin_prefetch(plane + DISTANCE + i, 0, 2);
+      (width == 4 ? append_stored<4> : width == 2 ? append_stored<2> : append_stored<1>)(plane, codes);
+    }
+    for (int i = 0; i < 8; i++, out += 4 * LANES) store_ints(out, SIGNED_BYTES ? flip_ints(codes[i], 0x80808080u) : codes[i]);
+  }
 }
 
 // Writes values, a float for each row, of `count` groups and up to a multiple of eight; adds them if `onto`.
