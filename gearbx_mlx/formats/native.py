@@ -193,8 +193,7 @@ def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
     A CPU that rounds activations does, with codes that it multiplies without unpacking them first.
     """
     rounds = isinstance(dense, Native) and dense.x_bits and cpu_kernels(1) is not None
-    fits = tuple(widths) == (8,) or (widths[0] == 4 and set(widths) <= {*IN_PANELS})
-    fits = fits and dense.weight.ndim == 2
+    fits = tuple(widths) in IN_PANELS and dense.weight.ndim == 2
     return bool(rounds and fits and len(dense.weight) % panel_rows() == 0)
 
 

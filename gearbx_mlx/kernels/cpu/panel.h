@@ -231,7 +231,7 @@ template <int W, int FROM, int K>
 GEARBX_INLINE Ints every_other(Ints dwords) {
   constexpr int AT = 8 * W * FROM;
   constexpr uint32_t MASK = ((1u << W) - 1) * 0x01010101u;
-  if constexpr (W == 4) return and_ints(shift_ints<-4 * K>(dwords), MASK);
+  if constexpr (W == 4) return codes_at<4, 4 * K, 0>(dwords);
 #if defined(GEARBX_AVX512_VNNI) && defined(__AVX512VBMI__)
   constexpr uint64_t SHIFTS = (AT + W * K) * 0x01010101ull + 2 * W * 0x03020100ull;
   const Ints shifts = _mm512_set1_epi64(static_cast<int64_t>(SHIFTS | (SHIFTS + 0x20202020ull) << 32));
@@ -242,31 +242,6 @@ GEARBX_INLINE Ints every_other(Ints dwords) {
   codes = and_ints(or_ints(codes, shift_ints<8 - 2 * W>(codes)), ((1u << 2 * W) - 1) * 0x01010101u);
   return and_ints(shift_ints<-W * K>(codes), MASK);
 #endif
-}
-
-// Appends the codes of a plane of W bits, 32 for each row, to those of the planes above.
-template <int W, int REGISTER = 0>
-GEARBX_INLINE void append_stored(const uint8_t* plane, Ints* codes) {
-  constexpr int IN_DWORD = 4 / W, EIGHT = REGISTER / 2;  // eights of codes
-  const Ints own = every_other<W, EIGHT % IN_DWORD, REGISTER % 2>(load_ints(plane + EIGHT / IN_DWORD * 4 * LANES));
-  codes[REGISTER] = or_ints(shift_ints<W>(codes[REGISTER]), own);
-  if constexpr (REGISTER < 7) append_stored<W, REGISTER + 1>(plane, codes);
-}
-
-// Puts the codes of rows that are stored side by side together, in the order of a first plane of 4 bits.
-inline void join_stored(const gearbx_stack& m, int64_t row, int64_t first, int columns, uint8_t* out) {
-  constexpr int DISTANCE = 2048;  // of the prefetch, in bytes
-  for (int at = 0; at < columns; at += 32) {
-    Ints codes[8];
-    for (int i = 0; i < 8; i++) codes[i] = zero_ints();
-    for (int p = 0; p < m.planes; p++) {
-      const int width = m.widths[p];
-      const uint8_t* plane = static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + (first + at) * LANES) / 8 * width;
-      for (int i = 0; i < 4 * LANES * width; i += 64) __builtin_prefetch(plane + DISTANCE + i, 0, 2);
-      (width == 4 ? append_stored<4> : width == 2 ? append_stored<2> : append_stored<1>)(plane, codes);
-    }
-    for (int i = 0; i < 8; i++, out += 4 * LANES) store_ints(out, SIGNED_BYTES ? flip_ints(codes[i], 0x80808080u) : codes[i]);
-  }
 }
 
 // Writes values, a float for each row, of `count` groups and up to a multiple of eight; adds them if `onto`.
