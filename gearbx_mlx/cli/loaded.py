@@ -32,7 +32,7 @@ from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
-from ..gears.in_place import own_codes, without_gears
+from ..gears.in_place import OwnCodes, own_codes, without_gears
 from ..gears.kernel_choices import choose_kernels, measure_gears
 from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
@@ -54,6 +54,7 @@ from .flags import (
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
+from .gears import LayoutSettings
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
@@ -170,9 +171,7 @@ def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
     codes = own_codes(model)
     if codes is None:
         return resolved
-    refused = {
-        "--format": resolved.asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
-        "--q-group-size": resolved.asked.q_group_size not in (None, codes.group_size),
+    given = {
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
         "--dequant-cache": resolved.dequant_cache,
@@ -180,12 +179,29 @@ def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
     with about(model_name(resolved.model.model)):
-        for flag in (flag for flag, given in refused.items() if given):
-            raise GearbxError(
-                f"is quantized already, and its gears are the first bits of its codes; leave out {flag}, or give "
-                "the original"
-            )
-        return replace(resolved, ladder=codes.chosen(resolved.asked.gears))
+        return replace(resolved, ladder=ladder_of_codes(codes, resolved.asked, given))
+
+
+def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
+    """The gears of a quantized model that are asked for.
+
+    Args:
+        given: flags for what is made of original weights, with their values.
+
+    Raises:
+        GearbxError: one of them, another format or group size, or gears that the codes do not have.
+    """
+    refused = {
+        "--format": asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
+        "--q-group-size": asked.q_group_size not in (None, codes.group_size),
+        **given,
+    }
+    for flag in (flag for flag, value in refused.items() if value):
+        raise GearbxError(
+            f"is quantized already, and its gears are the first bits of its codes; leave out {flag}, or give "
+            "the original"
+        )
+    return codes.chosen(asked.gears)
 
 
 def what_of_codes(gearbox: Gearbox) -> str:

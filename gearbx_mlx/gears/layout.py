@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, get_format
+from ..formats import CODES, DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
@@ -79,6 +79,11 @@ class Layout:
     def stored_ladder(self) -> tuple[int, ...]:
         """Bits of all gears that are stored, of which a geared checkpoint may have more than the ladder."""
         return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
+
+    @property
+    def of_codes(self) -> bool:
+        """Whether the top gear is what a quantized checkpoint has: loaded from it, or converted."""
+        return self.codes is not None or self.format.name == CODES
 
     @property
     def drops_originals(self) -> bool:
