@@ -168,7 +168,8 @@ class Converter:
     Every step ends with a line in the journal. A continued conversion starts after the last line.
 
     Args:
-        model: not quantized, or with gears in place (gears/in_place.py). Weights that are not read yet are read when they are needed; all are dropped once written.
+        model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet
+            are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
         planes: path to the lowest gear's plane of a layer whose codes are calibrated.
 

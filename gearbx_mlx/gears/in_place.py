@@ -111,9 +111,7 @@ def without_gears(model: nn.Module) -> bool:
     return is_quantized(model) and saved_gears(model) is None and own_codes(model) is None
 
 
-def coded_layers(
-    model: nn.Module, codes: OwnCodes, manage: str | Predicate
-) -> tuple[list[Layer], dict[str, str]]:
+def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> tuple[list[Layer], dict[str, str]]:
     """The layers and embeddings as dense ones without weights, and path to reason of the others.
 
     What `manage` does not select keeps its bits.
