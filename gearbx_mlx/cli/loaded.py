@@ -66,12 +66,13 @@ VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement wit
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as loaded, before anything takes long."""
+    """A model as loaded, before anything takes long. codes: what can be done with those of a quantized one."""
 
     resolved: Resolved
     model: nn.Module
     tokenizer: Any
     config: dict
+    codes: str = ""
 
     @classmethod
     def of(cls, resolved: Resolved, chat_template: str = "") -> "Loaded":
@@ -83,9 +84,11 @@ class Loaded:
         if not resolved.observes:
             warn_of_memory(resolved)
         model, tokenizer, config = load_model(resolved.model, chat_template)
-        if not resolved.observes:
-            resolved = in_own_codes(resolved, model)
-        return cls(resolved, model, tokenizer, config)
+        codes = own_codes(model)
+        if codes is None:
+            return cls(resolved, model, tokenizer, config)
+        resolved = in_own_codes(resolved, codes)
+        return cls(resolved, model, tokenizer, config, codes.told(None if resolved.observes else resolved.ladder))
 
     @property
     def name(self) -> str:
@@ -104,17 +107,20 @@ class Loaded:
         if base is not None and key is not None and isinstance(gearbox, Gearbox):
             draft_with(base, gearbox, key, texts, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
-            note(f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear")
-        elif isinstance(gearbox, Gearbox) and gearbox.in_place:
-            note(f"{self.name} is quantized to {what_of_codes(gearbox)}")
+            note(
+                f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
+                "of what gearbx_mlx convert makes of it, ranks can divide the gears"
+            )
+        elif self.codes and not resolved.observes:
+            note(f"{self.name} is quantized to {self.codes}")
         return Geared(self, gearbox)
 
     def check_gears(self) -> None:
         """Raises GearbxError for a quantized model whose codes have one gear."""
-        codes = own_codes(self.model)
-        if without_gears(self.model) or (codes is not None and len(self.resolved.ladder) == 1):
+        if without_gears(self.model) or (self.codes and len(self.resolved.ladder) == 1):
+            told = f" to {self.codes}" if self.codes else ""
             raise GearbxError(
-                f"{self.name}: is quantized already and has no gears to compare; give the model that it was made from"
+                f"{self.name}: is quantized already{told}: there are no gears to compare; give the original"
             )
 
     def gearbox(self) -> Gearbox:
@@ -162,15 +168,17 @@ class Geared:
             yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
 
 
-def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
-    """The same with the gears that a quantized model's own codes have; as it is for another model.
+def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
+    """The same with the gears that a quantized model's own codes have.
 
     Raises:
-        GearbxError: a ladder that the codes do not have, or a flag for what is made of original weights.
+        GearbxError: a ladder that the codes do not have, a mode that needs another one, or a flag for what is made of
+            original weights.
     """
-    codes = own_codes(model)
-    if codes is None:
-        return resolved
+    if resolved.observes:
+        found = replace(resolved, ladder=resolved.asked.gears or codes.watched(resolved.ladder))
+        found.check_mode()
+        return found
     given = {
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
@@ -179,7 +187,9 @@ def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
     with about(model_name(resolved.model.model)):
-        return replace(resolved, ladder=ladder_of_codes(codes, resolved.asked, given))
+        found = replace(resolved, ladder=ladder_of_codes(codes, resolved.asked, given))
+        found.check_mode()
+    return found
 
 
 def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
@@ -202,14 +212,6 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
             "the original"
         )
     return codes.chosen(asked.gears)
-
-
-def what_of_codes(gearbox: Gearbox) -> str:
-    """What a quantized checkpoint can do, for a note."""
-    bits = gearbox.ladder.top.bits
-    if len(gearbox.ladder) > 1:
-        return f"{bits} bits: gears {gearbox.ladder} in place"
-    return f"{bits} bits: drafts come by lookup alone; for more, give the original with --low-model and this model"
 
 
 def takes_whole(resolved: Resolved, model: nn.Module) -> bool:

@@ -110,7 +110,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
         "the floors": settings.quality,
     }
     if len(ladder_of_codes(codes, settings.layout, flags)) == 1:
-        raise GearbxError(f"there is no lower gear to write; without conversion {codes.advice}")
+        raise GearbxError(f"there is no lower gear to write; without conversion {codes.told()}")
     return codes
 
 

@@ -26,6 +26,7 @@ from .sharding import sharding_of
 SPLIT = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear, nn.QuantizedEmbedding)
 LOW = 4  # bits of the lower gear by default, where codes have more
 AFFINE = "affine"
+FOR_MORE = "for more, give the original with --low-model and this model"
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,17 @@ class OwnCodes:
         sizes = collections.Counter(module.group_size for module in self.modules.values())
         return sizes.most_common(1)[0][0] if sizes else 0
 
-    @property
-    def advice(self) -> str:
-        """What can be done with these codes, for a message."""
-        if self.splits:
-            return f"{self.bits} bits: gears {self.chosen(None)} in place"
-        return f"{self.bits} bits: drafts come by lookup; for more, give the original with --low-model and this model"
+    def watched(self, default: Ladder) -> Ladder:
+        """The gears that a record names where none is engaged: its own, if there are several."""
+        return self.chosen(None) if self.splits else default
+
+    def told(self, ladder: Ladder | None = None) -> str:
+        """What can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
+        ladder = self.chosen(ladder)
+        if len(ladder) > 1:
+            return f"{self.bits} bits: gears {ladder} in place"
+        more = f"gears {self.chosen(None)} in place draft too" if self.splits else FOR_MORE
+        return f"{self.bits} bits: drafts come by lookup; {more}"
 
     @property
     def splits(self) -> bool:
