@@ -13,6 +13,7 @@ from gearbx_mlx.kernels.bit_planes import PanelPlanes
 from gearbx_mlx.kernels.exact import PanelExactMatrix, decoded_by_tiles
 
 SHAPES = [(48, 64), (96, 576), (16, 2048), (64, 128)]
+WIDTHS = [(4,), (8,), (4, 4), (4, 2), (4, 1)]
 VECTORS = [1, 2, 3, 8, 9, 40]
 
 
@@ -28,7 +29,7 @@ def weight(shape, dtype=mx.bfloat16):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("widths", [(4,), (8,), (4, 4)])
+@pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize("x_bits", [8, 16])
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
 @pytest.mark.some(24)
@@ -63,7 +64,7 @@ def test_rows_that_are_looked_up(native):
     assert mx.array_equal(decoded_by_tiles(panels.taken(chosen)), weight((96, 576))[chosen])
 
 
-@pytest.mark.parametrize("widths", [(4,), (8,), (4, 4)])
+@pytest.mark.parametrize("widths", WIDTHS)
 def test_the_way_back(native, widths):
     planes = split(weight((96, 576)), widths, 64)
     panels = planes.in_panels(native.panel_rows())
@@ -74,7 +75,7 @@ def test_the_way_back(native, widths):
 
 
 @pytest.mark.parametrize(
-    ("shape", "widths"), [((50, 64), (4,)), ((48, 64), (3,)), ((48, 64), (4, 2)), ((2, 48, 64), (4,))]
+    ("shape", "widths"), [((50, 64), (4,)), ((48, 64), (3,)), ((48, 64), (4, 3)), ((2, 48, 64), (4,))]
 )
 def test_what_does_not_fit_stays_as_it_is(native, shape, widths):
     dense, planes = with_kernels(nn.Linear(shape[-1], shape[-2]), native=True), split(weight(shape), widths, 64)

@@ -13,6 +13,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from ..compat.classes import as_class, stock_class
 from ..compat.versions import is_tested
 from ..kernels.bit_planes import (
+    AS_PLANES,
     IN_PANELS,
     PanelPlanes,
     Planes,
@@ -166,6 +167,9 @@ Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
     """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
+    widths = AS_PLANES.get(tuple(matrix.widths))
+    if widths is not None and isinstance(matrix, Planes) and takes_panels(dense, widths):
+        return split_for_kernels(dense, matrix, widths)
     return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
 
 

@@ -260,7 +260,7 @@ class Affine(Copies):
     ) -> dict[int, nn.Module]:
         weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
         planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], self.widths(bits, ladder), group_size)
-        return {bits: quantized_module(dense, for_kernels(dense, planes))}
+        return {bits: planes_module(dense, for_kernels(dense, planes))}
 
     window = None  # no gear depends on another one's codes
 
@@ -270,7 +270,7 @@ class Affine(Copies):
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
         planes = for_kernels(dense, base.each_scale(lambda array: array.astype(dtype)))
-        return {ladder[0]: quantized_module(dense, planes)}
+        return {ladder[0]: planes_module(dense, planes)}
 
     def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
         return (bits,)

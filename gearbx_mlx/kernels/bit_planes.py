@@ -13,7 +13,9 @@ import mlx.core as mx
 
 CODES = 32
 BLOCK = 2**19  # words of codes that are split at a time
-IN_PANELS = ((4,), (8,), (4, 4))  # widths of stacks whose rows native kernels of a CPU take side by side
+# Widths of stacks whose rows native kernels of a CPU take side by side.
+IN_PANELS = ((4,), (8,), (4, 4), (4, 2), (4, 1))
+AS_PLANES: dict[tuple[int, ...], tuple[int, ...]] = {(5,): (4, 1), (6,): (4, 2)}  # codes that they take so as planes
 
 # The smallest scale: groups of equal weights have no range.
 SCALE_FLOOR = {mx.float16: 2.0**-24, mx.bfloat16: 2.0**-100, mx.float32: 2.0**-100}

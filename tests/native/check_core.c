@@ -100,7 +100,7 @@ static void* in_panels(const void* from, int64_t rows, int64_t count, size_t siz
 /* The same product with rows side by side has the same bits. */
 static void check_panels(const gearbx_stack* rows, const float* x, int vectors, const float* y) {
   gearbx_stack m = *rows;
-  const int four = m.widths[0] == 4 && (m.planes == 1 || (m.planes == 2 && m.widths[1] == 4));
+  const int four = m.widths[0] == 4 && (m.planes == 1 || (m.planes == 2 && m.widths[1] != 3));
   if (!m.x_bits || m.rows % gearbx_panel_rows() || !(four || (m.planes == 1 && m.widths[0] == 8))) return;
   const int64_t groups = m.columns / m.group;
   m.panel_rows = gearbx_panel_rows();

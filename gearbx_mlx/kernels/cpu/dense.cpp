@@ -7,7 +7,7 @@
 namespace gearbx {
 namespace {
 
-constexpr int64_t AHEAD = 32 << 10;  // distance of the prefetch, in bytes
+constexpr int64_t AHEAD = 8 << 10;  // distance of the prefetch, in bytes
 
 int64_t row_bytes(const gearbx_dense& m) { return m.columns * (m.type == GEARBX_FLOAT32 ? 4 : 2); }
 

@@ -239,8 +239,9 @@ struct StackForm {
   void check_panels(const mx::array& scales) const {
     require(scales.shape(2) == gearbx_panel_rows(), "panels must have as many rows as this processor multiplies at once");
     require(x_bits != 0, "panels are multiplied with activations of 8 or 16 bits");
-    const bool four = widths == std::vector<int>{4} || widths == std::vector<int>{4, 4};
-    require(four || widths == std::vector<int>{8}, "panels must have one plane of 4 or 8 bits, or two of 4");
+    const int second = widths.size() > 1 ? widths[1] : 0;
+    const bool four = widths[0] == 4 && widths.size() <= 2 && second != 3;
+    require(four || widths == std::vector<int>{8}, "panels must have a plane of 8 bits, or of 4 and one of 4, 2 or 1");
   }
 };
 

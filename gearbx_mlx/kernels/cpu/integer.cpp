@@ -75,27 +75,32 @@ struct Written {
   }
 };
 
-// Codes of rows that are stored side by side, in P planes of W bits.
-template <int W, int P>
+// Codes of rows that are stored side by side: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
+template <int FIRST, int SECOND = 0>
 struct Stored {
-  static constexpr int AT_ONCE = 8 / W;
+  static constexpr int LEAST = SECOND ? SECOND : FIRST, AT_ONCE = 8 / LEAST;  // registers that a dword of the plane fills
+  static constexpr int BITS = FIRST + SECOND;
   static constexpr int64_t DISTANCE = 2048;  // of the prefetch, in bytes
-  const uint8_t* planes[P];
+  const uint8_t *first, *second;
 
   GEARBX_INLINE void fetch() {
-    for (int p = 0; p < P; p++)
-      for (int at = 0; at < RUN / AT_ONCE * 4 * LANES; at += 64) __builtin_prefetch(planes[p] + DISTANCE + at, 0, 2);
+    for (int at = 0; at < RUN / 2 * FIRST * LANES; at += 64) __builtin_prefetch(first + DISTANCE + at, 0, 2);
+    for (int at = 0; at < RUN / 2 * SECOND * LANES; at += 64) __builtin_prefetch(second + DISTANCE + at, 0, 2);
   }
   GEARBX_INLINE void next(Ints* out) {
-    Ints dwords[P][1];
-    for (int p = 0; p < P; p++, planes[p - 1] += 4 * LANES) dwords[p][0] = load_ints(planes[p]);
-    out[0] = signed_codes(joined<W, P, 0, 1>(dwords, 0));
-    if constexpr (W < 8) out[1] = signed_codes(joined<W, P, 1, 1>(dwords, 0));
+    put<0>(out);
+    first += 4 * LANES * (FIRST / LEAST);
+    second += 4 * LANES * (SECOND / LEAST);
   }
 
  private:
-  GEARBX_INLINE static Ints signed_codes(Ints codes) {
-    return SIGNED_BYTES && W * P > 4 ? flip_ints(codes, 0x80808080u) : codes;
+  template <int R>
+  GEARBX_INLINE void put(Ints* out) const {
+    constexpr int IN_DWORD = 8 / FIRST;  // registers
+    Ints codes = codes_at<FIRST, R % IN_DWORD * FIRST, SECOND>(load_ints(first + R / IN_DWORD * 4 * LANES));
+    if constexpr (SECOND > 0) codes = or_ints(codes, every_other<SECOND, R / 2, R % 2>(load_ints(second)));
+    out[R] = SIGNED_BYTES && BITS > 4 ? flip_ints(codes, 0x80808080u) : codes;
+    if constexpr (R + 1 < AT_ONCE) put<R + 1>(out);
   }
 };
 
@@ -197,7 +202,7 @@ void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int hei
 }
 
 // Rows that are stored side by side.
-template <int W, int P>
+template <int FIRST, int SECOND = 0>
 void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
@@ -205,10 +210,11 @@ void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* t
   multiply_rows(job, matrix, row, LANES, totals, [&](int64_t first, int count) {
     stored_scales(m, row * (m.columns / m.group) + first * LANES, count * LANES, scales, offsets);
     multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
-      Stored<W, P> codes;
-      for (int p = 0; p < P; p++)
-        codes.planes[p] = static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + first * m.group * LANES) / 8 * W;
-      find_multiply<Stored<W, P>, W * P <= 4>(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
+      const auto plane = [&](int p) {
+        return static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + first * m.group * LANES) / 8 * m.widths[p];
+      };
+      const Stored<FIRST, SECOND> codes = {plane(0), plane(SECOND ? 1 : 0)};
+      find_multiply<Stored<FIRST, SECOND>, FIRST + SECOND <= 4>(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
     });
   });
 }
@@ -216,8 +222,10 @@ void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* t
 void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   if (!m.panel_rows) return multiply_written(job, matrix, row, height, totals);
-  if (m.widths[0] == 8) return multiply_stored<8, 1>(job, matrix, row, totals);
-  (m.planes == 1 ? multiply_stored<4, 1> : multiply_stored<4, 2>)(job, matrix, row, totals);
+  if (m.widths[0] == 8) return multiply_stored<8>(job, matrix, row, totals);
+  if (m.planes == 1) return multiply_stored<4>(job, matrix, row, totals);
+  (m.widths[1] == 4 ? multiply_stored<4, 4> : m.widths[1] == 2 ? multiply_stored<4, 2> : multiply_stored<4, 1>)(
+      job, matrix, row, totals);
 }
 
 void do_piece(const void* context, int piece) {

@@ -35,7 +35,8 @@ typedef struct {
   int64_t inputs, row_bytes;  // symmetric: columns without padding; bytes from row to row
   int x_bits;  // 0: activations as they are; 8, 16: rounded, with a step per vector and group, for integer products
   // 0, or the rows of a panel, gearbx_panel_rows(), which are stored side by side: their first uint32, then their second
-  // one, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 4 or 8 bits, or two of 4.
+  // one, and so on; scales and biases too. For affine stacks with x_bits, of one plane of 8 bits, or of 4 bits
+  // and perhaps a second one of 4, 2 or 1.
   int panel_rows;
 } gearbx_stack;
 

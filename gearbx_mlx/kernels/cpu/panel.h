@@ -184,6 +184,7 @@ struct Unpacking {
       if (m.widths[p] != width) in_place = false;
     }
     if ((width != 2 && width != 4 && width != 8) || (width == 2 && m.planes > 2)) in_place = false;
+    if (m.panel_rows) in_place = true;  // in the order of the first plane
     if (in_place) in_byte = 8 / width;
     const bool symmetric = m.kind != GEARBX_AFFINE, take_signed = SIGNED_BYTES && bits > 4;
     flip = take_signed != (symmetric && bits == 8);
@@ -222,6 +223,25 @@ inline void write_codes(const gearbx_stack& m, const Unpacking& how, int64_t row
     }
   const Rows unpacked = {bytes, STRIDE, STRIDE, LANES};
   write(8, 1, &unpacked, 0, end - first, out);
+}
+
+// Of 8 neighbouring codes of W bits, those at even places (K = 0) or at odd ones (K = 1), a byte for each. The lane of a
+// row has 32 / W codes: the eighth part FROM.
+template <int W, int FROM, int K>
+GEARBX_INLINE Ints every_other(Ints dwords) {
+  constexpr int AT = 8 * W * FROM;
+  constexpr uint32_t MASK = ((1u << W) - 1) * 0x01010101u;
+  if constexpr (W == 4) return codes_at<4, 4 * K, 0>(dwords);
+#if defined(GEARBX_AVX512_VNNI) && defined(__AVX512VBMI__)
+  constexpr uint64_t SHIFTS = (AT + W * K) * 0x01010101ull + 2 * W * 0x03020100ull;
+  const Ints shifts = _mm512_set1_epi64(static_cast<int64_t>(SHIFTS | (SHIFTS + 0x20202020ull) << 32));
+  return and_ints(_mm512_multishift_epi64_epi8(shifts, dwords), MASK);
+#else
+  Ints codes = and_ints(shift_ints<-AT>(dwords), static_cast<uint32_t>((1ull << 8 * W) - 1));  // pairs of them move apart
+  codes = and_ints(or_ints(codes, shift_ints<16 - 4 * W>(codes)), ((1u << 4 * W) - 1) * 0x00010001u);
+  codes = and_ints(or_ints(codes, shift_ints<8 - 2 * W>(codes)), ((1u << 2 * W) - 1) * 0x01010101u);
+  return and_ints(shift_ints<-W * K>(codes), MASK);
+#endif
 }
 
 // Writes values, a float for each row, of `count` groups and up to a multiple of eight; adds them if `onto`.

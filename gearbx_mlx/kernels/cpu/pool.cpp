@@ -10,6 +10,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -54,21 +55,24 @@ void prefer_fast_cores() {
 
 class Pool {
  public:
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; i++) std::thread(&Pool::serve, this).detach();
+  explicit Pool(int threads) : threads_(threads), tickets_(new Ticket[static_cast<size_t>(threads)]) {
+    for (int i = 1; i < threads; i++) std::thread(&Pool::serve, this, i).detach();
   }
 
   void run(int pieces, void (*work)(const void*, int), const void* context) {
     work_ = work;
     context_ = context;
     unfinished_.store(pieces, std::memory_order_relaxed);
-    ticket_.store(static_cast<uint64_t>(pieces) << 32);
+    for (int t = 0, first = 0, end; t < threads_; t++, first = end) {
+      end = static_cast<int>(int64_t{pieces} * (t + 1) / threads_);
+      tickets_[t].value.store(static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first));
+    }
     if (asleep_.load() > 0) {
       { std::lock_guard lock(mutex_); }
       awake_.notify_all();
     }
     const auto finished = [this] { return unfinished_.load() == 0; };
-    take_pieces();
+    take_pieces(0);
     if (spin_until(finished)) return;
     std::unique_lock lock(mutex_);
     waiting_.store(true);
@@ -77,30 +81,35 @@ class Pool {
   }
 
  private:
-  // A ticket is pieces << 32 | next piece, in one word. A thread that adds 1 to it owns the piece that it found there,
-  // whichever call of run() the ticket is from by then: work_ and context_ were written before the ticket, and cannot
-  // change before that piece is finished. Threads look before they add, so that each adds once too often at most.
+  // Every thread begins with a range of its own, since memory is read fastest in order; then it helps the others.
+  //
+  // A ticket is the range's end << 32 | next piece, in one word. A thread that adds 1 to it owns the piece that it found
+  // there, whichever call of run() the ticket is from by then: work_ and context_ were written before the ticket, and
+  // cannot change before that piece is finished. Threads look before they add, so that each adds once too often at most.
   static bool is_open(uint64_t ticket) { return (ticket & 0xffffffff) < ticket >> 32; }
 
   // Does pieces until none is left, and counts them at the end: each count takes a cache line from another thread.
-  void take_pieces() {
+  void take_pieces(int own) {
     int done = 0;
-    while (is_open(ticket_.load(std::memory_order_relaxed))) {
-      const uint64_t ticket = ticket_.fetch_add(1, std::memory_order_acquire);
-      if (!is_open(ticket)) break;
-      work_(context_, static_cast<int>(ticket & 0xffffffff));
-      done++;
+    for (int i = 0; i < threads_; i++) {
+      std::atomic<uint64_t>& range = tickets_[(own + i) % threads_].value;
+      while (is_open(range.load(std::memory_order_relaxed))) {
+        const uint64_t ticket = range.fetch_add(1, std::memory_order_acquire);
+        if (!is_open(ticket)) break;
+        work_(context_, static_cast<int>(ticket & 0xffffffff));
+        done++;
+      }
     }
     if (done == 0 || unfinished_.fetch_sub(done) != done || !waiting_.load()) return;
     { std::lock_guard lock(mutex_); }
     finished_.notify_one();
   }
 
-  void serve() {
+  void serve(int own) {
     prefer_fast_cores();
-    const auto open = [this] { return is_open(ticket_.load()); };
+    const auto open = [this, own] { return is_open(tickets_[own].value.load()); };
     for (;;) {
-      take_pieces();
+      take_pieces(own);
       if (spin_until(open)) continue;
       std::unique_lock lock(mutex_);
       asleep_++;
@@ -111,7 +120,12 @@ class Pool {
 
   static constexpr size_t LINE = 64;  // bytes: what a thread that works writes does not delay one that polls
 
-  alignas(LINE) std::atomic<uint64_t> ticket_{0};
+  struct alignas(LINE) Ticket {
+    std::atomic<uint64_t> value{0};
+  };
+
+  const int threads_;
+  const std::unique_ptr<Ticket[]> tickets_;
   void (*work_)(const void*, int) = nullptr;
   const void* context_ = nullptr;
   alignas(LINE) std::atomic<int> unfinished_{0};

@@ -11,8 +11,9 @@ namespace gearbx {
 int thread_count();
 
 // Calls work(context, i) once for each i below `pieces` (at most 65535), on several threads, and returns when all calls
-// have. A thread takes the next piece when it has finished one, so that a thread which the system does not run delays
-// only its own piece. If two threads call at once, the second call runs on its own thread alone.
+// have. Each thread takes a range of pieces one after the other, since memory is read fastest in order, and then helps
+// the others, so that a thread which the system does not run delays only its own piece. If two threads call at once,
+// the second call runs on its own thread alone.
 void share_out(int pieces, void (*work)(const void* context, int piece), const void* context);
 
 }  // namespace gearbx
