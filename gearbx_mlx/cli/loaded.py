@@ -490,7 +490,10 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
-        raise GearbxError(f"{model_name(settings.model)}: is no original model; give the one that it was made from")
+        codes = own_codes(model)
+        told = "" if codes is None else f" ({codes.told()})"
+        name = model_name(settings.model)
+        raise GearbxError(f"{name}: is no original model{told}; give the one that it was made from")
     return model, tokenizer, config
 
 
