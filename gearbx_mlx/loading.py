@@ -199,6 +199,12 @@ def gears_of(path_or_hf_repo: str | Path | None) -> Manifest | None:
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
 
+def is_packed(path_or_hf_repo: str | Path | None) -> bool:
+    """Whether a model's configuration says that its weights are quantized."""
+    config = read_config(find(path_or_hf_repo or DEMO_MODEL))
+    return bool(config.get("quantization") or config.get("quantization_config"))
+
+
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
     """The small model of a pair, whose tokenizer has to be that of the large one.
 

@@ -190,7 +190,7 @@ class TestCommands:
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
             chat(telemetry_only=True) as session,
-            pytest.raises(GearbxError, match="no layer of this model changes gear; it is quantized already, or"),
+            pytest.raises(GearbxError, match="no layer of this model changes gear; mode telemetry-only was asked for"),
         ):
             obey(session, line)
 

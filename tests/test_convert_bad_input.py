@@ -238,7 +238,10 @@ class TestConverting:
             (["--mlx-path", tmp_path / "a", "--gears", "8,4"], "gears must ascend"),
             (["--mlx-path", tmp_path / "a", "--format", "rowwise", "--gears", "3,16"], "no gear of 3 bits"),
             (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
-            (["--mlx-path", tmp_path / "a", "--model", quantized], "is quantized already; convert the original"),
+            (
+                ["--mlx-path", tmp_path / "a", "--model", quantized],
+                "there is no lower gear to write; without conversion 4 bits",
+            ),
             (["--mlx-path", tmp_path / "a", "--model", tmp_path / "b"], "no such model directory"),
             (["--mlx-path", tmp_path / "a", "--model", ""], "--model is empty"),
             (["--mlx-path", tmp_path / "a", "--model", "b" * 300], "no such model directory"),

@@ -4,12 +4,16 @@ import json
 
 import mlx.core as mx
 import mlx_lm
+import platformdirs
 import pytest
+from chats import chat
 from conftest import save_model, tiny_model
+from http_server import complete, served
 from mlx_lm.utils import quantize_model
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
+from gearbx_mlx.chat.commands import obey
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
@@ -91,6 +95,39 @@ def test_native_kernels_compute_the_same_weights(group_size, dtype, native):
 )
 def test_so_they_do_in_every_ladder(ladder, native):
     same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
+
+
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
+def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):
+    """Token for token by MLX's kernels; by ours what stock mlx-lm writes in float32."""
+    if kernels == "native":
+        request.getfixturevalue("native")
+    bits, (_, tokenizer) = int(ladder[-1]), gearbx_mlx.load()
+    stock = quantized(bits, 64, vocab_size=4096)
+    if kernels == "native":
+        stock.set_dtype(mx.float32)
+    expected = [response.token for response in mlx_lm.stream_generate(stock, tokenizer, [1, 2, 3], 24)]
+    model = quantized(bits, 64, vocab_size=4096)
+    box = Gearbox(model, ladder, kernels=kernels, activations="float")
+    assert str(box.ladder) == ladder
+    for mode in (Static(), Lossless(draft_length=3)):
+        made = gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)
+        assert [response.token for response in made] == expected
+
+
+def test_no_kernel_is_refused_for_a_lower_gear(native, tmp_path, monkeypatch):
+    """Its product is compared with MLX's, whose bias in the middle must not be rounded to the scales' type."""
+    monkeypatch.setenv("GEARBX_TUNE", "1")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    shape = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
+    gearbox = Gearbox(quantized(8, 64, **shape), "4,8")
+    for gear in gearbox.ladder:
+        gearbox.shift(gear)
+        mx.eval(gearbox.model(PROMPT[:, :1]))
+    compared = json.loads((tmp_path / "tuning.json").read_text())["differences"].values()
+    assert {name.split(",")[0] for products in compared for name in products} == {"affine 4", "planes 4+4"}
+    assert gearbox.kernel_choices.tuner.wrong == {}
 
 
 def same_weights(bits, ladder, group_size, dtype):
@@ -214,6 +251,77 @@ def eight_bits(tmp_path_factory):
 
 
 QUIET = "--ignore-chat-template", "-m", 6
+MODES = "lossless", "route", "kickdown", "static", "telemetry-only"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
+    flags = "--mode", mode, "-p", "Once upon a time", "--summary", tmp_path / "s.json", "--kernels", "mlx"
+    done = command("generate", "--model", eight_bits / "model", *flags, *QUIET)
+    assert done.status == 0, done.err
+    told = json.loads((tmp_path / "s.json").read_text())
+    assert (told["mode"], [gear["bits"] for gear in told["ladder"]]) == (mode, [4, 8])
+    if mode in ("lossless", "static", "telemetry-only"):
+        model, tokenizer = mlx_lm.load(str(eight_bits / "model"))
+        prompt = tokenizer.encode("Once upon a time")
+        expected = "".join(response.text for response in mlx_lm.stream_generate(model, tokenizer, prompt, 6))
+        assert expected in done.out
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "kickdown"])
+def test_batches_in_every_mode(eight_bits, mode):
+    prompts = [[1, 2, 3], [4, 5, 6, 7]]
+    alone = []
+    for prompt in prompts:
+        model, tokenizer = gearbx_mlx.load(eight_bits / "model")
+        made = gearbx_mlx.stream_generate(model, tokenizer, prompt, 6, mode=mode)
+        alone.append("".join(response.text for response in made))
+    model, tokenizer = gearbx_mlx.load(eight_bits / "model")
+    together = gearbx_mlx.batch_generate(model, tokenizer, prompts, max_tokens=6, mode=mode)
+    assert len(together.texts) == 2
+    if mode in ("lossless", "static"):
+        assert together.texts == alone
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_chat_in_every_mode(eight_bits, mode, capsys):
+    with chat(model=str(eight_bits / "model"), mode=mode, max_tokens=6) as session:
+        session.answer("How do bees find flowers?")
+        said = capsys.readouterr()
+        assert session.conversation.turns[-1]["content"]
+        assert ("gears 4,8 in place" in said.err) == (mode != "telemetry-only")
+        if mode == "telemetry-only":
+            with pytest.raises(GearbxError, match="was asked for .without it 8 bits: gears 4,8 in place"):
+                obey(session, "/mode static")
+        else:
+            obey(session, "/gear low")
+            session.answer("And then?")
+            assert "low 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_server_in_every_mode(eight_bits, mode):
+    with served(model=str(eight_bits / "model"), mode=mode, log_level="ERROR") as client:
+        answer = complete(client, "Once", max_tokens=6)
+        (told,) = client.get("/v1/models").json()["data"]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert (told["gearbx"]["mode"], told["gearbx"]["bits"]) == (mode, {"low": 4, "high": 8})
+
+
+def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
+    """Though nothing says how many gears there are before the weights are read."""
+    model = "--model", eight_bits / "model", "-p", "Once", *QUIET
+    assert command("generate", *model, "--mode", "route", "--thresholds", "2").status == 0
+    assert command("generate", *model, "--mode", "telemetry-only", "--thresholds", "2").status == 0
+    for flags, words in (
+        (("--mode", "route", "--thresholds", "2,3"), "2 gears need 1 thresholds"),
+        (("--mode", "static", "--gear", "16"), "choose from low, high"),
+        (("--mode", "telemetry-only", "--gears", "4,8,16", "--thresholds", "2"), "3 gears need 2 thresholds"),
+    ):
+        done = command("generate", *model, *flags)
+        assert done.status == 2
+        assert words in done.err
+        assert done.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("mode", ["lossless", "route", "kickdown"])

@@ -3,6 +3,7 @@
 import json
 
 import mlx.core as mx
+import mlx_lm
 import pytest
 from architectures import CONFIGS
 from conftest import save_model, tiny_model
@@ -95,9 +96,14 @@ def test_four_ranks_write_the_texts_of_one_process(wide, tmp_path, keywords):
     assert [rank["numbers"] for rank in four] == [one["numbers"]] * 4
 
 
-def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp_path):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_ranks_over_a_geared_checkpoint_write_the_texts_of_one_process(wide, tmp_path, quantized):
     geared = tmp_path / "geared"
-    convert(wide, geared, gears="4,8,16", format="exact")
+    if quantized:
+        mlx_lm.convert(str(wide), str(tmp_path / "quantized"), quantize=True, q_bits=8)
+        convert(tmp_path / "quantized", geared)
+    else:
+        convert(wide, geared, gears="4,8,16", format="exact")
     one, two = facts(geared), on_ranks(2, tmp_path, geared)
     assert [rank["texts"] for rank in two] == [one["texts"]] * 2
 

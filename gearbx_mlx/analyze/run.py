@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from ..cli import terminal
 from ..cli.gate import check_routing, initial_gear, route_fields
@@ -74,7 +73,8 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     out = Path(settings.analysis.out)
     check_output(out)
     model, tokenizer, config = load_model(settings.model)
-    ladder = asked if settings.ladder.gears is not None else ladder_of(model, asked)
+    codes = own_codes(model)
+    ladder = asked if codes is None or settings.ladder.gears is not None else codes.watched(asked)
     check_routing(settings.routing, ladder)
     fingerprint = partial(model_fingerprint, model)
     routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
@@ -92,13 +92,6 @@ def analyzed(settings: AnalyzeSettings) -> Analysis:
     }
     files = write_report(out, result, found.records, [gear.name for gear in ladder], thresholds)
     return Analysis(result, files, found.complete)
-
-
-def ladder_of(model: nn.Module, default: Ladder) -> Ladder:
-    """That of a quantized model's own codes, where they have several gears; else the default."""
-    codes = own_codes(model)
-    own = default if codes is None else codes.chosen(None)
-    return own if len(own) > 1 else default
 
 
 def prompts_of(

@@ -80,19 +80,20 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    ladder, read_bandwidth = ladder_of(settings, len(paths_here()), settings.context), bandwidth_meter()
-    cases = []
+    check_ladder(settings, len(paths_here()), settings.context)
+    read_bandwidth, cases = bandwidth_meter(), list[GearCase]()
     for path, kernels, activations in paths_here():  # each path has a model of its own
-        gearbox = Gearbox(model_of(settings), ladder, kernels=kernels, activations=activations)
+        gearbox = Gearbox(model_of(settings), settings.gears, kernels=kernels, activations=activations)
         # Weights that are not packed meet activations as they are.
-        cases += [GearCase(path, gear, gearbox) for gear in ladder if path not in (INT16, INT8) or not gear.dense]
+        gears = [gear for gear in gearbox.ladder if path not in (INT16, INT8) or not gear.dense]
+        cases += [GearCase(path, gear, gearbox) for gear in gears]
     bandwidth = statistics.median(time_cases(cases, settings, read_bandwidth))
     shared = {
         "context": settings.context,
         "read_bandwidth_gigabytes_per_second": bandwidth,
         "trials": settings.trials,
     } | read_bandwidth.row
-    return [row_of(case, cases, ladder.top, bandwidth) | shared for case in cases]
+    return [row_of(case, cases, gearbox.ladder.top, bandwidth) | shared for case in cases]
 
 
 def time_cases(cases: Sequence[GearCase], settings: DecodeBenchmark, read_bandwidth: BandwidthMeter) -> list[float]:
@@ -144,13 +145,12 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
     }
 
 
-def ladder_of(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> Ladder:
-    """The gears that are asked for. Raises GearbxError where copies of the random Llama and a KV cache do not fit."""
+def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
+    """Raises GearbxError for gears that there are not, or where copies of the random Llama and a KV cache do not fit."""
     ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
     if settings.model is None:
         what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
         check_memory(llama_bytes(settings.shape, ladder, copies, context), what)
-    return ladder
 
 
 def model_of(settings: ModelBenchmark) -> nn.Module:
@@ -160,8 +160,8 @@ def model_of(settings: ModelBenchmark) -> nn.Module:
 
 def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
     """A gearbox of the model, with our kernels where there are some."""
-    ladder = ladder_of(settings, context=context)
-    return Gearbox(model_of(settings), ladder, kernels=kernels_here())
+    check_ladder(settings, context=context)
+    return Gearbox(model_of(settings), settings.gears, kernels=kernels_here())
 
 
 def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:

@@ -33,7 +33,7 @@ from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from ..kernels import metal
-from ..loading import DEMO_MODEL, load, model_name
+from ..loading import DEMO_MODEL, model_name
 from ..telemetry.summary import as_json
 from . import MOST_VECTORS, DecodeBenchmark, KernelBenchmark, MetalBenchmark, parse_counts, parse_shapes
 from .decode import benchmark_decode
@@ -233,7 +233,7 @@ def runs_of(model: str | None, gears: Ladder | None, tokens: int) -> Iterator[Mo
         flags = GearFlags(kernels=kernels, activations=activations)
         resolved = resolve_gears(ModelSettings(model), LayoutSettings(gears=gears), flags)
         resolved = replace(resolved, takes_whole=gears is None and resolved.saved is None)
-        loaded = Loaded(resolved, *load(model, return_config=True))
+        loaded = Loaded.of(resolved)
         gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
         del loaded
         for name, mode in MODES.items():

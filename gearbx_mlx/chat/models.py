@@ -26,7 +26,6 @@ from ..routing.pair import NAMES
 from . import ChatSettings, parse_mode
 
 STATIC = "static"
-OBSERVED = f"it is quantized already, or mode {TELEMETRY_ONLY} was asked for"
 IN_GEARS = " is for weights as they are, and these are in gears"
 SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
@@ -90,6 +89,8 @@ class GearedChat:
         self._controller = stack.enter_context(self._geared.governor())
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
+        instead = f" (without it {loaded.codes})" if loaded.codes else ""
+        self._why = f"no layer of this model changes gear; mode {TELEMETRY_ONLY} was asked for{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._start = resolved.mode.of(self._observes)
         self._choice, self._held, self.reads_again, self._bits_read = self._start, "", False, 0
@@ -122,7 +123,7 @@ class GearedChat:
             self._held = ""
             return
         if self._observes:
-            raise GearbxError(f"/gear {gear}: no layer of this model changes gear; {OBSERVED}")
+            raise GearbxError(f"/gear {gear}: {self._why}")
         name = self._geared.gearbox.ladder.find(gear).name
         self._check(self._held_choice(name))
         self._held = name
@@ -142,7 +143,7 @@ class GearedChat:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
         gearbox, ladder = self._geared.gearbox, self._geared.gearbox.ladder
         if self._observes and choice.mode != TELEMETRY_ONLY:
-            raise GearbxError(f"mode '{choice.mode}' needs gears, and no layer of this model changes gear; {OBSERVED}")
+            raise GearbxError(f"mode '{choice.mode}' needs gears, and {self._why}")
         check_mode(choice.mode, self.modes)
         check_governing(self._settings.controller, choice.mode, None)
         if choice.mode not in (ROUTE, STATIC, TELEMETRY_ONLY):

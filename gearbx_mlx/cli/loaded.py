@@ -32,7 +32,7 @@ from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
-from ..gears.in_place import own_codes, without_gears
+from ..gears.in_place import OwnCodes, own_codes, without_gears
 from ..gears.kernel_choices import choose_kernels, measure_gears
 from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
@@ -54,6 +54,7 @@ from .flags import (
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
+from .gears import LayoutSettings
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
@@ -65,12 +66,13 @@ VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement wit
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model as loaded, before anything takes long."""
+    """A model as loaded, before anything takes long. codes: what can be done with those of a quantized one."""
 
     resolved: Resolved
     model: nn.Module
     tokenizer: Any
     config: dict
+    codes: str = ""
 
     @classmethod
     def of(cls, resolved: Resolved, chat_template: str = "") -> "Loaded":
@@ -82,9 +84,11 @@ class Loaded:
         if not resolved.observes:
             warn_of_memory(resolved)
         model, tokenizer, config = load_model(resolved.model, chat_template)
-        if not resolved.observes:
-            resolved = in_own_codes(resolved, model)
-        return cls(resolved, model, tokenizer, config)
+        codes = own_codes(model)
+        if codes is None:
+            return cls(resolved, model, tokenizer, config)
+        resolved = in_own_codes(resolved, codes)
+        return cls(resolved, model, tokenizer, config, codes.told(None if resolved.observes else resolved.ladder))
 
     @property
     def name(self) -> str:
@@ -103,17 +107,20 @@ class Loaded:
         if base is not None and key is not None and isinstance(gearbox, Gearbox):
             draft_with(base, gearbox, key, texts, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
-            note(f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear")
-        elif isinstance(gearbox, Gearbox) and gearbox.in_place:
-            note(f"{self.name} is quantized to {what_of_codes(gearbox)}")
+            note(
+                f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
+                "of what gearbx_mlx convert makes of it, ranks can divide the gears"
+            )
+        elif self.codes and not resolved.observes:
+            note(f"{self.name} is quantized to {self.codes}")
         return Geared(self, gearbox)
 
     def check_gears(self) -> None:
         """Raises GearbxError for a quantized model whose codes have one gear."""
-        codes = own_codes(self.model)
-        if without_gears(self.model) or (codes is not None and len(self.resolved.ladder) == 1):
+        if without_gears(self.model) or (self.codes and len(self.resolved.ladder) == 1):
+            told = f" to {self.codes}" if self.codes else ""
             raise GearbxError(
-                f"{self.name}: is quantized already and has no gears to compare; give the model that it was made from"
+                f"{self.name}: is quantized already{told}: there are no gears to compare; give the original"
             )
 
     def gearbox(self) -> Gearbox:
@@ -161,18 +168,18 @@ class Geared:
             yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
 
 
-def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
-    """The same with the gears that a quantized model's own codes have; as it is for another model.
+def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
+    """The same with the gears that a quantized model's own codes have.
 
     Raises:
-        GearbxError: a ladder that the codes do not have, or a flag for what is made of original weights.
+        GearbxError: a ladder that the codes do not have, a mode that needs another one, or a flag for what is made of
+            original weights.
     """
-    codes = own_codes(model)
-    if codes is None:
-        return resolved
-    refused = {
-        "--format": resolved.asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
-        "--q-group-size": resolved.asked.q_group_size not in (None, codes.group_size),
+    if resolved.observes:
+        found = replace(resolved, ladder=resolved.asked.gears or codes.watched(resolved.ladder))
+        found.check_mode()
+        return found
+    given = {
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
         "--dequant-cache": resolved.dequant_cache,
@@ -180,20 +187,31 @@ def in_own_codes(resolved: Resolved, model: nn.Module) -> Resolved:
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
     with about(model_name(resolved.model.model)):
-        for flag in (flag for flag, given in refused.items() if given):
-            raise GearbxError(
-                f"is quantized already, and its gears are the first bits of its codes; leave out {flag}, or give "
-                "the original"
-            )
-        return replace(resolved, ladder=codes.chosen(resolved.asked.gears))
+        found = replace(resolved, ladder=ladder_of_codes(codes, resolved.asked, given))
+        found.check_mode()
+    return found
 
 
-def what_of_codes(gearbox: Gearbox) -> str:
-    """What a quantized checkpoint can do, for a note."""
-    bits = gearbox.ladder.top.bits
-    if len(gearbox.ladder) > 1:
-        return f"{bits} bits: gears {gearbox.ladder} in place"
-    return f"{bits} bits: drafts come by lookup alone; for more, give the original with --low-model and this model"
+def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
+    """The gears of a quantized model that are asked for.
+
+    Args:
+        given: flags for what is made of original weights, with their values.
+
+    Raises:
+        GearbxError: one of them, another format or group size, or gears that the codes do not have.
+    """
+    refused = {
+        "--format": asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
+        "--q-group-size": asked.q_group_size not in (None, codes.group_size),
+        **given,
+    }
+    for flag in (flag for flag, value in refused.items() if value):
+        raise GearbxError(
+            f"is quantized already, and its gears are the first bits of its codes; leave out {flag}, or give "
+            "the original"
+        )
+    return codes.chosen(asked.gears)
 
 
 def takes_whole(resolved: Resolved, model: nn.Module) -> bool:
@@ -472,7 +490,10 @@ def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
     """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
-        raise GearbxError(f"{model_name(settings.model)}: is no original model; give the one that it was made from")
+        codes = own_codes(model)
+        told = "" if codes is None else f" ({codes.told()})"
+        name = model_name(settings.model)
+        raise GearbxError(f"{name}: is no original model{told}; give the one that it was made from")
     return model, tokenizer, config
 
 

@@ -16,7 +16,7 @@ from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, split_name
 from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
-from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, model_contents
+from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile, parse_schedule
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
@@ -99,6 +99,14 @@ class Resolved:
         """The same with format exact: one copy of the weights that has its low gear inside."""
         return replace(self, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
 
+    def check_mode(self) -> None:
+        """Raises GearbxError for thresholds or gears of the mode that the ladder does not have."""
+        mode = self.mode
+        check_routing(mode.routing, self.ladder)
+        named = [mode.gear, None if mode.prompt_gear == SAME else mode.prompt_gear]
+        for gear in [*filter(None, named), *(parse_schedule(mode.schedule)[0] if mode.schedule is not None else ())]:
+            self.ladder.find(gear)
+
     def inputs(self) -> dict[str, Any]:
         """All that every result of the model in these gears depends on."""
         return {
@@ -124,12 +132,11 @@ def resolve(settings: GearedSettings) -> Resolved:
     if kv_gears is not None:
         check_kv_mode(mode.mode, settings.cache.kv_gear)
     found = resolve_gears(settings.model, layout, settings.gears, settings.floors, settings.controller)
-    check_routing(mode.routing, found.ladder)
-    named = [mode.gear, None if mode.prompt_gear == SAME else mode.prompt_gear]
-    for gear in [*filter(None, named), *(parse_schedule(mode.schedule)[0] if mode.schedule is not None else ())]:
-        found.ladder.find(gear)
     chosen = found.saved or layout.gears or layout.format or settings.gears.keeps_originals
-    return replace(found, kv_gears=kv_gears, mode=mode, takes_whole=mode.mode == LOSSLESS and not chosen)
+    found = replace(found, kv_gears=kv_gears, mode=mode, takes_whole=mode.mode == LOSSLESS and not chosen)
+    if found.saved or layout.gears or not is_packed(settings.model.model):  # whose codes say later which gears it has
+        found.check_mode()
+    return found
 
 
 def resolve_gears(

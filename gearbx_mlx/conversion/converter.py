@@ -5,7 +5,7 @@ The arrays of a layer in all gears are divided between the base, which stock mlx
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from ..files.reading import shown
 from ..formats import get_format
 from ..formats.base import Format, check_ladder, check_quantized, is_finite, stored_bits
 from ..formats.exact import too_large
+from ..formats.native import affine_planes
+from ..formats.planes import SplitCodes
 from ..formats.tied import linear_of
 from ..gears.activations import stored_dtype
 from ..gears.discovery import Layer, discover, none_managed, stored_widths, tables_to_pack
+from ..gears.in_place import alike_layers, own_codes, stock_quantization
 from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
@@ -87,16 +90,7 @@ def pack_layer(
     stock = bool(stored) and type(made[stored[0]]) in STOCK
     tied = isinstance(layer.module, nn.Embedding)
     packs_rows = stock and ((tied and pack_rows) or layer.is_table)
-    packed = Packed(stock_bits=stored[0] if stock else None, rows=stored[0] if packs_rows else DENSE)
-    for bits in stored:
-        made_for = format.stored_arrays(original.shape, bits, stored, group_size, original.dtype)
-        arrays = dict(tree_flatten(made[bits].parameters()))
-        packed.names[bits] = {}
-        for name, origin in made_for.items():
-            in_base = stock and origin.bits == stored[0]
-            packed.names[bits][name] = f"{path}.{origin.name}" if in_base else f"{path}@{origin.bits}.{origin.name}"
-            if origin.bits == bits:
-                (packed.base if in_base else packed.gears)[packed.names[bits][name]] = arrays[name]
+    packed = replace(packed_gears(layer, made, format, group_size, stock), rows=stored[0] if packs_rows else DENSE)
     if DENSE not in stored and (DENSE in wanted or (tied and {*wanted} != {packed.rows})):
         into, key = (packed.gears, f"{path}@{DENSE}.weight") if stock else (packed.base, f"{path}.weight")
         into[key] = original
@@ -104,6 +98,40 @@ def pack_layer(
     mx.eval(packed.base, packed.gears)
     if not format.ladders:  # which keeps what a weight is, NaN too
         check_quantized(path, original, (*packed.base.values(), *packed.gears.values()))
+    return packed
+
+
+def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, group_size: int, stock: bool) -> Packed:
+    """The arrays of all gears that were made of a layer. stock: whether the base has the lowest one."""
+    stored, shape, dtype = tuple(sorted(made)), layer.module.weight.shape, layer.module.weight.dtype
+    packed = Packed(stock_bits=stored[0] if stock else None)
+    for bits in stored:
+        arrays = dict(tree_flatten(made[bits].parameters()))
+        packed.names[bits] = {}
+        for name, origin in format.stored_arrays(shape, bits, stored, group_size, dtype).items():
+            in_base = origin.bits == packed.stock_bits
+            own = f"{layer.path}.{origin.name}" if in_base else f"{layer.path}@{origin.bits}.{origin.name}"
+            packed.names[bits][name] = own
+            if origin.bits == bits:
+                (packed.base if in_base else packed.gears)[own] = arrays[name]
+    return packed
+
+
+def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Packed:
+    """The arrays of a layer that is quantized already, at all bits of a ladder; the highest are those that it has.
+
+    Args:
+        layer: the dense one that it stands for.
+
+    Raises:
+        GearbxError: scales that are not finite.
+    """
+    format = SplitCodes()
+    made = format.of_codes(linear_of(layer.module), affine_planes(quantized), widths)
+    packed = packed_gears(layer, made, format, quantized.group_size, True)
+    mx.eval(packed.base, packed.gears)
+    if not all(map(is_finite, (*packed.base.values(), *packed.gears.values()))):
+        raise GearbxError(f"{layer.path}: scales are not finite; check the checkpoint")
     return packed
 
 
@@ -140,14 +168,15 @@ class Converter:
     Every step ends with a line in the journal. A continued conversion starts after the last line.
 
     Args:
-        model: not quantized. Weights that are not read yet are read when they are needed; all are dropped once written.
+        model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet
+            are read when they are needed; all are dropped once written.
         work: the directory; it is made, or has the beginning of the same conversion.
         planes: path to the lowest gear's plane of a layer whose codes are calibrated.
 
     `wanted` are hashes of tensors that are to be found among the parameters.
 
     Raises:
-        GearbxError: a model that is quantized or has no layer to manage, bits that the format does not support, the
+        GearbxError: a model that has no layer to manage, bits that the format does not support, the
             beginning of another conversion in the directory, or arrays there that are not what its journal says.
     """
 
@@ -158,16 +187,22 @@ class Converter:
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
         check_ladder(self.format, plan.gears)
-        self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
+        self.codes = own_codes(model)
+        if self.codes is None:
+            self.layers, self.unmanaged = discover(model, plan.managed, plan.group_size, self.format)
+        else:
+            self.layers, self.unmanaged = alike_layers(model, self.codes, plan.manage, plan.gears)
         if not self.layers:
             raise none_managed(self.unmanaged)
         tables = plan.manage, plan.gears, self.format, plan.group_size
-        self.tables = tables_to_pack(model, *tables) if self.packs_rows else []
+        self.tables = tables_to_pack(model, *tables) if self.packs_rows and self.codes is None else []
         parameters = tree_flatten(model.parameters())
         self.dtype = dtype_name(stored_dtype(model))
         self.size = sum(array.nbytes for _, array in parameters)
-        # Everything that changes with the gear, by the name of its weight.
+        # Everything that changes with the gear, by the name of its weight; and what it was, dense.
         self.changing = {f"{layer.path}.weight": layer for layer in (*self.layers, *self.tables)}
+        dense = {name: layer.module.weight for name, layer in self.changing.items()}
+        self.dense = {name: (weight.shape, dtype_name(weight.dtype)) for name, weight in dense.items()}
         self.rest = [name for name, _ in parameters if name not in self.changing]
         names = [*self.rest, *(name for layer in self.changing.values() for name in self._names(layer))]
         room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
@@ -191,10 +226,12 @@ class Converter:
         """Convert. Yields the bytes of each parameter that is done; those of earlier runs come first."""
         now = dict(tree_flatten(self.model.parameters()))
         for name, layer in self.changing.items():
-            size = now.pop(name).nbytes
+            weight = now.pop(name)
+            size = weight.nbytes
             if name not in self.done:
-                self._write(name, layer.module.weight, self._pack(layer))
-            layer.module.weight = EMPTY
+                self._write(name, weight, self._pack(layer))
+            put(self.model, {name: EMPTY})
+            del weight
             mx.clear_cache()
             yield size
         for name in self.rest:
@@ -203,7 +240,7 @@ class Converter:
                 if not self.format.ladders and not is_finite(array):
                     raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
                 mx.eval(array)
-                self._write(name, array, Packed({name: array}))
+                self._write(name, array, Packed() if self._is_of_codes(name) else Packed({name: array}))
             yield array.nbytes
             put(self.model, {name: EMPTY})
 
@@ -249,7 +286,7 @@ class Converter:
 
     def quantization(self) -> dict[str, Any] | None:
         """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
-        known: dict[str, Any] = {}
+        known = {} if self.codes is None else stock_quantization(self.model)
         for name, layer in self.changing.items():
             found = self.done[name].stock_bits
             if found:
@@ -258,7 +295,7 @@ class Converter:
             return None
         default = {"group_size": self.plan.group_size, "bits": self.ladder.quantized_bits[0], "mode": "affine"}
         able = [path for path, module in self.model.named_modules() if hasattr(module, "to_quantized")]
-        return default | {path: known.get(path, False) for path in able}
+        return default | dict.fromkeys(able, False) | known
 
     @property
     def larger(self) -> dict[str, str]:
@@ -285,7 +322,14 @@ class Converter:
         """Whether embeddings are quantized where mlx-lm would quantize them."""
         return self.plan.embeddings == EMBEDDINGS[0]
 
+    def _is_of_codes(self, name: str) -> bool:
+        """Whether a parameter is the scales or the biases of codes that are split, which others replace."""
+        path, _, own = name.rpartition(".")
+        return self.codes is not None and own in ("scales", "biases") and f"{path}.weight" in self.changing
+
     def _pack(self, layer: Layer) -> Packed:
+        if self.codes is not None:
+            return pack_codes(layer, self.codes.modules[layer.path], self.plan.gears)
         if layer.is_table:
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         settings = self.plan.gears, self.format, self.plan.group_size, self.packs_rows
@@ -318,12 +362,13 @@ class Converter:
         self.done[unit] = done
 
     def _saved(self, layer: Layer) -> SavedLayer:
-        unit = self.done[f"{layer.path}.weight"]
+        name = f"{layer.path}.weight"
+        unit = self.done[name]
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if layer.is_table else kind
         stays_dense = bool(self.format.ladders) and {*unit.names} == {DENSE}
         lowest = DENSE if stays_dense else layer.lowest_bits
-        return SavedLayer(kind, unit.shape, unit.dtype, lowest, unit.names, unit.rows)
+        return SavedLayer(kind, *self.dense[name], lowest, unit.names, unit.rows)
 
     def _note(self, line: Plan | Unit) -> None:
         with open(self.work / JOURNAL, "ab") as journal:

@@ -18,7 +18,7 @@ from mlx_lm.utils import quantize_model, save
 
 from .. import __version__
 from ..errors import one_line
-from ..formats import OF_MLX
+from ..formats import CODES, OF_MLX
 from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import ORIGINAL_FILE, Manifest
@@ -166,7 +166,7 @@ def geared_card(
         + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
         gear_table(gears),
         "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
-        "arrays where the format can. A gear of 16 bits has the original weights.",
+        f"arrays where the format can. {original_weights(manifest)}",
         table(("file", "size"), sizes),
         *rows_text(manifest),
         *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
@@ -177,6 +177,13 @@ def geared_card(
     if manifest.stock:
         text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
     return card_text(text, origin)
+
+
+def original_weights(manifest: Manifest) -> str:
+    """Which gear has what was converted."""
+    if manifest.format == CODES:
+        return "The highest gear has the codes, scales and biases of the original; a lower one reads their first bits."
+    return "A gear of 16 bits has the original weights."
 
 
 def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:

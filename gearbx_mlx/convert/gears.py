@@ -15,7 +15,7 @@ from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
 from ..cli.bases import BaseKey, drafting_along, key_of, make_base, show_rounded, texts_of
-from ..cli.loaded import trust
+from ..cli.loaded import ladder_of_codes, trust
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import escaped, messages, note, progress_bar
@@ -29,10 +29,10 @@ from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
-from ..formats import get_format
+from ..formats import CODES, get_format
 from ..gears.activations import DTYPES
-from ..gears.discovery import is_quantized
 from ..gears.gearbox import Gearbox
+from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
@@ -46,14 +46,14 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     """Fill the directory `work`, from the beginning or from where an earlier run stopped.
 
     Raises:
-        GearbxError: a model that is quantized, cannot be read or cannot come back, or other files in `work`, such as
-            the beginning of another conversion.
+        GearbxError: a model that cannot be read or cannot come back, or whose codes have one gear, or other files in
+            `work`, such as the beginning of another conversion.
         OSError: the directory cannot be written.
     """
     conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
     model, tokenizer = load_cast(source, conversion.dtype, keywords, lazy=True)
-    if is_quantized(model):
-        raise GearbxError(f"{source}: is quantized already; convert the original")
+    with about(source):
+        codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
     if read_journal(work)[0] is None:
@@ -61,6 +61,9 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     copy_companions(source, work)
     precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
     plan = plan_of(settings, hashes_of(source), precision)
+    if codes is not None:
+        kept = {"format": CODES, "group_size": codes.group_size, "embeddings": EMBEDDINGS[1]}
+        plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
     texts: list[list[int]] = []
@@ -88,6 +91,27 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         write_drafting(work, texts, origin, keywords)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
+
+
+def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
+    """The codes of a model that is quantized already, which its top gear keeps; None for another model.
+
+    Raises:
+        GearbxError: a flag for what is made of original weights; codes of which there is no lower gear.
+    """
+    codes, conversion = own_codes(model), settings.conversion
+    if codes is None:
+        return None
+    flags = {
+        "--dtype": conversion.dtype,
+        "--embeddings": conversion.embeddings,
+        "--calibrate": conversion.calibrate is not None,
+        "--manifest": conversion.manifest,
+        "the floors": settings.quality,
+    }
+    if len(ladder_of_codes(codes, settings.layout, flags)) == 1:
+        raise GearbxError(f"there is no lower gear to write; without conversion {codes.told()}")
+    return codes
 
 
 def key_of_plan(model: nn.Module, plan: Plan, texts: list[list[int]]) -> BaseKey:

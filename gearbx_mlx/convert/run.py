@@ -260,7 +260,7 @@ def write_manifest_table(
     manifest, gear = choose_table(Path(file), layout)
     model, tokenizer, config = load(source, return_config=True, lazy=True, **trust(trust_remote_code))
     if is_quantized(model):
-        raise GearbxError(f"{source}: is quantized already; convert the original")
+        raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
         manifest, layers, missing = fit(manifest, model, get_format(AFFINE))
     for path in missing:

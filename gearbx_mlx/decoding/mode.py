@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer, attached
-from ..gears.in_place import without_gears
+from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DENSE, Gear
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import agreement_of
@@ -45,8 +45,11 @@ class Mode:
         if gearbox is None:
             gearbox = attached(model)
         if isinstance(gearbox, Observer) or (gearbox is None and without_gears(model)):
+            codes = own_codes(model)
+            told = "" if codes is None else f", or a Gearbox ({codes.told()})"
             raise GearbxError(
                 f"mode '{self.name}' needs a gearbox, and this model has an observer or no gears: use 'telemetry-only'"
+                f"{told}"
             )
         return of_model(gearbox or Gearbox(model), model)
 

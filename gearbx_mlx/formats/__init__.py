@@ -33,7 +33,8 @@ DEFAULT_FORMAT = "planes"
 RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices
 GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes
-OF_MLX = ("planes", "exact", "affine")  # whose lowest gear is what mlx-lm quantizes to
+CODES = "codes"  # what `convert` makes of a quantized checkpoint, and nobody else
+OF_MLX = ("planes", "exact", "affine", CODES)  # whose lowest gear is what mlx-lm quantizes to
 
 
 def get_format(name: "str | Format") -> "Format":
@@ -44,9 +45,10 @@ def get_format(name: "str | Format") -> "Format":
 @functools.cache
 def _load_format(name: str) -> "Format":
     base, text = split_name(name)
-    if base not in FORMATS or (text and base not in CODEBOOKS):
+    known = FORMATS | {CODES: "gearbx_mlx.formats.planes:SplitCodes"}
+    if base not in known or (text and base not in CODEBOOKS):
         raise GearbxError(f"format '{name}' does not exist; choose from {', '.join(FORMATS)}")
-    kind = pkgutil.resolve_name(FORMATS[base])
+    kind = pkgutil.resolve_name(known[base])
     return kind(options=CodebookOptions.parse(text)) if text else kind()
 
 

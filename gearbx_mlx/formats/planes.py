@@ -30,9 +30,11 @@ from ..kernels.bit_planes import (
     planes_gather_matmul,
     planes_matmul,
     rounded,
+    split_affine,
 )
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
+from . import CODES
 from .base import Copies, StoredArray, kind_for, whole_groups
 from .native import (
     Native,
@@ -342,14 +344,52 @@ class NestedPlanes(Affine):
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size
 
 
+class SplitCodes(NestedPlanes):
+    """Gears of affine codes as `split_affine` divides them, in a checkpoint that was converted from a quantized one.
+
+    The lowest is the first plane with a bias of its own, as mlx-lm reads it. The others share the bias of the codes.
+    """
+
+    name = CODES
+
+    def of_codes(self, dense: nn.Module, affine: Planes, ladder: Sequence[int]) -> dict[int, nn.Module]:
+        """All gears of a layer that is quantized to the highest bits of a ladder."""
+        planes = split_affine(affine, plane_widths(ladder))
+        made = {bits: planes_module(dense, planes.prefix(bits)) for bits in ladder[1:]}
+        return made | {ladder[0]: planes_module(dense, planes.prefix(ladder[0]).with_biases())}
+
+    def module(
+        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
+    ) -> nn.Module:
+        if bits == ladder[0]:
+            return super().module(dense, bits, arrays, ladder, group_size)
+        widths = plane_widths(ladder[: ladder.index(bits) + 1])
+        weights, biases = [arrays[f"weights.{i}"] for i in range(len(widths))], [arrays["plane_biases.0"]]
+        planes = stored_planes(dense, weights, arrays["scales"], biases, widths, group_size)
+        joined = bits == ladder[-1] and not isinstance(dense, Native)
+        return planes_module(dense, planes._replace(rest=ladder[-1] - bits), joined)
+
+    def stored_arrays(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
+    ) -> dict[str, StoredArray]:
+        arrays = super().stored_arrays(shape, bits, ladder, group_size, dtype)
+        if bits == ladder[0]:
+            return arrays
+        shared = arrays["plane_biases.0"]._replace(bits=ladder[-1], name="plane_biases.0")
+        return {name: array for name, array in arrays.items() if "biases" not in name} | {"plane_biases.0": shared}
+
+    def bytes_read(
+        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
+    ) -> int:
+        return math.prod(shape) * bits // 8 + 2 * math.prod(shape) // group_size * scale_size
+
+
 def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.Module:
     """The module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias.
 
     Args:
         joined: all planes of affine codes, which MLX's kernels get as they were.
     """
-    if not joined and not isinstance(dense, Native):
-        planes = planes.with_biases()
     if len(planes.widths) == 1:
         return quantized_module(dense, planes)
     kinds: Sequence[type[PlanesModule]] = PlanesLinear, PlanesSwitchLinear, PlanesMultiLinear

@@ -69,7 +69,7 @@ class GearCosts:
     storage: dict[str, mx.Dtype]
     head: str | None
     source: Source
-    in_place: bool  # whether the gears are those of a quantized checkpoint's own codes
+    of_codes: bool  # whether the gears are those of a quantized checkpoint's own codes
     _modules: GearModules
     _shapes: Mapping[str, tuple[int, ...]]
     _biases: Mapping[str, int]
@@ -146,7 +146,7 @@ class GearCosts:
 
         Of a checkpoint that is quantized already, its own codes.
         """
-        if self.in_place:
+        if self.of_codes:
             return self.weight_bytes_per_token(self.ladder.top)
         managed = {
             layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))

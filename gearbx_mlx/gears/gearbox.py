@@ -125,8 +125,8 @@ class Gearbox(GearCosts):
         self.fingerprint = model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
         self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
-        self.in_place = layout.codes is not None
-        if self.format.ladders or self.in_place:
+        self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
+        if self.format.ladders or self.of_codes:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
         quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
         self.kernels = choose_kernels(
@@ -136,7 +136,7 @@ class Gearbox(GearCosts):
         use_kernels(model, self.kernels)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
         # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
-        in_float32 = bool(quantized) and (self.kernels.native or not self.in_place)
+        in_float32 = bool(quantized) and (self.kernels.native or not self.of_codes)
         computed = compute_model_in(model, self._changing, layout, dtype, in_float32)
         self.compute_dtype, self.storage, scales = computed
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}

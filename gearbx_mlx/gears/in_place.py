@@ -8,6 +8,7 @@ is. A layer of fewer bits than a gear is the same in both.
 import collections
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.mla import QuantizedMultiLinear
@@ -25,6 +26,7 @@ from .sharding import sharding_of
 SPLIT = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear, nn.QuantizedEmbedding)
 LOW = 4  # bits of the lower gear by default, where codes have more
 AFFINE = "affine"
+FOR_MORE = "for more, give the original with --low-model and this model"
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,31 @@ class OwnCodes:
         sizes = collections.Counter(module.group_size for module in self.modules.values())
         return sizes.most_common(1)[0][0] if sizes else 0
 
+    def watched(self, default: Ladder) -> Ladder:
+        """The gears that a record names where none is engaged: its own, if there are several."""
+        return self.chosen(None) if self.splits else default
+
+    def told(self, ladder: Ladder | None = None) -> str:
+        """What can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
+        ladder = self.chosen(ladder)
+        if len(ladder) > 1:
+            return f"{self.bits} bits: gears {ladder} in place"
+        more = f"gears {self.chosen(None)} in place draft too" if self.splits else FOR_MORE
+        return f"{self.bits} bits: drafts come by lookup; {more}"
+
+    @property
+    def splits(self) -> bool:
+        """Whether there is a lower gear by default."""
+        return self.bits > LOW and bool(self.modules)
+
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
         """The ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below that.
 
         Raises:
             GearbxError: one whose top gear is not the checkpoint, with the ladders that there are.
         """
-        splits = self.bits > LOW and bool(self.modules)
         if ladder is None or ladder == "":
-            return Ladder([LOW, self.bits] if splits else [self.bits])
+            return Ladder([LOW, self.bits] if self.splits else [self.bits])
         ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         if ladder.top.bits != self.bits or (len(ladder) > 1 and not self.modules):
             lower = [bits for bits in QUANTIZED if bits < self.bits] if self.modules else []
@@ -88,17 +106,21 @@ def is_quantized_as_stored(module: nn.Module) -> bool:
     return type(module) in SPLIT
 
 
+def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What config.json says of each layer that mlx-lm loaded quantized, by path."""
+    stored = {path: module for path, module in layers_of(model).items() if is_quantized_as_stored(module)}
+    return {path: {key: getattr(one, key) for key in ("group_size", "bits", "mode")} for path, one in stored.items()}
+
+
 def without_gears(model: nn.Module) -> bool:
     """Whether a model is quantized in a way that a `Gearbox` cannot make gears of."""
     return is_quantized(model) and saved_gears(model) is None and own_codes(model) is None
 
 
-def take_layers(
-    model: nn.Module, codes: OwnCodes, manage: str | Predicate
-) -> tuple[list[Layer], list[Layer], dict[str, str]]:
-    """The layers, the embeddings and path to reason of the others, as `managed_layers`.
+def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> tuple[list[Layer], dict[str, str]]:
+    """The layers and embeddings as dense ones without weights, and path to reason of the others.
 
-    They take their places in the model as dense ones without weights. What `manage` does not select keeps its bits.
+    What `manage` does not select keeps its bits.
     """
     head, predicate = tied_head(model), get_predicate(manage)
     _, unmanaged = discover(model, lambda path, module: False)
@@ -109,8 +131,36 @@ def take_layers(
         floor = 0 if predicate(path, module) else DENSE
         is_table = isinstance(module, nn.QuantizedEmbedding) and path != head
         layers.append(Layer(path, blank_of(module), floor, is_table=is_table))
+    return layers, unmanaged
+
+
+def take_layers(
+    model: nn.Module, codes: OwnCodes, manage: str | Predicate
+) -> tuple[list[Layer], list[Layer], dict[str, str]]:
+    """The layers, the embeddings and path to reason of the others, as `managed_layers`; put into the model."""
+    layers, unmanaged = coded_layers(model, codes, manage)
     put_modules(model, tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
     return [layer for layer in layers if not layer.is_table], [layer for layer in layers if layer.is_table], unmanaged
+
+
+def alike_layers(
+    model: nn.Module, codes: OwnCodes, manage: str | Predicate, ladder: Sequence[int]
+) -> tuple[list[Layer], dict[str, str]]:
+    """Those of `coded_layers` that change gear and have the bits and the group size of most, and the others."""
+    layers, others = coded_layers(model, codes, manage)
+    alike = []
+    for layer in layers:
+        stored = codes.modules[layer.path]
+        kind = stored.bits, stored.group_size
+        if layer.is_table:
+            continue
+        if kind != (codes.bits, codes.group_size):
+            others[layer.path] = "is quantized to {} bits in groups of {}".format(*kind)
+        elif len(widths_in(layer, codes.bits, ladder)) == 1:
+            others[layer.path] = "not selected by manage"
+        else:
+            alike.append(layer)
+    return alike, others
 
 
 def blank_of(module: nn.Module) -> nn.Module:

@@ -10,7 +10,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import GearbxError
-from ..formats import DEFAULT_FORMAT, get_format
+from ..formats import CODES, DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
@@ -81,6 +81,11 @@ class Layout:
         return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
 
     @property
+    def of_codes(self) -> bool:
+        """Whether the top gear is what a quantized checkpoint has: loaded from it, or converted."""
+        return self.codes is not None or self.format.name == CODES
+
+    @property
     def drops_originals(self) -> bool:
         """Whether layers have no weights beside their gears."""
         return self.saved is not None or self.codes is not None or bool(self.format.ladders)
@@ -107,8 +112,8 @@ def layout_of(
         codes = own_codes(model)
         if codes is None:
             raise GearbxError(
-                "the model is quantized already, by another gearbox or in parts of several ranks: "
-                "run it with telemetry only, or load the original"
+                "the model is quantized already, by another gearbox or in parts of several ranks: run it with telemetry "
+                "only, load the original, or what gearbx_mlx.convert makes of the model, whose gears ranks can divide"
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 from ..errors import GearbxError
 from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
-from ..formats import OF_MLX, get_format
+from ..formats import CODES, OF_MLX, get_format
 from ..formats.base import Format, check_ladder, stored_bits
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, DTYPES, GROUP_SIZES, WIDTHS, Ladder
@@ -129,7 +129,8 @@ class SavedLayer(Struct, frozen=True):
     kind: embedding: one that is the output head too; table: one that is not. shape, dtype: of the original weight.
     lowest_bits: its floor. gears: bits to the arrays of that gear's module: the names of its parameters, its bias
     aside, to their names in the files. rows: of an embedding: where the gear of so many bits runs, its packed rows are
-    looked up, and else the original ones; 16: always the original ones.
+    looked up, and else those of the highest gear, which are the original ones or of quantized checkpoints all codes;
+    16: always these.
 
     Raises:
         GearbxError: fields that contradict each other.
@@ -147,8 +148,6 @@ class SavedLayer(Struct, frozen=True):
             raise GearbxError(f"shape has {len(self.shape)} lengths, which kind {self.kind} does not allow")
         if self.rows not in (DENSE, min(self.gears)) or (self.rows != DENSE and not self.is_looked_up):
             raise GearbxError(f"rows is {self.rows}, which only an embedding with that lowest key of gears may have")
-        for bits in self.looked_up - self.gears.keys():
-            raise GearbxError(f"gears has no key {bits}, which an embedding needs")
 
     @property
     def is_looked_up(self) -> bool:
@@ -157,7 +156,7 @@ class SavedLayer(Struct, frozen=True):
 
     def rows_at(self, bits: int) -> int:
         """The bits of the rows that are looked up in the gear of these bits."""
-        return bits if bits == self.rows else DENSE
+        return bits if bits == self.rows else max(self.gears)
 
     @property
     def looked_up(self) -> set[int]:
@@ -256,6 +255,8 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
                 raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} looks no packed rows up")
             for bits in layer.stored:
                 format.check(bits)
+            if format.name != CODES and layer.looked_up - {layer.rows, DENSE}:
+                raise GearbxError(f"{place}.gears has no key {DENSE}, which an embedding needs")
             check_widths(place, layer, self.ladder)
 
 

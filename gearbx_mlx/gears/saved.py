@@ -149,11 +149,12 @@ class SavedGears:
         linear = self._linear(layer, bits, dtype, panels)
         if saved.kind not in ("embedding", "table"):
             return linear
-        if bits != DENSE and saved.rows_at(bits) == bits:
+        rows = saved.rows_at(bits)
+        if rows == saved.rows != DENSE:
             return QuantizedTied(linear, activations)
-        if DENSE in stored:
-            exact = linear if bits == DENSE else self._linear(layer, DENSE, dtype, panels)
-            return ExactTied(linear, exact, activations)
+        if rows in stored:
+            whole = linear if bits == rows else self._linear(layer, rows, dtype, panels)
+            return ExactTied(linear, whole, activations)
         return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
 
     def _linear(self, layer: Layer, bits: int, dtype: mx.Dtype, panels: bool) -> nn.Module:
@@ -173,8 +174,10 @@ class SavedGears:
 
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """A parameter of such a module by its flat name, unread unless another module has it."""
-        rows = self.manifest.changing[path].kind == "embedding" and not name.startswith(HEAD)
-        return self._parameter(path, DENSE if rows else bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
+        layer = self.manifest.changing[path]
+        if layer.kind == "embedding" and not name.startswith(HEAD):
+            bits = layer.rows_at(bits)
+        return self._parameter(path, bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
 
     def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
         """An array of a layer, by its name in gears.json."""

@@ -279,7 +279,8 @@ class FromCodes(Source):
         mx.eval(split.arrays)
         del affine, stored.weight
         *low, top = widths
-        linears = {bits: planes_module(dense, split.prefix(bits)) for bits in low}
+        lower = [split.prefix(bits) if native else split.prefix(bits).with_biases() for bits in low]
+        linears = {bits: planes_module(dense, planes) for bits, planes in zip(low, lower)}
         linears[top] = planes_module(dense, split, joined=not native)
         if not isinstance(layer.module, nn.Embedding):
             return linears

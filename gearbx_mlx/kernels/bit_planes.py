@@ -95,14 +95,18 @@ class Planes(NamedTuple):
         """Of a stack from `split_affine` the first `bits`: weights in the middle of what the others select from."""
         return self.gear(bits)._replace(rest=sum(self.widths) - bits)
 
-    def with_biases(self) -> "Planes":
-        """The same with a bias of each plane and nothing left out, of the scales' type, as MLX's kernels need it."""
+    def with_biases(self, dtype: mx.Dtype | None = None) -> "Planes":
+        """The same with a bias of each plane and nothing left out, as MLX's kernels need it.
+
+        Args:
+            dtype: of the bias in the middle of what is left out; the scales' own rounds it by some of its steps.
+        """
         if not self.rest and len(self.biases) == len(self.widths):
             return self
         first, *others = self.biases
         if self.rest:
             middle = self.scales.astype(mx.float32) * middle_of(self.rest)
-            first = (first.astype(mx.float32) + middle).astype(self.scales.dtype)
+            first = (first.astype(mx.float32) + middle).astype(dtype or self.scales.dtype)
         none = [mx.zeros_like(first)] * (len(self.widths) - len(self.biases))
         return self._replace(biases=[first, *others, *none], rest=0)
 
@@ -170,7 +174,7 @@ def planes_matmul(x: mx.array, planes: Planes, transpose: bool = True) -> mx.arr
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         return mx.quantized_matmul(x, weight, planes.scales, bias, transpose, planes.group_size, width)
 
-    return sum_planes(product, planes)
+    return sum_planes(product, planes.with_biases(x.dtype))
 
 
 def planes_dense(planes: Planes) -> mx.array:
@@ -198,7 +202,7 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
             sorted_indices=sorted_indices,
         )
 
-    return sum_planes(product, planes)
+    return sum_planes(product, planes.with_biases(x.dtype))
 
 
 def split_affine(affine: Planes, widths: Sequence[int]) -> Planes:

@@ -56,10 +56,12 @@ def stack_product(
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
+    if kernel in STOCK:  # ours do not round the bias of a gear of longer codes
+        planes = planes.by_row().with_biases(mx.float32)
     if kernel == MLX:
-        return add_bias(planes_matmul(x, planes.by_row()).astype(x.dtype), bias)  # scales may be wider
+        return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
-        return add_bias(x @ planes_dense(planes.by_row()).astype(x.dtype).T, bias)
+        return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
     if is_metal(x):
         return launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
