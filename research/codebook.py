@@ -129,7 +129,7 @@ def measure_points(target_bpw: float) -> str:
     return table(head, [point_cells(row) for row in point_rows(found)])
 
 
-XFP_WIDTH = 3  # XFP's tables are of 3 bits
+XFP_WIDTH = 3  # XFP's tables have 3 bits
 XFP_OUTLIER = 18  # bytes
 XFP_BITS = {3: 32 / 10, 4: 32 / 8}  # per weight: codes in words of table 3.3
 

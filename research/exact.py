@@ -67,7 +67,7 @@ def bfloat16_model(path: str | None) -> nn.Module:
 
 
 def measured(name: str, make: Callable[..., nn.Module], group_size: int) -> Weights:
-    """make: gives the model anew, since format exact drops its weights."""
+    """make: loads the model again, since format exact drops its weights."""
     settings: dict[str, Any] = {"group_size": group_size, "dtype": "bfloat16"}
     shapes = {layer.path: layer.module.weight.shape for layer in discover(make(), "all", group_size)[0]}
     exact, copies = {}, {}

@@ -49,7 +49,7 @@ PERCENTILES = 25, 50, 75
 
 def timed_here(place):
     """Milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
-    channels = meet(place)  # open until the end: nobody is to leave before
+    channels = meet(place)  # open until the end: no rank is to leave before
     begin(place)
     run = current()
     assert run is not None, "mlx.launch starts this"

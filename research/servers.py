@@ -115,7 +115,7 @@ def proxy(url: str, thresholds: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request. event: of a direct answer, counted from 0, before which nobody can begin to answer."""
+    """A kind of request. event: of a direct answer, counted from 0, before which no server can begin to answer."""
 
     name: str
     thresholds: str

@@ -3,7 +3,7 @@
 threads: a product with one vector in 4, 8 and 16 bits, against one thread and the read bandwidth of as many threads.
 w4a8: are products of integers faster than those of widened weights? Every implementation multiplies the same matrix,
 all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs). The terms of the cost model (AION 5.2)
-are of one thread, from products whose weights are in a cache.
+hold for one thread, from products whose weights are in a cache.
 
 Each number of threads is a process of its own in each trial: their number is fixed when a process begins.
 """

@@ -86,7 +86,7 @@ def shell_of(name: str, inputs: Path) -> list[str]:
 
 
 def run_to_end(name: str, inputs: Path, directory: Path) -> int:
-    """The exit status of a command that nobody stops."""
+    """The exit status of a command that is not stopped."""
     process = process_of(name, inputs, directory)
     process.start()
     process.join()

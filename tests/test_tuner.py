@@ -282,7 +282,7 @@ class TestCache:
     def test_that_is_corrupt_is_said_and_written_anew(self, cache, content):
         cache.write_bytes(content)
         kept = TuningCache()
-        with pytest.warns(GearbxWarning, match=r"tuning\.json: .*written anew"):
+        with pytest.warns(GearbxWarning, match=r"tuning\.json: .*written again"):
             assert kept.times == {}
         kept.keep(AFFINE, {"mlx": 2.0})
         kept.save()

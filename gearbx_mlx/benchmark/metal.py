@@ -148,7 +148,7 @@ def print_section(name: str, rows: Rows) -> None:
 
 
 def derived(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a table that only say anew what a row has."""
+    """Columns of a table that only repeat what a row has."""
     if "wrong" in row:
         return {"faults": len(row["wrong"])}
     return {}

@@ -199,7 +199,7 @@ def read_precision(file: Path) -> PrecisionManifest:
     """A precision manifest.
 
     Raises:
-        GearbxError: it cannot be read, is of another schema or version, or has a field that is missing or cannot be.
+        GearbxError: it cannot be read, has another schema or version, or has a field that is missing or cannot be.
     """
     return read_as(file, lambda text: parse_precision(parse_json(text)), "a precision manifest", MAKE)
 

@@ -97,7 +97,7 @@ def save(session: Session, argument: str) -> None:
 
 
 def place_of(name: str) -> Path:
-    """The path that a user typed, `~` understood. Raises GearbxError for the home of nobody."""
+    """The path that a user typed, `~` understood. Raises GearbxError for the home of an unknown user."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

@@ -23,7 +23,7 @@ FILES: Words = ("FILES",)  # stands for the names of files
 
 
 class Lines(Protocol):
-    """Where messages come from. `interactive`: from somebody at a terminal."""
+    """Where messages come from. `interactive`: a person types at a terminal."""
 
     interactive: bool
 
@@ -149,7 +149,7 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
 
 
 def history_file() -> Path | None:
-    """The user's file of lines that were typed, which nobody else can read; None where there cannot be one."""
+    """The user's file of lines that were typed, which no other user can read; None where there cannot be one."""
     path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def take(session: Session, line: str) -> None:
     Raises:
         GearbxError: as `obey` and `Session.answer`.
         Leave: the chat is over.
-        OutputLost: nobody could read a further answer.
+        OutputLost: the output is closed, so a further answer could not be read.
     """
     check_unicode(line, "this line")
     try:

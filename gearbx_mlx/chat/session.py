@@ -47,7 +47,7 @@ class Conversation:
         self.system = system
 
     def add(self, asked: str, answer: str) -> None:
-        # A template puts its own space around an answer. With both, the next turn would be read anew from here on.
+        # A template puts its own space around an answer. With both, the next turn would be read again from here on.
         self.turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer.strip()}]
 
     def tokens(self, message: str) -> list[int]:
@@ -107,7 +107,7 @@ class Session:
         self.cache.forget()
 
     def save_cache(self, path: Path) -> None:
-        """Write the KV cache, and the text that it is of. Raises GearbxError where that is impossible."""
+        """Write the KV cache, and its text. Raises GearbxError where that is impossible."""
         said = self.conversation
         begun = BegunConversation(said.before_message(), said.templated, self.cache.tokens)
         self.model.save_cache(self.cache.cut_to_tokens(), begun, path)

@@ -303,7 +303,7 @@ def choose_device(settings: object) -> None:
     groups = settings, *vars(settings).values()
     name = next((group.device for group in groups if hasattr(group, "device")), None)
     if name is not None:
-        from ..kernels.device import use_device  # imports mlx, which whoever names no device does not wait for here
+        from ..kernels.device import use_device  # imports mlx, which takes long
 
         use_device(name)
 

@@ -208,7 +208,7 @@ class GearFlags(Settings):
         "auto",
         "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of layer "
         "the fastest, measured once on this machine, except for the original weights alone (--gears 16), which stay "
-        "mlx-lm bit for bit; measure: measured anew, with a table.",
+        "mlx-lm bit for bit; measure: measures again, with a table.",
         choices=KERNELS,
         rare=True,
     )

@@ -568,7 +568,7 @@ class PromptCache:
         """Those of the tokens that the cache does not have, and the caches that go on with them.
 
         Args:
-            max_kv_size: of caches that are made anew, as where states cannot be cut to what the tokens begin with.
+            max_kv_size: of caches that are made again, as where states cannot be cut to what the tokens begin with.
             before: what the tokens begin with; "": they follow the cache.
 
         Raises:

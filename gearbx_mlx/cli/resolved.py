@@ -255,7 +255,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
 
 
 def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> ModeChoice:
-    """The choice where no mode is named: the one that the flags are of, else lossless, or the top gear alone.
+    """The choice where no mode is named: the one whose flags were given, else lossless, or the top gear alone.
 
     Args:
         whole: the original weights are the only gear, which is mlx-lm bit for bit.

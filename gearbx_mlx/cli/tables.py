@@ -133,7 +133,7 @@ def draft_model_rows(summary: dict[str, Any]) -> list[Row]:
     if draft is None:
         return []
     figures = f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"
-    return [("draft model", Text(figures))]  # no markup: the name is anybody's
+    return [("draft model", Text(figures))]  # no markup: a name may have any characters
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:

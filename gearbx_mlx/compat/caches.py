@@ -1,6 +1,6 @@
 """The insides of mlx-lm's KV caches: how many entries they have, how some of these are cut, and what a cache is.
 
-mlx-lm says nothing when a text ends. So whoever takes up its cache then must find it complete. `settle_later` makes a
+mlx-lm says nothing when a text ends. So its cache has to be complete for what uses it next. `settle_later` makes a
 cache compute its state when it is first used, by another class for as long.
 """
 

@@ -80,7 +80,7 @@ def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 @contextlib.contextmanager
 def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
-    """In the block, modules are of other classes: subclasses of their own with another `__call__`."""
+    """In the block, modules have other classes: subclasses of their own with another `__call__`."""
     own = []
     try:
         for module, kind in changes:

@@ -23,7 +23,7 @@ class CompiledSteps:
         self._steps: dict[Hashable, list[Any]] = {}
 
     def change(self, before: Hashable, gear: Hashable) -> None:
-        """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled anew.
+        """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled again.
 
         Raises:
             GearbxError: a version of mlx-lm that is not tested keeps steps in other places.
@@ -44,7 +44,7 @@ class CompiledSteps:
             self._put(steps)
 
     def forget(self) -> None:
-        """Have all steps compiled anew: gears have other layers from now on."""
+        """Have all steps compiled again: gears have other layers from now on."""
         self._steps.clear()
         self._put([None] * len(self._modules))
 

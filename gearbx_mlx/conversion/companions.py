@@ -56,7 +56,7 @@ def begin_anew(source: Path, work: Path) -> None:
 
 
 def copy_companions(source: Path, work: Path) -> None:
-    """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied anew."""
+    """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied again."""
     for file in source.iterdir():
         if is_copied(file.name):
             beside = work / (file.name + PART)

@@ -84,7 +84,7 @@ class TensorFile:
 
 
 JOURNAL = "conversion.jsonl"  # the plan, and a line for each parameter that is done
-REMOVE = "remove the directory, and the same command begins anew"
+REMOVE = "remove the directory, and the same command starts again"
 
 
 class Plan(Struct, frozen=True):

@@ -66,7 +66,7 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
     saved = find_gears(path_or_hf_repo, revision)
     directory = saved.directory
     if not saved.manifest.hashes:
-        raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original anew")
+        raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original again")
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
     damaged = []
     with progress_bar(in_bytes=True) as progress:
@@ -163,7 +163,7 @@ def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Pa
 
 @contextlib.contextmanager
 def working_in(work: Path, is_begun: Callable[[Path], bool]) -> Iterator[None]:
-    """Make the directory of a conversion and lock it; remove it after a failure from which nobody can go on.
+    """Make the directory of a conversion and lock it; remove it after a failure from which no later run can go on.
 
     That is after a mistake, or where nothing is done yet; what was there before stays. After an interrupt or an error
     of the system, the same command goes on.

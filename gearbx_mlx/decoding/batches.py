@@ -135,7 +135,7 @@ class GuardedProcessor:
 
 
 class RowSampler:
-    """A sampler of all rows of a pass, to mlx-lm one and the same for every sequence.
+    """A sampler of all rows of a pass, the same one for every sequence, as mlx-lm sees it.
 
     It notes entropies and step as `EntropySampler` does. Then each row is sampled as its sequence would sample it
     alone; rows without a sampler and a seed of their own together, as in mlx-lm.
@@ -151,7 +151,7 @@ class RowSampler:
 
     @contextmanager
     def of(self, sequences: Sequence[BatchText]) -> Iterator[None]:
-        """Inside, the rows of a pass are of these sequences, in their order."""
+        """Inside, the rows of a pass belong to these sequences, in their order."""
         before, self._sequences = self._sequences, sequences
         try:
             yield

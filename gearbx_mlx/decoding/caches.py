@@ -3,7 +3,7 @@
 A snapshot puts a cache back to a moment: after a draft, or after a pass in too low a gear. Most caches only append:
 there, it is enough to remember how long they were. A sliding window overwrites its oldest entries, and a recurrent
 layer replaces its whole state. Of those the snapshot keeps the arrays themselves. It copies nothing: arrays of MLX
-are values, and whoever writes into one while a snapshot has it too gets an array of its own.
+are values, and a write into one that a snapshot has too makes a new array.
 
 A cache that is kept from one turn of a chat to the next knows the tokens that it holds. A chat template may change
 earlier turns: it leaves out what was thought, or a date changes. So every turn gives all tokens of the conversation.
@@ -304,7 +304,7 @@ class KeptCache:
         """Cut the cache to what the tokens begin with, and return the rest of them.
 
         The last token is always unread, since logits come from reading. A cache that cannot be cut, a state or a window
-        that has begun to slide, is made anew.
+        that has begun to slide, is made again.
         """
         kept = min(shared(self.tokens, tokens), len(tokens) - 1)
         states = any(given(part) is None for part in parts(self.entries))
@@ -335,7 +335,7 @@ class KeptCache:
         """The entries, with `tokens` in them and nothing else. Raises GearbxError where they cannot be cut."""
         if not cut(self.entries, len(self.tokens)):
             self.forget()
-            raise GearbxError("the KV cache cannot be cut to what was shown; it is read anew with the next message")
+            raise GearbxError("the KV cache cannot be cut to what was shown; it is read again with the next message")
         return self.entries
 
 
@@ -389,7 +389,7 @@ def check_part(part: Any, gears: KVGears) -> None:
     if type(part) is NestedKVCache and part.gears.ladder != gears.ladder:
         theirs = shown(part.gears.ladder)
         raise GearbxError(
-            f"--kv-gears is {ladder}, and the prompt cache has {theirs}; give these, or read the text anew"
+            f"--kv-gears is {ladder}, and the prompt cache has {theirs}; give these, or read the text again"
         )
     if hasattr(part, "max_size"):
         raise GearbxError(

@@ -310,7 +310,7 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
 
 
 def shared_curve(rule: ProductRule) -> Any:
-    """A key that is equal for rules of equal curves; None for a user's own function, which nobody can compare."""
+    """A key that is equal for rules of equal curves; None for a user's own function, which cannot be compared."""
     curve = rule.agreement
     if isinstance(curve, AcceptanceCurve):
         return tuple(curve.edges), tuple(curve.agreement)

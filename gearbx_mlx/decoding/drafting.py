@@ -38,7 +38,7 @@ from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
 from .sampling import GREEDY, Chooser, LogitsReader, Tolerance, sampled_rows
 
-PADDING = 0  # a token that makes proposals equally long, and that nobody accepts
+PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
 
 @dataclass
@@ -132,7 +132,7 @@ class Drafter:
     def propose(
         self, writers: Sequence[Writer], cache: Any, plan: DraftPlan, inputs: mx.array | None = None
     ) -> Proposals:
-        """What the texts themselves propose, or else the low gear, or nobody.
+        """What the texts themselves propose, or else the low gear; perhaps nothing.
 
         Args:
             inputs: the last token of every text (B,), if there is such an array.
@@ -270,7 +270,7 @@ def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Of one text: the tokens that the top gear chose in a row, the last of which nobody proposed.
+    """Of one text: the tokens that the top gear chose in a row; the last of them was not proposed.
 
     logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) are of these tokens, n.
     """

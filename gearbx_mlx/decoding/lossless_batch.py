@@ -176,7 +176,7 @@ def other_than_rows(cache: Cache) -> str:
 
 
 def is_alone(cache: Cache) -> bool:
-    """Whether a cache is of one sequence, and has no room for others."""
+    """Whether a cache belongs to one sequence, and has no room for others."""
     return any(type(part) is KVCache for part in parts(cache))
 
 

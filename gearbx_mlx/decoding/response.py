@@ -97,7 +97,7 @@ class Seen:
         in `passes` and `weight_bytes`, and not in `drafted`.
     looked_up: lossless: tokens that the text itself proposed since the token before (prompt lookup).
     source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
-        text; `model`, nobody but the top gear. Other modes: `model`.
+        text; `model`, the top gear alone. Other modes: `model`.
     near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
         over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
         any company (docs/architecture.md).

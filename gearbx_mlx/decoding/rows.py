@@ -11,9 +11,9 @@ further tokens. It may stop there, save the cache, or go on with another token.
 - A recurrent layer has the state after the last token alone. The state after an earlier one is computed from the state
   before the pass and the outputs of the linear layers. A linear layer computes every token alone. So the outputs of a
   pass over K tokens contain those of a pass over the first n of them, whether the layer was given all tokens at once or
-  one after the other. This reads no weights of theirs. It is computed when somebody first uses the cache: mlx-lm says
-  nothing when a text ends, so whoever takes up its cache then, to save it or to go on from it, must find it complete.
-  Most often nobody does, since the next token was accepted too.
+  one after the other. This reads no weights of theirs. It is computed when the cache is first used: mlx-lm says
+  nothing when a text ends, and its cache has to be complete for what saves it or goes on from it. Most often it is not
+  computed at all, since the next token was accepted too.
 """
 
 import contextlib
@@ -178,7 +178,7 @@ class PlainEntries:
             part.offset = end - dropped
 
     def are_as_shown(self) -> bool:
-        """Whether nobody has added or dropped entries since."""
+        """Whether no entries were added or dropped since."""
         dropped = self._dropped
         return all(
             part.keys is keys and part.offset == end - dropped and type(part) is KVCache
@@ -192,7 +192,7 @@ def latent_attention(model: nn.Module) -> list[nn.Module]:
 
 
 def warn_of_other_paths(gearbox: Gearbox) -> None:
-    """Name what computes several tokens otherwise than one, if that may change a text."""
+    """Name what computes several tokens in another way than one, if that may change a text."""
     kinds: set[Any] = {type(module) for module in latent_attention(gearbox.model)}
     others = {kind.__name__ for kind in kinds if one_token_class(kind) is None}
     if type(gearbox.model).__module__ in UNMASKED:
@@ -201,7 +201,7 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
         return
     if others:
         said = (
-            f"{min(others)} computes several tokens otherwise than one, so that a text of mode 'lossless' in "
+            f"{min(others)} computes several tokens in another way than one, so that a text of mode 'lossless' in "
             f"{dtype_name(gearbox.compute_dtype)} may differ from the top gear's; mode 'route' is not concerned"
         )
         warnings.warn(said, GearbxWarning, stacklevel=4)
@@ -213,7 +213,7 @@ def loses_entries(kind: type) -> bool:
 
 
 def attributes(part: Any) -> list[Any]:
-    """What changes if anybody writes into the cache of a layer, or uses one that is to be settled."""
+    """What changes if the cache of a layer is written to, or if one is used that is to be settled."""
     if is_unsettled(part):
         return [is_unsettled]
     if type(part) in APPENDING:

@@ -127,7 +127,7 @@ def inputs(
 
 
 def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
-    """The two gears of --between. Raises GearbxError unless they are of the ladder, the lower one first."""
+    """The two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
     if len(ladder) < 2:
         raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
     if text is None:

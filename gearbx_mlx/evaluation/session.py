@@ -33,7 +33,7 @@ F = TypeVar("F")
 T = TypeVar("T")
 INPUTS, PARTS = "inputs.json", "recordings"
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet
-REMOVE = "remove it, and the same command begins anew"
+REMOVE = "remove it, and the same command starts again"
 REMOVE_LINE = "remove this line, and the same command goes on"
 
 
@@ -53,8 +53,8 @@ class Journal:
         found: the type of the value of a part: a dataclass, or what JSON can express.
 
     Raises:
-        GearbxError: the file cannot be read or written, has a damaged line, or is of other inputs: the message names
-            the first one that changed.
+        GearbxError: the file cannot be read or written, has a damaged line, or belongs to other inputs: the message
+            names the first one that changed.
     """
 
     def __init__(self, file: Path | None, inputs: Mapping[str, Any], found: Any = Any):

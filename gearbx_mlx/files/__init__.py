@@ -1,1 +1,1 @@
-"""Files: JSON that anybody may have written, checked as it is read, and outputs that are complete or absent."""
+"""Files: JSON of any origin, checked as it is read, and outputs that are complete or absent."""

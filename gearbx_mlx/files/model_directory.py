@@ -45,7 +45,7 @@ LAYERS = (
     *("layer_types", "layers_block_type", "block_types", "block_configs", "hybrid_override_pattern"),
 )
 MOST_LAYERS = 1000
-SPARE = 64  # a layer without arrays of its own shares those of another; nobody has more of them
+SPARE = 64  # a layer without arrays of its own shares those of another; no model has more of them
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:

@@ -1,4 +1,4 @@
-"""Text and JSON from files that anybody may have written: typed contents, or one line that says what is wrong.
+"""Text and JSON from files of any origin: typed contents, or one line that says what is wrong.
 
 msgspec checks the types; `misfit` puts what it says into words, with the exact place and the value.
 """
@@ -207,7 +207,7 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
 
 
 def unreadable(path: Path, error: OSError) -> GearbxError:
-    """The error for a file that is there, as far as anybody knows, and cannot be read."""
+    """The error for a file that seems to be there and cannot be read."""
     return GearbxError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions")
 
 
@@ -275,7 +275,7 @@ def typed(content: Any, kind: type[T]) -> T:
 
 
 def check_schema(content: Any, what: str, schema: str, version: int) -> None:
-    """Raises GearbxError unless a JSON object is of this schema and version.
+    """Raises GearbxError unless a JSON object has this schema and version.
 
     Args:
         what: it is to be, with its article, such as "a drafting file".
@@ -284,7 +284,7 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
     if found != schema:
         raise GearbxError(f"it is not {what}: its schema is not '{schema}'")
     if type(content.get("version")) is not int or content["version"] != version:
-        raise GearbxError(f"it is of version {shown(content.get('version'))}, and this gearbx-mlx reads {version}")
+        raise GearbxError(f"it has version {shown(content.get('version'))}, and this gearbx-mlx reads {version}")
 
 
 def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:

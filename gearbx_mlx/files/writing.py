@@ -24,7 +24,7 @@ _locked_for_good: dict[tuple[int, int], IO[bytes]] = {}  # device and number of 
 
 
 def lock(handle: int) -> bool | None:
-    """Lock an open file or directory until it is closed: False if somebody else has it locked.
+    """Lock an open file or directory until it is closed: False if another process has it locked.
 
     None: there are no locks, as on Windows and on some network file systems.
     """
@@ -126,7 +126,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def drop_unfinished() -> None:
-    """Remove what this process has not finished writing: for whoever ends it without its other threads."""
+    """Remove what this process has not finished writing: for an end that does not wait for its other threads."""
     for path in list(_unfinished):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -148,7 +148,7 @@ def open_part(target: Path) -> tuple[int, Path]:
 
 
 def remove_parts(directory: Path, names: str = ".*") -> None:
-    """Remove the files of `replacing` that killed processes left in a directory: those that nobody has locked.
+    """Remove the files of `replacing` that killed processes left in a directory: those that are not locked.
 
     Args:
         names: of the outputs, a regular expression.

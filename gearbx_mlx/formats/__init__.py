@@ -33,7 +33,7 @@ DEFAULT_FORMAT = "planes"
 RECONSTRUCTED = ("rowwise", "groupwise", "codebook", "codebook-library")  # whose weights MLX cannot multiply packed
 CODEBOOKS = ("codebook", "codebook-library")  # their names may have choices
 GROUPS = (32, 64, 128, 256)  # of a library of codebooks: whole words of packed codes
-CODES = "codes"  # what `convert` makes of a quantized checkpoint, and nobody else
+CODES = "codes"  # what `convert` makes of a quantized checkpoint; it cannot be asked for
 OF_MLX = ("planes", "exact", "affine", CODES)  # whose lowest gear is what mlx-lm quantizes to
 
 

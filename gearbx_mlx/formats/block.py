@@ -38,7 +38,7 @@ from .fused import (
 from .kv_cache import NestedKVCache, has_room, planes_of, read_before, takes_cache, takes_in_place
 
 MOST = 8  # programs of a layer: one for each gear, and for what a mode puts into it for a while
-FEW = 16  # tokens that go through a block at once; whoever wants the KV cache of more need not compute the block's rest
+FEW = 16  # tokens that go through a block at once; of more, the KV cache can be had without the rest of the block
 PROGRAMS = "_gearbx_programs"
 ONE_TOKEN = mx.zeros((1, 1), mx.uint32)
 
@@ -97,7 +97,7 @@ class Programs:
         return program
 
     def forget(self) -> None:
-        """Make all programs anew."""
+        """Make all programs again."""
         self._made = []
 
 
@@ -361,7 +361,7 @@ def in_halves(
 
 
 def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
-    """The result; if there is none, since memory of the program was given up, programs are made anew."""
+    """The result; if there is none, since memory of the program was given up, programs are made again."""
     if y is None:
         programs_of(layer).forget()
     return y
@@ -380,7 +380,7 @@ def programs_of(module: nn.Module) -> Programs:
 
 
 def forget_programs(model: nn.Module) -> None:
-    """Make all programs of a model anew: its layers may have other kernels from now on."""
+    """Make all programs of a model again: its layers may have other kernels from now on."""
     for module in model.modules():
         if PROGRAMS in vars(module):
             vars(module)[PROGRAMS].forget()

@@ -151,7 +151,7 @@ class Outliers:
     def check(self, width: int) -> None:
         """Raises GearbxError unless the lists are in order and every column is one of `width`: kernels index with both.
 
-        The arrays may come from a file, whose content nobody has checked. They are read.
+        The arrays may come from a file whose content was not checked. They are read.
         """
         offsets, columns = np.array(self.offsets).astype(np.int64), np.array(self.columns)
         ascend = not offsets[..., 0].any() and (np.diff(offsets) >= 0).all()

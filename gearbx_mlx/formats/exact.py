@@ -457,7 +457,7 @@ def offsets_array(shape: Sequence[int]) -> StoredArray:
 def check_offsets(offsets: mx.array, stored: int) -> None:
     """Raises GearbxError unless the bytes of each row begin where those of the row before end: kernels index with them.
 
-    The array may come from a file, whose content nobody has checked. It is read.
+    The array may come from a file whose content was not checked. It is read.
 
     Args:
         stored: how many bytes there are; one where none is used.
@@ -478,6 +478,6 @@ def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
 
 
 def too_large(module: nn.Module) -> str | None:
-    """Why an exact module is of no use, if it takes more bytes than the weight itself."""
+    """Why an exact module is not worth it, if it takes more bytes than the weight itself."""
     bits = 8 * module.bytes_read / math.prod(module.weight_shape)
     return f"would take {bits:.1f} bits a weight in format exact, and takes 16" if bits > DENSE else None

@@ -139,7 +139,7 @@ class RankPart(nn.Module):
 class SummedLinear(RankPart):
     """Some columns of a linear layer (..., I / N) -> (..., O): the ranks' products are summed, as mlx-lm does it.
 
-    The sum is rounded otherwise than that of one process. The bias belongs to this module, and is added once.
+    The sum is rounded in another way than that of one process. The bias belongs to this module, and is added once.
     """
 
     def __call__(self, x: mx.array) -> mx.array:

@@ -1,7 +1,7 @@
 """Find the layers of a model that change gear (GEARBX 6.1), its output head, and the order in which layers are lowered.
 
 Whether an embedding table is the output head too, and how long the logits are, the model's own code says, however it is
-written: it runs on one token without computing anything. MLX only works out shapes until somebody asks for values.
+written: it runs on one token without computing anything. MLX only works out shapes until values are asked for.
 
 The order where nothing was measured is that of the Manifest document ("Architecture", "Lessons").
 """

@@ -42,7 +42,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, keywords: dict[str, Any]) -> Ranks | None:
-    """Who shares a model; None: nobody.
+    """Who shares a model; None: it is not shared.
 
     Args:
         sums: one of SUMS.
@@ -146,7 +146,7 @@ def take_parts(
 
 
 def blank(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """A dense layer in the place of another: its bias, and a weight of this shape that nobody reads."""
+    """A dense layer in the place of another: its bias, and a weight of this shape that is never read."""
     made = bare(DENSE_CLASSES[type(module)])
     made.weight = mx.zeros(shape, mx.bfloat16)
     if "bias" in module:
@@ -328,7 +328,7 @@ class SavedPart(SavedGears):
         if full in self._gears:
             return self._array(full)
         if path in self.manifest.changing and name != "bias":
-            return mx.zeros(part.shape, array.dtype)  # nobody reads it: the lowest gear takes its place
+            return mx.zeros(part.shape, array.dtype)  # never read: the lowest gear takes its place
         if full in self._stored and self._stored[full].shape == array.shape:
             return self._read(path, name, {name: full})
         own = part.of(array, name)

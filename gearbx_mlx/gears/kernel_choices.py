@@ -78,7 +78,7 @@ class KernelChoices:
         self.take(model.modules())
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Let layers have their kernels chosen at their first product, those that nobody has taken yet.
+        """Let layers have their kernels chosen at their first product, those that have none yet.
 
         The weights of others of the same kind among `modules` are used to measure.
         """

@@ -85,7 +85,7 @@ class Owned:
 
     def _check_saveable(self) -> None:
         if sharding_of(self.model) is not None:
-            raise GearbxError("this rank has a part of the model, which nobody could load; save it from one process")
+            raise GearbxError("this rank has a part of the model, which could not be loaded; save it from one process")
         if adapters_of(self.model):
             raise GearbxError(
                 "mlx-lm loads no model with adapters inside; fuse them into the original (mlx_lm.fuse), and use that"

@@ -188,7 +188,7 @@ class StripReader:
     """Hands out the strips of layers, and reads those ahead that were wanted next the last time.
 
     An array is compared with its hash when its strips are first read: before the last of them is handed out. After an
-    error nothing is read ahead, and the thread ends; the next strip that is wanted begins anew. Threads may share a
+    error nothing is read ahead, and the thread ends; the next strip that is wanted starts again. Threads may share a
     reader, and a copy of a model gets one of its own.
 
     Args:
@@ -325,7 +325,7 @@ class StripReader:
         self._reading[strip] = memory, self._thread.submit(self._read_strip, strip, memory)
 
     def _drop(self, strip: Strip) -> None:
-        """Forget a strip; its memory is free once nobody reads into it."""
+        """Forget a strip; its memory is free once no read into it runs."""
         memory, future = self._reading.pop(strip)
         future.cancel()
         future.add_done_callback(lambda _: self._give(memory))

@@ -85,7 +85,7 @@ class FileHeader(NamedTuple):
     def hash(self) -> str:
         """64 hexadecimal digits of names, types, shapes, and of the middle of every array.
 
-        A model that was trained on, quantized anew or merged with another differs in all of its arrays. To read the
+        A model that was trained on, quantized again or merged with another differs in all of its arrays. To read the
         whole file would take longer than everything else that loading does.
 
         Raises:
@@ -195,7 +195,7 @@ class ArrayHashes:
             self.pending.difference_update(wanted)
 
     def confirm(self, name: str, found: str, remedy: str) -> None:
-        """Take the hash of an array that somebody else has read whole. Raises GearbxError if it is another one."""
+        """Take the hash of an array that other code has read whole. Raises GearbxError if it is another one."""
         if found != self.expected[name]:
             raise self.damaged(name, remedy)
         with self._lock:

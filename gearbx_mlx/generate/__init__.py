@@ -71,8 +71,8 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "Generate text with a model that changes the precision of its weights while it writes.",
         "In mode route, a shift acts two tokens after the one that caused it: mlx-lm computes one token ahead. In mode "
         "lossless, 'token for token' means: as --mode static writes with the same gears, kernels and type. Without "
-        "native kernels (on a GPU, say) several rows are rounded otherwise than one, so that a near-tie between two "
-        "tokens may end differently; the summary counts near-ties.",
+        "native kernels (on a GPU, say) several rows are rounded in another way than one, so that a near-tie between "
+        "two tokens may end differently; the summary counts near-ties.",
     )
 
 

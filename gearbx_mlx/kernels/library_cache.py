@@ -1,9 +1,9 @@
-"""Keep compiled libraries from one process to the next, and load none that somebody else could have written.
+"""Keep compiled libraries from one process to the next, and load none that another user could have written.
 
-A library is code, and whoever can write it runs code as its user. So the cache is used only if it belongs to this user
-or to root, and nobody else may write to it, nor to a directory above it. Then nobody else can exchange a file between
-the moment when it is checked and the one when it is loaded, and it can be loaded by its name. A SHA-256 beside each
-library shows that it is whole: a truncated one may crash the process that maps it.
+A library is code: a user who can write it runs code as the user who loads it. So the cache is used only if it belongs
+to this user or to root, and no other user may write to it, nor to a directory above it. Then no other user can exchange
+a file between the moment when it is checked and the one when it is loaded, and it can be loaded by its name. A SHA-256
+beside each library shows that it is whole: a truncated one may crash the process that maps it.
 
 A process compiles in a directory of its own, which is removed when it ends, or by a later process if it was killed. The
 process locks its directory. The system gives the lock up with the process, however that ends, in any container and on
@@ -125,7 +125,7 @@ def open_cache() -> Path:
     It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
 
     Raises:
-        CacheUnusable: somebody else could have written to the cache.
+        CacheUnusable: another user could have written to the cache.
         OSError: it cannot be created or read.
     """
     directory = platformdirs.user_cache_path(NAME, appauthor=False)
@@ -150,7 +150,7 @@ def check_owner(path: Path, shared: bool = False) -> None:
 
     Raises:
         CacheUnusable: it belongs to another user, others may write to it, it is neither file nor directory, or it is a
-            file with a second name, in a place that nobody checked.
+            file with a second name, in a place that was not checked.
     """
     try:
         status = path.lstat()
@@ -196,7 +196,7 @@ def replace(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def process_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory that nobody else may read, removed afterwards. Raises OSError if there can be none."""
+    """A new directory that no other user may read, removed afterwards. Raises OSError if there can be none."""
     path, handle = make_locked(parent, prefix)
     try:
         yield path

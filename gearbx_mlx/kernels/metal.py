@@ -44,7 +44,7 @@ def without_comments(text: str) -> str:
 def definitions(macros: Mapping[str, object], dtype: mx.Dtype) -> str:
     """The lines that define UNROLL, macros with these names and values, and T, the type of activations and result.
 
-    Template arguments could say the same, but MLX writes those anew at each launch.
+    Template arguments could say the same, but MLX writes those again at each launch.
     """
     defined = "".join(f"#define {name} {value}\n" for name, value in ({"UNROLL": UNROLL} | dict(macros)).items())
     return f"{defined}using T = {TYPES[dtype]};\n"
@@ -177,7 +177,7 @@ def variant_named(name: str, bits: int, vectors: int) -> Variant:
 
 
 def expected_variant(vectors: int) -> str:
-    """The variant that should be the fastest; nobody has measured that.
+    """The variant that should be the fastest; that is not measured.
 
     The two fastest published kernels are like `registers`, and more than 8 vectors do not fit there.
     """

@@ -130,7 +130,7 @@ class TuningCache:
         if not self.file.is_file():
             return Stored()
         try:
-            return read_json(self.file, Stored, "measurements of kernels", "it is written anew")
+            return read_json(self.file, Stored, "measurements of kernels", "it is written again")
         except GearbxError as error:
             if not quietly:
                 say(str(error))

@@ -2,7 +2,7 @@
 
 Machines of different kinds round differently, and kernels are chosen by the clock. A rank that took one other token or
 gear would compute something else with the others from there on, or wait for ever. A few numbers of rank 0 for each
-token rule that out. They are part of the graph: nobody waits for them who does not read them.
+token rule that out. They are part of the graph: only a reader waits for them.
 
 What all ranks must have in common, flags and versions, is compared before anything is computed together.
 """

@@ -44,7 +44,7 @@ class Channel:
         return self.connection.fileno()
 
     def send(self, **message: Any) -> None:
-        """Send a message; nothing happens where the other end is gone, which whoever receives will notice."""
+        """Send a message; nothing happens where the other end is gone, which the receiver will notice."""
         try:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -102,7 +102,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def connect(address: Address, seconds: float) -> Channel | None:
-    """A connection to an address, or None where nobody listens. Raises GearbxError for an unknown host."""
+    """A connection to an address, or None without a listener. Raises GearbxError for an unknown host."""
     try:
         return Channel(socket.create_connection(address, max(seconds, 0.01)))
     except (socket.gaierror, UnicodeError) as error:

@@ -376,7 +376,7 @@ QUANTILE = "quantile:"
 
 
 def highest(wishes: Sequence[int]) -> int:
-    """The highest gear that anybody wants: nobody gets less than alone."""
+    """The highest gear that a sequence wants: none gets less than alone."""
     return max(wishes)
 
 

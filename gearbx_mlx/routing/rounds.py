@@ -1,20 +1,20 @@
 """What passes cost in lossless mode, and what follows: what a round does, when its draft ends, where there are rounds.
 
-**Costs** are of a drafted token, and of a verification of several tokens, in one unit, bytes or seconds. Rules compare
-them with each other and never with anything else.
+**Costs** are those of a drafted token and of a verification of several tokens, in one unit, bytes or seconds. Rules
+compare them with each other and never with anything else.
 
-**Rounds.** A round ends with a verification by the top gear, which makes one token more than it accepts. Be r what a
-token costs in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where
-its round costs less than r for each token that it is expected to make; it is as long as saves most. Drafts pay while
-a token of theirs costs less than one of the top gear alone. What loses is tried once in a while, since texts and
-machines change. Costs that nobody measures say nothing about this machine: with them, drafts are as calibrated.
+**Rounds.** A round ends with a verification by the top gear, which makes one token more than it accepts. Let r be what
+a token costs in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where
+its round costs less than r for each token that it is expected to make; it is as long as saves most. Drafts pay while a
+token of theirs costs less than one of the top gear alone. What loses is tried once in a while, since texts and machines
+change. Costs that are not measured say nothing about this machine: with them, drafts are as calibrated.
 
-**Drafts.** Be g the cost of a token of text, and p the probability that the top gear accepts a whole draft. One more
-token, which is accepted with probability a if the others are, saves g with probability p a. It is worth its cost c
+**Drafts.** Let g be the cost of a token of text, and p the probability that the top gear accepts a whole draft. One
+more token, which is accepted with probability a if the others are, saves g with probability p a. It is worth its cost c
 while p a g > c: so the bound on p is c / (a g). The dearer a verification, the larger g, and the longer the drafts. g
-in turn depends on the bound; both settle in a few drafts, on the bound that costs least. Several texts draft
-together: one more step costs c for all of them, and saves g with probability p_i a for each; it is worth its cost
-while g a times the sum of p_i is above c.
+in turn depends on the bound; both settle in a few drafts, on the bound that costs least. Several texts draft together:
+one more step costs c for all of them, and saves g with probability p_i a for each; it is worth its cost while g a times
+the sum of p_i is above c.
 
 **Stretches.** A round has to know its token before it can propose what follows, so that mlx-lm cannot run ahead; and
 no model of costs is exact. So rounds and the top gear alone are both timed on the clock, over stretches of some
@@ -76,7 +76,7 @@ COMPARED = 64  # rounds, or tokens of the top gear alone, that count
 OTHER_TEXTS = 0.25  # of the weight of what is known, when another text begins
 CHANCE = 0.2  # half of how much the tokens of a round vary, as a share of their mean
 TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text
-PAUSE = 4  # times the median, and somebody paused: a verification of 16 tokens takes less (docs/performance.md)
+PAUSE = 4  # times the median means a pause: a verification of 16 tokens takes less (docs/performance.md)
 
 
 PassTimes = tuple[float, Mapping[int, float]]

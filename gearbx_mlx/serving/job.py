@@ -80,7 +80,7 @@ class Emitted:
     """A token of an answer.
 
     text: what is certain of the answer by now and was not before. seen: what the gearbox saw, without the distribution.
-    logprob: of the token (natural); None where nobody asked. likeliest: as many as were asked for, the likeliest first.
+    logprob: of the token (natural); None if not asked for. likeliest: as many as were asked for, the likeliest first.
     stop_word: that ended the answer.
     """
 

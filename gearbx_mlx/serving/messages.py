@@ -429,5 +429,5 @@ class Messages(BlockDialect):
 
 
 def called(call: Mapping[str, Any]) -> Any:
-    """The name of the function that a call is of."""
+    """The name of the function that is called."""
     return (call.get("function") or {}).get("name")

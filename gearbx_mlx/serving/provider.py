@@ -120,7 +120,7 @@ class Served:
         return mode.name == "lossless" or self.one_gear(mode) is not None
 
     def shared(self, mode: Mode) -> tuple[str, str] | None:
-        """What texts have in common that share passes; None: nobody shares them.
+        """What texts have in common that share passes; None: they are not shared.
 
         Mode and gear, a mode alone, or all its settings, where these say what is drafted.
         """

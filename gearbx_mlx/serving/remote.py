@@ -215,12 +215,12 @@ def unlisted_of_text(name: str, top: dict[str, float], asked: int) -> float:
 
 
 def limit(ranked: Sequence[float], asked: int) -> float:
-    """The last of the tokens asked for; of a shorter list nobody knows what it leaves out."""
+    """The last of the tokens asked for; what a shorter list leaves out is not known."""
     return ranked[asked - 1] if len(ranked) >= asked else UNKNOWN
 
 
 def descending(values: Sequence[float]) -> tuple[float, ...]:
-    """Sorted, the largest first; NaN, which has no place, stays for whoever checks the numbers."""
+    """Sorted, the largest first; NaN, which has no place, stays for the check of the numbers."""
     return tuple(sorted(values, reverse=True))
 
 

@@ -61,7 +61,7 @@ class Guard:
         """Raises Refused for a request by a name that is not the server's, or of a page of another origin.
 
         A browser sends every page's requests, and says which page it was. A page that has its own name lead to this
-        machine (DNS rebinding) is of the server's origin, so names are checked too.
+        machine (DNS rebinding) has the server's origin, so names are checked too.
         """
         given = [(name, value.decode("latin-1").lower()) for name, value in headers]
         hosts = [value for name, value in given if name == b"host"]

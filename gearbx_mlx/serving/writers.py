@@ -51,7 +51,7 @@ class Single:
         )
 
     def progress(self, done: int, total: int) -> None:
-        """Pass on how far the prompt is read, and let others go on. Raises Left where nobody waits for it any more."""
+        """Pass on how far the prompt is read, and let others go on. Raises Left where the client has gone."""
         self.job.asked.put(Progress(done, total))
         if (done < total and self.meanwhile(self)) or self.job.asked.left.is_set():
             raise Left

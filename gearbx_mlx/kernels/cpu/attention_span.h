@@ -14,7 +14,7 @@
 
 namespace gearbx {
 
-constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it behind the padding, whoever asks
+constexpr int64_t SPAN = 256;   // keys; spans begin at multiples of it behind the padding, in every call
 constexpr int64_t AHEAD = 32;   // keys that are fetched early, because processors do not foresee the order of a tile
 constexpr int64_t COPIED = 32;  // values that are copied or unpacked at a time, into the fastest cache
 constexpr int64_t BLOCK = 96;   // queries of a piece of work
@@ -55,7 +55,7 @@ class Memory {
   int64_t count_ = 0;
 };
 
-// At most BLOCK queries of heads that share their keys and values. Query i is of position i / shared. Keys and values
+// At most BLOCK queries of heads that share their keys and values. Query i has position i / shared. Keys and values
 // are those behind the padding, `count_keys` of them.
 struct Block {
   const gearbx_attention& form;

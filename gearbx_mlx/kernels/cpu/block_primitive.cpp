@@ -76,13 +76,13 @@ class WholeBlocks : public OverMemory {
 
  private:
   // Every output has the inputs, although the operation runs once: they are let go but by one, so that it can be seen
-  // whether somebody else has them.
+  // whether other arrays share them.
   static void let_go(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
     for (mx::array& out : outputs)
       if (&out.inputs() != &inputs && !out.is_tracer()) out.inputs().clear();
   }
 
-  // The entries of a cache before and after. They are written in place, if nobody else has them: as in MLX's own
+  // The entries of a cache before and after. They are written in place, if no other array shares them: as in MLX's own
   // slice updates. This waits for an operation that still has to read them: to wait is faster than to copy.
   struct Written {
     Written(const mx::array& in, mx::array& out, mx::Stream s) {

@@ -14,7 +14,7 @@ enum { GEARBX_CODEBOOK_GROUP = 128, GEARBX_CODEBOOK_LIBRARY = 32 };  // columns 
 // A weight is an entry of a codebook, or an outlier. Floating values are fp16, as raw bits.
 //
 // One codebook per row (V2 of XFP): `entries` is NULL, and a weight is codebook[row][code]. In the places of outliers,
-// a row has one and the same code. A word contains 16, 10, 8, 6 (3 in each half) or 5 codes, the first in the lowest
+// a row has the same code. A word contains 16, 10, 8, 6 (3 in each half) or 5 codes, the first in the lowest
 // bits.
 //
 // A library of codebooks (V2a): each group of 128 columns has an entry, a scale and a mid-point, and a weight is

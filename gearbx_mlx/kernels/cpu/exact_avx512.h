@@ -16,7 +16,7 @@ inline Bytes64 bytes64(Place place) {
   return _mm512_load_si512(bytes);
 }
 
-// Stays in a register, or in memory. Otherwise GCC makes it anew for each use.
+// Stays in a register, or in memory. Otherwise GCC makes it again for each use.
 GEARBX_INLINE Bytes64 constant(Bytes64 value) {
   asm("" : "+v"(value));
   return value;

@@ -34,7 +34,7 @@ struct Order {
 template <int W, int P, int G, int X>
 struct RowSums {
   static constexpr int IN_BYTE = 8 / W, CODES = 4 * LANES * IN_BYTE;        // of a register
-  static constexpr int SPAN = G > CODES ? G / CODES : 1;                    // registers that are of one group alone
+  static constexpr int SPAN = G > CODES ? G / CODES : 1;                    // registers with one group alone
   static constexpr int R = G > CODES ? LANES : LANES * G / CODES;           // lanes of a group
   static constexpr int STORED = R == LANES ? R / 2 : R;                     // of which as many are written
   static constexpr bool NARROW = W * P <= 4;

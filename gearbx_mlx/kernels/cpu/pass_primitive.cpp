@@ -1,5 +1,5 @@
 // Passes over a few tokens of one text, in one call that returns when the result is there: rows of the embedding, all
-// blocks, the head. They are no operations of MLX's graph: nobody has to wait for a thread to take them up, which a
+// blocks, the head. They are no operations of MLX's graph: no call waits for a thread to take them up, which a
 // system does milliseconds late where it puts that thread onto the core of one that still looks for work.
 //
 // A greedy draft is such a pass over each token in turn, with its best token and entropy. What it writes into the KV
@@ -85,7 +85,7 @@ std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
   return Entries{keys.data<float>(), values.data<float>(), keys.shape(2)};
 }
 
-// None where memory was given up, or somebody else has the entries of a cache too.
+// None where memory was given up, or other arrays share the entries of a cache.
 std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule& head_of,
                                  const std::vector<mx::array*>& keys, const std::vector<mx::array*>& values) {
   const auto& chain = from_capsule<std::shared_ptr<const Chain>>(CHAIN, chain_of);

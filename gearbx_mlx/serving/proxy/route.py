@@ -102,7 +102,7 @@ class HandOver:
         self._owner: str | None = None
 
     async def body(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
-        """The request that goes on with `text`, of so many tokens; None where the server has to begin anew."""
+        """The request that goes on with `text`, of so many tokens; None where the server has to start again."""
         if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
             return None
         shorter = {name: length - tokens for name, length in lengths_of(body).items()}
