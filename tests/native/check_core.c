@@ -370,22 +370,22 @@ int main(void) {
                                   {3, 3, 1, 4}, {4, 4, 1, 1, 2}, {4, 2, 2, 2, 2}};
   static const int64_t heights[] = {1, 3, 17};
   static const int counts[] = {1, 2, 5, 16};
-  for (size_t s = 0; s < sizeof stacks / sizeof *stacks; s++)
-    for (int group = 32; group <= 128; group *= 2)
-      for (int type = 0; type < 3; type++)
-        for (int h = 0; h < 3; h++)
-          for (int v = 0; v < 4; v++)
-            for (int x_bits = 0; x_bits <= 16; x_bits += 8)
-              check_stack(stacks[s][0], stacks[s] + 1, group, type, heights[h], 1 + 4 * h, counts[v], x_bits);
-  static const int side_by_side[][3] = {{1, 4}, {1, 8}, {2, 4, 4}};
-  for (int s = 0; s < 3; s++)
-    for (int group = 32; group <= 128; group *= 2)
-      for (int type = 0; type < 3; type++)
+  /* Each group size of a stack has another type of scales, and each pair of the two occurs with many stacks. */
+  for (int s = 0; s < (int)(sizeof stacks / sizeof *stacks); s++)
+    for (int g = 0; g < 3; g++)
+      for (int h = 0; h < 3; h++)
         for (int v = 0; v < 4; v++)
-          for (int x_bits = 8; x_bits <= 16; x_bits += 8) {
-            check_stack(side_by_side[s][0], side_by_side[s] + 1, group, type, 16, 1, counts[v], x_bits);
-            check_stack(side_by_side[s][0], side_by_side[s] + 1, group, type, 48, 21, counts[v] + 3, x_bits);
-          }
+          for (int x_bits = 0; x_bits <= 16; x_bits += 8)
+            check_stack(stacks[s][0], stacks[s] + 1, 32 << g, (g + s) % 3, heights[h], 1 + 4 * h, counts[v], x_bits);
+  static const int side_by_side[][3] = {{1, 4}, {1, 8}, {2, 4, 4}, {2, 4, 2}, {2, 4, 1}};
+  for (int s = 0; s < 5; s++)
+    for (int g = 0; g < 3; g++)
+      for (int v = 0; v < 4; v++)
+        for (int x_bits = 8; x_bits <= 16; x_bits += 8) {
+          const int type = (g + s) % 3;
+          check_stack(side_by_side[s][0], side_by_side[s] + 1, 32 << g, type, 16, 1, counts[v], x_bits);
+          check_stack(side_by_side[s][0], side_by_side[s] + 1, 32 << g, type, 48, 21, counts[v] + 3, x_bits);
+        }
   const int four = 4;
   /* Several pieces, and more groups than are widened at once. */
   check_stack(1, &four, 32, GEARBX_BFLOAT16, 1100, 75, 3, 0);
