@@ -146,7 +146,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
 
 
 def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
-    """Raises GearbxError for gears that there are not, or where copies of the random Llama and a KV cache do not fit."""
+    """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
     ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
     if settings.model is None:
         what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
