@@ -146,7 +146,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
 
 
 def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
-    """Raises GearbxError for unknown gears, or where copies of the random Llama and a KV cache do not fit."""
+    """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
     ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
     if settings.model is None:
         what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
@@ -167,7 +167,7 @@ def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
 def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:
     """Bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
 
-    Weights have half precision, with those of the largest gear beside them; keys and values are float32.
+    Weights are of half precision, with those of the largest gear beside them; keys and values are float32.
     """
     width, layers = parse_shape(shape)
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width

@@ -118,10 +118,8 @@ class Loaded:
     def check_gears(self) -> None:
         """Raises GearbxError for a quantized model whose codes have one gear."""
         if without_gears(self.model) or (self.codes and len(self.resolved.ladder) == 1):
-            told = f" to {self.codes}" if self.codes else ""
-            raise GearbxError(
-                f"{self.name}: is quantized already{told}: there are no gears to compare; give the original"
-            )
+            told = f" ({self.codes})" if self.codes else ""
+            raise GearbxError(f"{self.name}: is quantized already and has no gears to compare{told}; give the original")
 
     def gearbox(self) -> Gearbox:
         """As `in_gears`. Raises GearbxError for a model that has no gears, too."""

@@ -39,7 +39,7 @@ def check_settings(manifest: Manifest, **settings: Any) -> None:
         own, value = getattr(manifest, name), getattr(value, "name", value)
         if value not in (None, own):
             shown = name.replace("_", " ")
-            raise GearbxError(f"the checkpoint's gears are of {shown} {own}, not {value}; convert the original again")
+            raise GearbxError(f"the checkpoint's gears are of {shown} {own}, not {value}; convert the original anew")
 
 
 def check_tables(
@@ -113,8 +113,7 @@ def layout_of(
         if codes is None:
             raise GearbxError(
                 "the model is quantized already, by another gearbox or in parts of several ranks: run it with "
-                "telemetry only, load the original, or what gearbx_mlx.convert makes of the model, whose gears ranks "
-                "can divide"
+                "telemetry only, or load the original, or what gearbx_mlx.convert makes of it, which ranks can divide"
             )
         return Layout(codes.chosen(ladder), get_format(DEFAULT_FORMAT), codes.group_size, codes=codes)
     group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
