@@ -206,7 +206,7 @@ def test_thresholds(command, thresholds, word):
     [
         ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
         ({"schema": "something else"}, "schema"),
-        ({"version": 99}, "is of version 99, and this gearbx-mlx reads 1"),
+        ({"version": 99}, "has version 99, and this gearbx-mlx reads 1"),
         ({"thresholds": [2.0, 1.0]}, "ascend"),
         ({"thresholds": [1.0]}, "need 2 thresholds"),
         ({"thresholds": [1.0, float("nan")]}, "finite"),

@@ -75,7 +75,7 @@ class TestLoading:
 
     def test_gears_that_are_gone(self, geared):
         (geared / "gears.safetensors").unlink()
-        self.refused(geared, "gears.safetensors: missing beside gears.json; download it again, or make it anew")
+        self.refused(geared, "gears.safetensors: missing beside gears.json; download it again, or make it again")
 
     def test_gears_without_their_manifest(self, geared):
         (geared / "gears.json").unlink()

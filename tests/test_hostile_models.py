@@ -131,7 +131,7 @@ def test_the_configuration_of_an_adapter_is_named(command, tmp_path):
 
 def test_a_name_of_two_lines(command, tmp_path):
     (tmp_path / "two\nlines").mkdir()
-    assert_refused(command("generate", "--model", tmp_path / "two\nlines"), "two\\nlines: no model*.safetensors")
+    assert_refused(command("generate", "--model", tmp_path / "two\nlines"), "two\\nlines/config.json: missing")
 
 
 class TestCode:

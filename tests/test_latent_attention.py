@@ -44,7 +44,7 @@ def test_a_class_whose_source_is_not_to_be_had_is_named_before_the_text(demo, mo
     model = tiny_model("deepseek_v3", dtype=mx.bfloat16)
     gearbox = Gearbox(model, "4,16", dtype="bfloat16")
     monkeypatch.setattr(rows, "one_token_class", lambda kind: None)
-    with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens otherwise than one"):
+    with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens in another way than one"):
         stream_generate(model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)
 
 
@@ -57,5 +57,5 @@ def test_kickdown_runs_in_half_precision_for_it_computes_one_token_at_a_time(dem
 
 def test_a_class_that_lets_tokens_see_later_ones_is_named_before_the_text(demo):
     gearbox = Gearbox(tiny("phi3small"), "4,16", group_size=32)
-    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens otherwise than one"):
+    with pytest.warns(GearbxWarning, match="mlx_lm.models.phi3small computes several tokens in another way than one"):
         stream_generate(gearbox.model, demo.tokenizer, PROMPT, mode=Lossless(), gearbox=gearbox)
