@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -34,6 +34,18 @@ from ..kernels.bit_planes import Planes, pack_mlx_codes, unpack_mlx_codes
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
 DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
 ROWS = 8192  # rounded at a time: the temporary memory is some times their size
+BLOCK = 64  # columns of which the errors are taken back together
+
+
+class Factor(NamedTuple):
+    """What GPTQ needs of a Hessian.
+
+    order: of the columns (I,): those with the largest inputs are rounded first, since the others can take back more.
+    upper: the upper Cholesky factor of the damped inverse, (I, I) float32, in this order.
+    """
+
+    order: np.ndarray
+    upper: np.ndarray
 
 
 class Hessian:
@@ -48,25 +60,26 @@ class Hessian:
         self.sum += inputs.T @ inputs
         self.tokens += len(inputs)
 
-    def factor(self) -> np.ndarray | None:
-        """The upper Cholesky factor of the damped inverse, (I, I) float32; None where the inputs say nothing."""
+    def factor(self) -> Factor | None:
+        """None where the inputs say nothing."""
         diagonal = np.diag(self.sum).astype(np.float64)
         mean = diagonal.mean()
         if not np.isfinite(self.sum).all() or mean <= 0:
             return None
+        order = np.argsort(-diagonal, kind="stable")
         for damping in DAMPINGS:
             damped = self.sum.astype(np.float64)
             damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
             try:
-                factor = np.linalg.cholesky(np.linalg.inv(damped)).T
+                upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
             except np.linalg.LinAlgError:
                 continue
-            if np.isfinite(factor).all():
-                return factor.astype(np.float32)
+            if np.isfinite(upper).all():
+                return Factor(order, upper.astype(np.float32))
         return None
 
 
-def calibrated(weight: np.ndarray, nearest: Planes, factor: np.ndarray, window: Window | None) -> Planes:
+def calibrated(weight: np.ndarray, nearest: Planes, factor: Factor, window: Window | None) -> Planes:
     """A matrix of codes for these inputs, with the scales and biases of the nearest codes.
 
     Args:
@@ -84,28 +97,28 @@ def calibrated(weight: np.ndarray, nearest: Planes, factor: np.ndarray, window: 
     return nearest._replace(weights=[parts[0] if len(parts) == 1 else mx.concatenate(parts)])
 
 
-def codes_of(weight: np.ndarray, nearest: Planes, factor: np.ndarray, window: Window | None) -> mx.array:
+def codes_of(weight: np.ndarray, nearest: Planes, factor: Factor, window: Window | None) -> mx.array:
     """`calibrated` for rows that are not too many: their codes (O, I)."""
     (bits,), group = nearest.widths, nearest.group_size
     # Columns first, so that each is one stretch of memory.
     original = np.ascontiguousarray(weight.T)
-    left = original.copy()
+    left = original[factor.order]
     near = columns(unpack_mlx_codes(nearest.weights[0], bits))
     scales, biases = columns(nearest.scales), columns(nearest.biases[0])
     codes = np.empty(left.shape, np.uint8)
-    for index, start in enumerate(range(0, len(left), group)):
-        end = start + group
-        scale, bias = scales[index], biases[index]
-        block, errors = left[start:end].copy(), np.empty((group, left.shape[1]), np.float32)
-        for place, column in enumerate(range(start, end)):
+    for start in range(0, len(left), BLOCK):
+        end = start + BLOCK
+        block, errors = left[start:end].copy(), np.empty_like(left[start:end])
+        for place, column in enumerate(factor.order[start:end]):
+            scale, bias, upper = scales[column // group], biases[column // group], factor.upper[start + place]
             code = np.clip(np.rint((block[place] - bias) / scale), 0, 2**bits - 1)
             if window is not None:
                 code = within(window, original[column], code, near[column], scale, bias)
             codes[column] = code
-            error = (block[place] - (code * scale + bias)) / factor[column, column]
-            block[place + 1 :] -= factor[column, column + 1 : end, None] * error
+            error = (block[place] - (code * scale + bias)) / upper[start + place]
+            block[place + 1 :] -= upper[start + place + 1 : end, None] * error
             errors[place] = error
-        left[end:] -= factor[start:end, end:].T @ errors
+        left[end:] -= factor.upper[start:end, end:].T @ errors
     return mx.array(np.ascontiguousarray(codes.T))
 
 
@@ -282,7 +295,7 @@ class BlockCodes:
 
     def choose(self) -> None:
         """Choose the codes of all layers."""
-        factors: dict[bytes, np.ndarray | None] = {}  # layers of one input have one
+        factors: dict[bytes, Factor | None] = {}  # layers of one input have one
         for layer in self.layers:
             watched = self.watched.pop(layer.path)
             key = np.diag(watched.hessian.sum).tobytes()
