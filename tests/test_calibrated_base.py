@@ -10,10 +10,12 @@ from gearbx_mlx import Gearbox, GearbxError, convert
 from gearbx_mlx.cli.base_texts import ANSWER, BaseText, answered, requests_of, text_of
 from gearbx_mlx.cli.bases import Base, key_of, make_base
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.conversion.calibrated_base import Hessian, blocks_of, calibrate_base, calibrated, steps
+from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
+from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, calibrated, codes_of, refitted
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.kernels.bit_planes import unpack_mlx_codes
 from gearbx_mlx.loading import load
 
 GROUP = 32
@@ -47,12 +49,26 @@ def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
     hessian.add(inputs.astype(np.float32))
     dense = np.array(weight.astype(mx.float32))
     nearest = made.nearest(weight, (4, 16) if made.ladders else (4,), GROUP)
-    factor = hessian.factor()
-    assert factor is not None
+    factored = hessian.factored()
+    assert factored is not None
     errors = []
-    for planes in (nearest, calibrated(dense, nearest, factor, made.window)):
+    for planes in (nearest, calibrated(dense, nearest, factored, made.window)):
         errors.append(float((((np.array(planes.dequantize()) - dense) @ inputs.T) ** 2).sum()))
     return errors[0], errors[1]
+
+
+def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
+    """A grid that was fitted to codes, with a weight (G, g, O), the codes, and the Hessian."""
+    inputs = np.array(normal(400, 24, seed=1) @ normal(24, 128, seed=2)) + 0.1 * np.array(normal(400, 128, seed=3))
+    hessian = Hessian(128)
+    hessian.add(inputs.astype(np.float32) / 20)
+    factored = hessian.factored()
+    assert factored is not None
+    weight = np.array(normal(4, 32, 48, seed=4))
+    low, high = weight.min(1), weight.max(1)
+    grid = Grid((high - low) / 15, low, 4, lambda numbers: numbers)
+    codes = codes_of(weight, grid, factored, None)
+    return refitted(weight, codes, grid, factored, None), weight, codes, factored
 
 
 class TestCodes:
@@ -61,26 +77,43 @@ class TestCodes:
         nearest, found = output_errors(format)
         assert found < most * nearest
 
-    def test_independent_inputs_leave_nothing_to_gain(self):
+    def test_independent_inputs_leave_the_scales_to_gain_from(self):
         weight = normal(16, 64).astype(mx.bfloat16)
+        dense = np.array(weight.astype(mx.float32))
         nearest = get_format("planes").nearest(weight, (4,), GROUP)
         hessian = Hessian(64)
         hessian.add(np.eye(64, dtype=np.float32))
-        found = calibrated(np.array(weight.astype(mx.float32)), nearest, hessian.factor(), None)
-        assert mx.array_equal(found.weights[0], nearest.weights[0])
+        found = calibrated(dense, nearest, hessian.factored(), None)
+        errors = [((np.array(planes.dequantize()) - dense) ** 2).sum() for planes in (found, nearest)]
+        assert errors[0] < errors[1]
+
+    def test_scales_are_the_least_squares_for_the_codes(self):
+        """No scale or bias can be moved alone without a larger error of the outputs."""
+        grid, weight, codes, hessian = fitted_grid()
+
+        def error(grid: Grid) -> float:
+            left = (weight - grid.values(codes)).reshape(-1, weight.shape[-1]).astype(np.float64)
+            return float((left * (hessian.damped.astype(np.float64) @ left)).sum())
+
+        least = error(grid)
+        for step in (1e-3, -1e-3):
+            for name in ("scales", "biases"):
+                moved = getattr(grid, name).copy()
+                moved[1, 3] += step
+                assert error(grid._replace(**{name: moved})) > least
 
     @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
-    def test_inputs_that_say_nothing_have_no_factor(self, value):
+    def test_inputs_that_say_nothing_are_not_factored(self, value):
         hessian = Hessian(8)
         hessian.add(np.full((4, 8), value, np.float32))
-        assert hessian.factor() is None
+        assert hessian.factored() is None
 
     def test_one_token_is_damped(self):
         hessian = Hessian(8)
         hessian.add(np.ones((1, 8), np.float32))
-        factor = hessian.factor()
-        assert factor is not None
-        assert np.isfinite(factor.upper).all()
+        factored = hessian.factored()
+        assert factored is not None
+        assert np.isfinite(factored.upper).all()
 
 
 class TestExactWeights:
@@ -235,7 +268,9 @@ class TestText:
         (key, layers), (other, others) = found
         assert key == other
         assert layers.keys() == others.keys()
-        assert all(mx.array_equal(layers[path].weights[0], others[path].weights[0]) for path in layers)
+        for path, planes in layers.items():  # its kernels round otherwise, and few codes are so near to a border
+            same = unpack_mlx_codes(planes.weights[0], 4) == unpack_mlx_codes(others[path].weights[0], 4)
+            assert same.mean().item() > 0.99, path
 
 
 @pytest.mark.slow

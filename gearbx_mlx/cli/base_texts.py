@@ -5,6 +5,7 @@ and reads its own answers beside the problems and the prose that ship. A model t
 another model wrote.
 """
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,11 +99,14 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         return []
     task = progress.add_task("writing text", total=len(requests))
     made = [list(request) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the gearbox that is made with the base warns of the same
+        gearbox = Gearbox(model, "4,16")
     generator = batch_generator(
         model,
         tokenizer,
         mode="static",
-        gearbox=Gearbox(model, "4,16"),
+        gearbox=gearbox,
         sampler=make_sampler(TEMPERATURE),
         completion_batch_size=TOGETHER,
     )
