@@ -23,6 +23,7 @@ MODULES = (
     "disk",
     "products",
     "threads",
+    "conservation",
     "processes",
     "servers",
     "llama_cpp",
