@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +184,18 @@ def predictions(terms: Times, times: Times, product: str) -> dict[str, float]:
 
 
 def law(terms: Mapping[str, float]) -> dict[str, float]:
-    """What integers save (equation 3), and what they cost: as equation 4 has it, with unpacking, and shared by rows."""
+    """What integers save (equation 3), and what they cost: as equation 4 has it, with unpacking, and shared by rows.
+
+    And how many rows would have to share a rounding, so that both are equal.
+    """
     costs = {
         "equation 4": terms["quant_act"] - terms["dequant_4"],
         "with unpacking": terms["quant_act"] + terms["unpack_4"] - terms["dequant_4"],
         "shared by the rows": terms["quant_act"] / CACHED_ROWS + terms["unpack_4"] - terms["dequant_4"],
     }
-    return {"arithmetic": terms["fma_x"] - terms["sdot_x"]} | costs
+    saved = terms["fma_x"] - terms["sdot_x"]
+    alike = terms["quant_act"] / (saved + terms["dequant_4"] - terms["unpack_4"])
+    return {"arithmetic": saved} | costs | {"rows for which it would hold": alike}
 
 
 # By instructions
@@ -253,6 +258,11 @@ def middle(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
 
 
+def middle_half(values: Iterable[float], digits: int = 0) -> str:
+    """The median, and the quartiles."""
+    return spread(values, digits, quartiles=True)
+
+
 def counted_cells(counted: Mapping[str, tuple[float, float]], name: str) -> list[str]:
     return [f"{value:.1f}" for value in counted[name]] if counted else ["", ""]
 
@@ -260,8 +270,8 @@ def counted_cells(counted: Mapping[str, tuple[float, float]], name: str) -> list
 def terms_table(found: Mapping[str, list[Times]], counts: Sequence[Mapping[str, tuple[float, float]]]) -> str:
     rows = []
     for name, meaning in MEANINGS.items():
-        times = [spread((each[name] for each in found[CACHED]), 0)]
-        times.append(spread((each[name] for each in found[MEMORY]), 0) if name in READ_BITS else "")
+        times = [middle_half(each[name] for each in found[CACHED])]
+        times.append(middle_half(each[name] for each in found[MEMORY]) if name in READ_BITS else "")
         rows.append([f"`{name}`", meaning, *times, *(cell for each in counts for cell in counted_cells(each, name))])
     head = ["term", "what it does", "ps", "from memory, ps", "instructions", "cycles", "Apple: instructions", "cycles"]
     return table_here(head, rows)
@@ -282,7 +292,7 @@ def products_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
         [
             *(NAMES[row["product"]], row["place"], *(f"{row[way]:.0f}" for way in ("measured", "sum"))),
-            *(spread(row["errors"]["sum"], 0), f"{row['larger']:.0f}", spread(row["errors"]["larger"], 0)),
+            *(middle_half(row["errors"]["sum"]), f"{row['larger']:.0f}", middle_half(row["errors"]["larger"])),
         ]
         for row in rows
     ]
@@ -295,8 +305,8 @@ def law_table(found: Mapping[str, list[Times]], counts: Sequence[Mapping[str, tu
     apple = law({name: each[1] for name, each in counts[1].items()}) if counts[1] else {}
     rows = []
     for name in here[0]:
-        cells = [spread((each[name] for each in here), 0)]
-        rows.append([name, *cells, f"{apple[name]:.1f}" if apple else ""])
+        digits = 1 if name.startswith("rows") else 0
+        rows.append([name, middle_half((each[name] for each in here), digits), f"{apple[name]:.1f}" if apple else ""])
     rows.append(["weight-only over W4A8, first cache", twice_as(found[CACHED]), predicted_ratio(counts[1])])
     rows.append(["the same from memory", twice_as(found[MEMORY]), ""])
     return table(["", "here, ps", "Apple, cycles"], rows)
@@ -304,7 +314,7 @@ def law_table(found: Mapping[str, list[Times]], counts: Sequence[Mapping[str, tu
 
 def twice_as(rounds: Sequence[Times]) -> str:
     """How many times as long the product by floats takes as that by integers."""
-    return spread(each["int4_floats"] / each["w4a8"] for each in rounds)
+    return middle_half((each["int4_floats"] / each["w4a8"] for each in rounds), 2)
 
 
 def predicted_ratio(counted: Mapping[str, tuple[float, float]]) -> str:
@@ -312,7 +322,7 @@ def predicted_ratio(counted: Mapping[str, tuple[float, float]]) -> str:
 
 
 @study("docs/performance.md", minutes=1)
-def conservation(columns: int = 2048, megabytes: int = 256, rounds: int = 21) -> Found:
+def conservation(columns: int = 2048, megabytes: int = 256, rounds: int = 61) -> Found:
     """AION's law: the terms of its cost model, each alone, and how well they predict products of 4, 8 and 16 bits.
 
     Args:
