@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "figures",
+    "attention",
     "errors",
     "exact",
     "calibrated_base",

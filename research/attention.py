@@ -166,10 +166,8 @@ def changed(call: Call, quantize: Quantizer) -> Attended:
     return found
 
 
-def by_head(layer: nn.Linear | None, heads: int, quantize: Quantizer | None = None) -> mx.array | None:
-    """The weights (H, D, O) that a head's result is multiplied with, of the output layer; None without one."""
-    if layer is None:
-        return None
+def by_head(layer: nn.Linear, heads: int, quantize: Quantizer | None = None) -> mx.array:
+    """The weights (H, D, O) that a head's result is multiplied with, of the output layer."""
     weight = layer.weight.astype(mx.float32)
     weight = weight if quantize is None else quantize(weight)
     return weight.reshape(weight.shape[0], heads, -1).transpose(1, 2, 0)
@@ -200,7 +198,8 @@ def errors_of(call: Call, quantize: Quantizer) -> tuple[mx.array, mx.array, dict
     assert exact is not None
     scores, shares = exact.scores(), exact.probabilities()
     result, heads = shares @ exact.spread_values(), exact.queries.shape[1]
-    out = by_head(call.output, heads)
+    output = call.output
+    out = by_head(output, heads) if output is not None else None
 
     def size(difference: mx.array) -> mx.array:
         return mx.square(difference if out is None else difference @ out).sum(axis=-1)
@@ -209,8 +208,8 @@ def errors_of(call: Call, quantize: Quantizer) -> tuple[mx.array, mx.array, dict
         "Q and K": size(other.probabilities() @ exact.spread_values() - result),
         "V": size(shares @ other.spread_values() - result),
     }
-    if out is not None:
-        errors["output"] = mx.square(result @ (by_head(call.output, heads, quantize) - out)).sum(axis=-1)
+    if output is not None and out is not None:
+        errors["output"] = mx.square(result @ (by_head(output, heads, quantize) - out)).sum(axis=-1)
     return relative_entropy(shares, (scores > -mx.inf).sum(axis=-1)), size(result), errors
 
 

@@ -332,7 +332,9 @@ RUNS = (1, 4, 16, 64)
 
 def texts_of(tokenizer: Any, count: int) -> list[list[int]]:
     """So many texts of CONTEXT tokens. Raises GearbxError where there is less text."""
-    tokens = [t for file in (OTHER_TALES, TALES, HELD_OUT) for text in read_documents(file) for t in tokenizer.encode(text)]
+    tokens = [
+        t for file in (OTHER_TALES, TALES, HELD_OUT) for text in read_documents(file) for t in tokenizer.encode(text)
+    ]
     if len(tokens) < count * CONTEXT:
         raise GearbxError(f"--texts {count}: there are {len(tokens) // CONTEXT} of {CONTEXT} tokens; give fewer")
     return [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(count)]
