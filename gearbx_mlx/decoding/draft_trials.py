@@ -50,6 +50,7 @@ from .draft_plans import name_of
 from .drafting import Drafter, Writer
 from .rows import Verifier
 from .sampling import GREEDY, entropy_bits, reader_of
+from .second_look import looking, second_head
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches
@@ -305,7 +306,8 @@ def record_agreement(
         drafts = []
         for gear, agreement in zip(gears, found):
             gearbox.shift(gear)
-            logits = model(block, cache=cache)[0]
+            with looking(second_head(gearbox, gear)):
+                logits = model(block, cache=cache)[0]
             before.restore()
             drafts.append(mx.argmax(logits, axis=-1))
             agreement.entropies += np.array(entropy_bits(logits)).tolist()
@@ -326,7 +328,8 @@ def record_along(gearbox: Gearbox, top: Gear, gear: Gear, text: Sequence[int]) -
     """
     tokens = mx.array(list(text))[None]
     gearbox.shift(gear)
-    logits = gearbox.model(tokens)[0, :-1]
+    with looking(second_head(gearbox, gear)):
+        logits = gearbox.model(tokens)[0, :-1]
     entropies, chosen = entropy_bits(logits), mx.argmax(logits, axis=-1)
     mx.eval(entropies, chosen)
     gearbox.shift(top)
