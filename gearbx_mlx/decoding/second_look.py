@@ -6,17 +6,19 @@ drafts look twice; a text that the low gear writes itself is its own.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from ..formats.exact import ExactModule
 from ..formats.tied import TiedEmbedding, linear_of
 from ..gears.discovery import DENSE_LAYERS
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..gears.sharding import sharding_of
+from ..kernels.dispatch import on_cpu
 
 HEAD = "lm_head"
 SEEN_TWICE = 4  # with more, hardly another token wins
@@ -46,35 +48,46 @@ def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
     return SecondHead(top, dict(gearbox.model.named_modules())[place], name)
 
 
+Rows = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
+
+
 @contextlib.contextmanager
 def looking(second: SecondHead | None) -> Iterator[None]:
-    """The head of the gear that is engaged looks twice, if the top gear's is dense. Nothing may shift meanwhile.
-
-    Rows of other formats are looked up as slowly as a whole head is read; natively they are not (formats/block.py).
-    """
-    better = None if second is None else linear_of(second.top)
-    if second is None or better is None or type(better) not in DENSE_LAYERS:
+    """The head of the gear that is engaged looks twice, where rows are looked up fast. Nothing may shift meanwhile."""
+    rows = None if second is None else rows_of(linear_of(second.top))
+    if second is None or rows is None:
         yield
         return
     head = second.holder[second.name]
-    second.holder[second.name] = SecondLook(head, better["weight"])
+    second.holder[second.name] = SecondLook(head, rows)
     try:
         yield
     finally:
         second.holder[second.name] = head
 
 
+def rows_of(head: nn.Module) -> Rows | None:
+    """The rows of dense weights, and on a GPU of exact ones.
+
+    To decode some rows by MLX's operations takes a CPU a third of a draft's pass; natively it takes nothing
+    (formats/block.py).
+    """
+    if type(head) in DENSE_LAYERS:
+        return lambda chosen: head["weight"][chosen]
+    return head.rows if isinstance(head, ExactModule) and not on_cpu() else None
+
+
 class SecondLook(nn.Module):
     """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D)."""
 
-    def __init__(self, head: nn.Module, weight: mx.array):
+    def __init__(self, head: nn.Module, rows: Rows):
         super().__init__()
-        self.head, self.weight = head, weight
+        self.head, self._rows = head, rows
 
     def __call__(self, x: mx.array) -> mx.array:
         logits = self.head(x)
         best = largest(logits, min(SEEN_TWICE, logits.shape[-1]))
-        again = (self.weight[best].astype(mx.float32) * x[..., None, :].astype(mx.float32)).sum(axis=-1)
+        again = (self._rows(best).astype(mx.float32) * x[..., None, :].astype(mx.float32)).sum(axis=-1)
         if "bias" in self.head:
             again = again + self.head.bias[best]
         return mx.put_along_axis(logits, best, again.astype(logits.dtype), axis=-1)
