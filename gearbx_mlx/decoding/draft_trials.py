@@ -161,7 +161,7 @@ def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
     """The times of a drafting file if they were measured as this gearbox runs; else none, and a warning says so."""
     if times is None or times.machine == machine_of(gearbox):
         return times
-    said = f"the drafting file's times are of other conditions ({times.machine}), and this is {machine_of(gearbox)}"
+    said = f"the drafting file's times belong to {times.machine}, and this is {machine_of(gearbox)}"
     warnings.warn(f"{said}: they are not used; calibrate --cost time here", GearbxWarning, stacklevel=4)
     return None
 

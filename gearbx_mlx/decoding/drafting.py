@@ -243,8 +243,8 @@ class Drafter:
     def steps_of(self, proposals: Proposals, text: int, noise: mx.array | None = None) -> Iterator[Step]:
         """How each token of a text comes about that a verification may make, its own one after all proposed ones.
 
-        The passes of the round, and what all texts read in them, stand with the first token. `noise` is of the
-        verification, how much rounding may move a logit in it.
+        The passes of the round, and what all texts read in them, stand with the first token. `noise` says how
+        much rounding may move a logit in the verification.
         """
         gearbox, writer, texts = self.gearbox, proposals.of[text], len(proposals.of)
         ran = {gearbox.ladder.top: 1}
@@ -298,7 +298,7 @@ def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
 class Accepted:
     """Of one text: the tokens that the top gear chose in a row; the last of them was not proposed.
 
-    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) are of these tokens, n.
+    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) belong to these tokens, n.
     """
 
     tokens: list[int]
