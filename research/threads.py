@@ -115,7 +115,7 @@ def trial_of(what: str, sizes: MatrixBenchmark, threads: int) -> Any:
 
 
 def thread_row(threads: int, bits: int, found: list[dict[int, Trial]], alone: list[dict[int, Trial]]) -> dict[str, Any]:
-    """Medians over trials. Speedups are over one thread in the same trial; `spread` is of these."""
+    """Medians over trials. Speedups are over one thread in the same trial; `spread` is theirs."""
     speedups = [one[bits]["seconds"] / many[bits]["seconds"] for one, many in zip(alone, found)]
     seconds, shares, bandwidths = (
         statistics.median(trial[bits][name] for trial in found)
@@ -217,7 +217,7 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
 def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
     """A row for each implementation and number of threads: medians over trials.
 
-    `times_float32`: over float32 on as many threads, in the same trial; `spread` is of it. `bytes`: of the matrix.
+    `times_float32`: over float32 on as many threads, in the same trial; `spread` is its. `bytes`: of the matrix.
     """
     bytes_of = {FLOAT32: 4 * sizes.rows * sizes.cols}
     packed = sizes.rows * -(-sizes.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
