@@ -20,6 +20,7 @@ from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.codebook_selection import Quality, compare, kind_of, qualities
 from gearbx_mlx.bit_selection.h_process import (
     KL_BOUND,
+    OVER,
     WRITTEN,
     GarbageCheck,
     Limits,
@@ -44,7 +45,7 @@ from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
-from .studies import HELD_OUT, Found, native_kernels, spread, study, table_here
+from .studies import HELD_OUT, Found, native_kernels, read_report, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
     "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
@@ -90,14 +91,15 @@ def median_cosine(made: mx.array, weight: mx.array) -> float:
     return float(np.median(np.array((made * weight).sum(-1) / norms)))
 
 
-def measure_error(rows: int) -> str:
+def random_matrices(rows: int) -> dict[str, np.ndarray]:
+    """Rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
-    matrices = {
-        "Gaussian": random.standard_normal((rows, WIDTH)),
-        "Student t, 4": random.standard_t(4, (rows, WIDTH)),
-    }
+    return {"Gaussian": random.standard_normal((rows, WIDTH)), "Student t, 4": random.standard_t(4, (rows, WIDTH))}
+
+
+def measure_error(rows: int) -> str:
     found = []
-    for name, values in matrices.items():
+    for name, values in random_matrices(rows).items():
         weight = mx.array((values * 0.02).astype(np.float32))
         curve = affine_curve(weight)
         roots = {bits: error**0.5 for bits, error in curve.items()}
@@ -307,62 +309,76 @@ def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
     return made
 
 
-def draw_points(rows: list[dict[str, Any]], path: Path) -> None:
+def needed(row: dict[str, Any]) -> float:
+    """Bytes that a point needs at its most, as in `OperatingPoint`."""
+    return max(row["spike"], row["steady"] + row["reserve"])
+
+
+def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
+    """What the H-Process tries of these points under a budget: it ends with the first that needs more, unjudged."""
+    over = next((i for i, row in enumerate(rows) if needed(row) > budget), None)
+    if over is None:
+        return rows
+    return [*rows[:over], rows[over] | {"kl": None, "looped": None, "outcome": OVER}]
+
+
+def draw_points(rows: list[dict[str, Any]], budget: float, path: Path) -> None:
     """KL and memory over the lazy floor: garbage on the left, beyond the budget on the right."""
     figure, left = get_pyplot().subplots(figsize=(6.5, 3.6), layout="constrained")
     right = left.twinx()
-    judged = [row for row in rows if row["kl"] is not None]
-    left.plot([row["lazy"] for row in judged], [row["kl"] for row in judged], "o-", color=VERMILION, label="KL")
+    floors = [row["lazy"] for row in rows]
+    left.plot(floors, [row["kl"] for row in rows], "o-", color=VERMILION, label="KL")
     left.axhline(KL_BOUND, color=VERMILION, linestyle="--", linewidth=0.8, label="KL that passes")
-    needed = [max(row["spike"], row["steady"] + row["reserve"]) / 1e6 for row in rows]
-    right.plot([row["lazy"] for row in rows], needed, "s-", color=BLUE, label="memory")
+    right.plot(floors, [needed(row) / 1e6 for row in rows], "s-", color=BLUE, label="memory")
+    right.axhline(budget / 1e6, color=BLUE, linestyle="--", linewidth=0.8, label="budget")
     left.set(xlabel="lazy floor", ylabel="KL, nats", yscale="log")
-    right.set(ylabel="memory at the peak, MB")
+    right.set(ylabel="memory at the most, MB")
     lines = [*left.get_lines(), *right.get_lines()]
-    left.legend(lines, [line.get_label() for line in lines], frameon=False, loc="center left")
+    left.legend(lines, [line.get_label() for line in lines], frameon=False, loc="upper center")
     save(figure, path)
 
 
-@study("docs/codebook.md", writes="images/h_process.svg", minutes=10)
-def h_process(model: str = "smollm2", megabytes: int | None = None) -> Found:
-    """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
-
-    A Llama becomes a mixture by cutting its MLPs into experts; the strict floor is held, the lazy one goes up.
-
-    Args:
-        megabytes: Of memory that a point may need; if not given, what all but the last point need.
-    """
-    original, tokenizer = load(model)
+def mixture_points(name: str) -> list[dict[str, Any]]:
+    """Points of a Llama as a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
+    original, tokenizer = load(name)
     mixture = as_mixture(original)
-    grid = [(STRICT, lazy) for lazy in LAZY_GRID]
-    prompts = (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]
-    starts = [tokenizer.encode(prompt) for prompt in prompts]
+    starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
     texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
     del original
     fast_gearbox(mixture, Codebook(), "all")  # in whose type the mixture computes from here on
-    reserve = measure_reserve(mixture).bytes
-    budget = None if megabytes is None else megabytes * 10**6
+    limits = Limits(reserve=measure_reserve(mixture).bytes)
     with progress_bar() as progress:
-        task = progress.add_task("trying", total=None)
-        limits = Limits(memory_budget=budget, reserve=reserve)
-        found = fit_budget(
-            mixture,
-            texts,
-            Codebook(),
-            limits=limits,
-            ends=ends,
-            judged=lambda path: progress.advance(task),
-            progress=lambda point: progress.advance(task),
-            grid=grid,
-        )
-    rows = point_rows(found)
-    return Found({"points_mixture": points_table(rows)}, rows, {"h_process.svg": partial(draw_points, rows)})
+        task = progress.add_task("judging and trying", total=None)
+
+        def advance(_: object) -> None:
+            progress.advance(task)
+
+        grid = [(STRICT, lazy) for lazy in LAZY_GRID]
+        return point_rows(fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, grid))
+
+
+@study("docs/codebook.md", writes="images/h_process.svg", minutes=10)
+def h_process(model: str = "smollm2", megabytes: float | None = None, redraw: Path | None = None) -> Found:
+    """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
+
+    A Llama becomes a mixture by cutting its MLPs into experts. All points are judged, for the curve; the table ends
+    where the budget does.
+
+    Args:
+        megabytes: The budget; if not given, between what the last two points need.
+        redraw: Measure nothing; take the points of this file, which --json wrote.
+    """
+    rows = read_report(redraw)["rows"] if redraw else mixture_points(model)
+    budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])
+    words = f"A budget of {budget / 1e6:.0f} MB.\n\n"
+    drawn = {"h_process.svg": partial(draw_points, rows, budget)}
+    return Found({"points_mixture": words + points_table(bounded(rows, budget))}, rows, drawn)
 
 
 # A codebook per row, or per group of a row (XFP's abstract and 6.3)
 
-CODEBOOK_GROUP, GROUPED_BITS, MOST_MATRICES = 128, (2, 3, 4), 12
+CODEBOOK_GROUP, GROUPED_BITS, MOST_MATRICES = 128, (2, 3, 4), 8
 
 
 def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
@@ -386,27 +402,33 @@ def row_curve(weight: mx.array) -> dict[float, float]:
     return curve
 
 
+def wide_matrices(name: str | None) -> list[mx.array]:
+    """Some matrices of a model whose rows have several groups, at most 2^21 weights of each."""
+    layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
+    weights = [layer.module.weight for layer in layers]
+    weights = [each for each in weights if each.shape[-1] > CODEBOOK_GROUP and each.shape[-1] % CODEBOOK_GROUP == 0]
+    some = [weights[i].astype(mx.float32) for i in evenly(len(weights), MOST_MATRICES)]
+    return [weight[: 2**21 // weight.shape[1]] for weight in some]
+
+
 @study("docs/codebook.md", minutes=5)
 def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
     """Codebooks of groups of 128 weights beside codebooks of rows (V2), at equal effective bits.
 
     Args:
-        models: Beside the one that ships: directories or Hub repositories of originals.
+        models: Beside the one that ships, and random matrices: directories or Hub repositories of originals.
     """
+    of_model = {model_name(name): wide_matrices(name) for name in (None, *models)}
+    drawn = {name: [mx.array((values * 0.02).astype(np.float32))] for name, values in random_matrices(256).items()}
     rows = []
-    for name in [None, *models]:
-        layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
-        weights = [layer.module.weight for layer in layers if layer.module.weight.shape[-1] % CODEBOOK_GROUP == 0]
-        some = [weights[i].astype(mx.float32) for i in evenly(len(weights), MOST_MATRICES)]
-        some = [weight[: 2**21 // weight.shape[1]] for weight in some]
-        curves = [row_curve(weight) for weight in some]
+    for name, weights in (of_model | drawn).items():
+        curves = [row_curve(weight) for weight in weights]
         for bits in GROUPED_BITS:
-            found = [grouped_error(weight, bits) for weight in some]
+            found = [grouped_error(weight, bits) for weight in weights]
             ratios = [error / at(curve, size) for (size, error), curve in zip(found, curves)]
             size = float(np.mean([each for each, _ in found]))
-            shown = model_name(name) if name else "demo_model"
-            rows.append([shown, len(some), bits, f"{size:.2f}", spread(ratios)])
-    head = ["model", "matrices", "bits", "effective bits of groups", "squared error over that of rows at equal bits"]
+            rows.append([name, len(weights), bits, f"{size:.2f}", spread(ratios)])
+    head = ["weights", "matrices", "bits", "effective bits of groups", "squared error over that of rows at equal bits"]
     return Found({"codebook_groups": table(head, rows)}, rows)
 
 

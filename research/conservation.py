@@ -5,7 +5,7 @@ one length of rows. Each is timed on one thread, with weights in the first cache
 take turns. A product is then predicted from its terms, as the sum of all (equations 1 and 2), and as the larger of
 reading and the rest, since a processor reads ahead while it computes. Where clang and llvm-mca are installed,
 instructions are counted, for this processor and for Apple's, and llvm-mca predicts their cycles: what a Mac does is not
-measured, but it is not guessed either.
+measured, but it is not guessed either. Hardware counters are not read: virtual machines have none.
 """
 
 import ctypes

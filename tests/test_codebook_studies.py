@@ -8,7 +8,17 @@ import pytest
 from conftest import heavy, tiny_model
 
 from gearbx_mlx.formats import codebook
-from research.codebook import as_mixture, draw_points, evenly, grouped_error, points_table, row_curve, squared_error
+from research.codebook import (
+    as_mixture,
+    bounded,
+    draw_points,
+    evenly,
+    grouped_error,
+    needed,
+    points_table,
+    row_curve,
+    squared_error,
+)
 from research.disk import residency_row
 
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
@@ -46,18 +56,25 @@ def test_places_are_spread_evenly():
 
 
 ROWS = [
-    {"strict": 0.99, "lazy": lazy, "steady": 10**8, "spike": 3 * 10**8, "reserve": 2 * 10**7, "effective_bits": 3.0}
-    | {"kl": kl, "looped": None if kl is None else 0, "outcome": outcome}
-    for lazy, kl, outcome in ((0.8, 1.2, "KL 1.2 above 0.5"), (0.9, 0.1, "fits"), (0.99, None, "over budget"))
+    {"strict": 0.99, "lazy": lazy, "steady": steady, "spike": 3 * 10**8, "reserve": 2 * 10**8, "effective_bits": 3.0}
+    | {"kl": kl, "looped": 0, "outcome": outcome}
+    for lazy, steady, kl, outcome in (
+        *((0.8, 10**8, 1.2, "KL 1.2 above 0.5"), (0.9, 2 * 10**8, 0.1, "fits")),
+        *((0.95, 3 * 10**8, 0.05, "fits"), (0.99, 4 * 10**8, 0.01, "fits")),
+    )
 ]
 
 
 def test_the_table_has_the_reserve_and_both_boundaries(tmp_path):
-    lines = points_table(ROWS).splitlines()
+    assert [needed(row) for row in ROWS] == [3 * 10**8, 4 * 10**8, 5 * 10**8, 6 * 10**8]
+    tried = bounded(ROWS, 4.5e8)
+    assert [row["outcome"] for row in tried] == ["KL 1.2 above 0.5", "fits", "over budget"]
+    lines = points_table(tried).splitlines()
     assert "reserve" in lines[0]
-    assert [line.split(" | ")[-1].strip(" |") for line in lines[2:5]] == ["KL 1.2 above 0.5", "fits", "over budget"]
-    assert "0.02 GB" in lines[2]
-    draw_points(ROWS, tmp_path / "x.svg")
+    assert "0.2 GB" in lines[2]
+    assert "| - | - | over budget |" in lines[4]
+    assert bounded(ROWS, 1e9) == ROWS
+    draw_points(ROWS, 4.5e8, tmp_path / "x.svg")
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
 
 
