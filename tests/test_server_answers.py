@@ -144,7 +144,9 @@ def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
             assert "tool_choice" in error_of(answer)
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}"])
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}", "chat.jinja"]
+)
 def test_a_template_that_is_none_is_said_at_the_start(template):
     with pytest.raises(GearbxError, match="--chat-template"), served(gears="16", chat_template=template):
         pass

@@ -284,8 +284,8 @@ class Gatekeeper:
         if scope["method"] != "POST":
             return b""
         length = headers.get(b"content-length", b"")
-        if not length:
-            raise Refused(411, "the request has no Content-Length")
+        if not length or b"transfer-encoding" in headers:  # whose chunks may be more than the length says
+            raise Refused(411, "the request has no Content-Length, or has a Transfer-Encoding; send the length alone")
         if len(length) > 18:
             raise Refused(400, "Content-Length is no number of bytes")
         if int(length) > self.guard.largest_body:
