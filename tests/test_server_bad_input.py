@@ -72,6 +72,19 @@ def test_a_field_that_is_wrong_is_named(client, path, field, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("logprobs", -1, "logprobs is -1: input should be greater than or equal to 0"),
+        ("logprobs", 99, "logprobs is 99: input should be less than or equal to"),
+        ("prompt", [], "prompt is []: list should have at least 1 item"),
+        ("logprobs", "x", 'logprobs is "x", not'),
+    ],
+)
+def test_a_number_out_of_bounds_is_not_called_another_kind(client, field, value, words):
+    assert words in error_of(client.post("/v1/completions", json={"prompt": "Once", field: value}))
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000]
 )
 def test_a_body_that_is_no_json_object_is_refused(client, body):

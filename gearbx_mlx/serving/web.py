@@ -149,12 +149,15 @@ EXPECTED = {  # by pydantic's type of an error
     "model_attributes_type": "an object",
     "dataclass_type": "an object",
 }
+BOUNDS = ("greater_than_equal", "less_than_equal", "too_short", "too_long")  # of a value that is of the right kind
 
 
 def misfit(errors: Any, body: Any) -> Refused:
     """The field that is wrong, its value, and what it is not; `errors` are pydantic's, of this body."""
     found = [(*field_of(error, body), error) for error in errors]
     field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
+    bound = next((other for name, _, other in found if name == field and other["type"] in BOUNDS), None)
+    error = bound or error
     context, kind, said = error.get("ctx", {}), error["type"], f"{field} is {shown(value)}"
     kinds = [EXPECTED[other["type"]] for name, _, other in found if name == field and other["type"] in EXPECTED]
     if kind.startswith("union_tag"):
@@ -167,7 +170,7 @@ def misfit(errors: Any, body: Any) -> Refused:
         said = f"{field or 'the body'} has no field '{error['loc'][-1]}'"
     elif kind == "value_error":
         said = str(context["error"])
-    elif kinds:
+    elif kinds and bound is None:
         said += f", not {' or '.join(dict.fromkeys(kinds))}"
     else:
         said += f": {error['msg'][:1].lower()}{error['msg'][1:]}"
