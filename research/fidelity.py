@@ -1,6 +1,10 @@
 """What a gear for the prompt, schedules and the dial are worth on a real model, for docs/evidence.md and the README."""
 
+import json
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -337,6 +341,9 @@ def summed(one: Written, top: float) -> dict[str, float]:
     }
 
 
+ANSWERING = (TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS))
+
+
 @study("docs/evidence.md", minutes=25)
 def dial_answers(
     problems: Path = HELD_OUT, model: str = "smollm2", shots: int = 3, num_problems: int = 60, max_tokens: int = 120
@@ -353,24 +360,71 @@ def dial_answers(
         (list(tokenizer.encode(answers.prompt_of(row, rows[:shots]))), max_tokens, row["answer"])
         for row in rows[shots:]
     ]
-    chosen = [TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS)]
     attempts = {
         name: [answers.solve(box, tokenizer, task, asked, mode, number) for number in track(range(len(asked)), name)]
-        for name in chosen
+        for name in ANSWERING
         for box, mode in [ways[name]]
     }
+    return answered("dial_answers", f"{model}, GSM8K, {shots} solved before", attempts)
+
+
+@study("docs/evidence.md", minutes=20)
+def dial_code(problems: Path, model: str = "smollm2", num_problems: int = 164, max_tokens: int = 160) -> Found:
+    """Whether functions of HumanEval become other ones, or wrong ones, from one gear or from the dial.
+
+    The model goes on after a signature and its docstring until something follows the function, as in lm-eval's task.
+    What it wrote then runs here, in a process of its own that ends after some seconds.
+
+    Args:
+        problems: HumanEval.jsonl, from the repository openai/human-eval.
+    """
+    rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()[:num_problems]]
+    ways, tokenizer = ways_of(model)
+    attempts = {
+        name: [completed(*ways[name], tokenizer, row, max_tokens) for row in track(rows, name)] for name in ANSWERING
+    }
+    return answered("dial_code", f"{model}, HumanEval", attempts)
+
+
+AFTER_A_FUNCTION = re.compile(r"\n(?:class|def|#|if|print|@|```)")
+SECONDS_FOR_CODE = 10
+
+
+def completed(box: Gearbox, mode: Mode, tokenizer: Any, row: Mapping[str, str], tokens: int) -> answers.Attempt:
+    """What a way writes after the beginning of a function, and whether that passes the problem's test."""
+    text, count, read = "", 0, 0
+    for response in stream_generate(
+        box.model, tokenizer, list(tokenizer.encode(row["prompt"])), tokens, gearbox=box, mode=mode
+    ):
+        text, count, read = text + response.text, count + 1, read + response.weight_bytes
+        if AFTER_A_FUNCTION.search(text):
+            break
+    body = AFTER_A_FUNCTION.split(text)[0]
+    program = f"{row['prompt']}{body}\n{row['test']}\ncheck({row['entry_point']})\n"
+    try:
+        run = [sys.executable, "-I", "-c", program]
+        passed = subprocess.run(run, capture_output=True, timeout=SECONDS_FOR_CODE).returncode == 0
+    except subprocess.TimeoutExpired:
+        passed = False
+    return answers.Attempt(body, passed, count, read)
+
+
+def answered(block: str, title: str, attempts: Mapping[str, list[answers.Attempt]]) -> Found:
+    """The table of what each way answers, beside the top gear alone."""
     scores = answers.score(attempts, TOP)
-    found = [
+    bytes_of = {row["policy"]: row["weight_bytes_per_token"] for row in scores}
+    rows = [
         [
             row["policy"],
             f"{sum(one['right'] for one in row['attempts'])} of {row['problems']}",
             percent(row["same_answer_as_reference"]),
             f"{row['against_reference']['p_value']:.2f}",
+            f"{bytes_of[TOP] / bytes_of[row['policy']]:.2f}",
         ]
         for row in scores
     ]
-    head = [f"{model}, GSM8K, {shots} solved before", "right", "same answer as 16 bits", "McNemar p"]
-    return Found({"dial_answers": table_here(head, found)}, scores)
+    head = [title, "right", "same answer as 16 bits", "McNemar p", "times fewer bytes"]
+    return Found({block: table_here(head, rows)}, scores)
 
 
 FAMILIES = {  # by the first word of a way: its colour, its mark, and where its label stands, in points

@@ -74,13 +74,12 @@ def test_a_field_that_is_wrong_is_named(client, path, field, value):
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("logprobs", -1, "logprobs is -1: input should be greater than or equal to 0"),
-        ("logprobs", 99, "logprobs is 99: input should be less than or equal to"),
-        ("prompt", [], "prompt is []: list should have at least 1 item"),
-        ("logprobs", "x", 'logprobs is "x", not'),
+        ("logprobs", -1, "greater than or equal to 0"),
+        ("logprobs", 99, "less than or equal to 20"),
+        ("prompt", [], "at least 1 item"),
     ],
 )
-def test_a_number_out_of_bounds_is_not_called_another_kind(client, field, value, words):
+def test_a_value_out_of_bounds_is_told_the_bounds(client, field, value, words):
     assert words in error_of(client.post("/v1/completions", json={"prompt": "Once", field: value}))
 
 

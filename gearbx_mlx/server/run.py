@@ -71,11 +71,8 @@ def serving_proxy(
     between = Between(small, large, rule, not settings.no_fallback)
     with Server(*address, guard.patience) as server:
         server.serves = f"routing between {small.place.base} and {large.place.base}"
-        try:
-            server.start(proxy_application(guard, between))
-            yield server
-        finally:
-            server.stop()
+        server.start(proxy_application(guard, between))
+        yield server
 
 
 def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSettings) -> Rule:
