@@ -72,6 +72,18 @@ def test_a_field_that_is_wrong_is_named(client, path, field, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("logprobs", -1, "greater than or equal to 0"),
+        ("logprobs", 99, "less than or equal to 20"),
+        ("prompt", [], "at least 1 item"),
+    ],
+)
+def test_a_value_out_of_bounds_is_told_the_bounds(client, field, value, words):
+    assert words in error_of(client.post("/v1/completions", json={"prompt": "Once", field: value}))
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000]
 )
 def test_a_body_that_is_no_json_object_is_refused(client, body):
