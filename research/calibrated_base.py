@@ -10,10 +10,13 @@ import numpy as np
 from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
-from gearbx_mlx.cli.bases import key_of, make_base, texts_of
+from gearbx_mlx.cli.base_texts import answered, text_of
+from gearbx_mlx.cli.bases import Base, BaseKey, key_of, make_base
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.evaluation.text import read_documents, read_rows, windows_of
 from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.base import Format
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 
 from .studies import HELD_OUT, Found, study
 
@@ -81,15 +84,21 @@ def calibrated_base(
 
 
 def base_of(name: str | None, format: str) -> dict[str, Any]:
-    """Path to plane, calibrated with the text that ships; as it is kept, if an earlier run made it."""
+    """Path to plane, calibrated with what ships."""
     model, tokenizer = load(name)
-    made, texts = get_format(format), texts_of(tokenizer, None)
-    key = key_of(model, made, (4, 16), "all", 64, texts)
+    return shipped_base(model, tokenizer, get_format(format), (4, 16))[1].layers
+
+
+def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> tuple[BaseKey, Base]:
+    """The base that is calibrated with what ships, and its key; as it is kept, if an earlier run made it."""
+    text = text_of(tokenizer, None)
+    key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
     base = key.find()
     if base is None:
         with progress_bar() as progress:
-            base = make_base(model, key, made, texts, progress)
-    return base.layers
+            texts = text.texts + answered(model, tokenizer, text.requests, progress)
+            base = make_base(model, key, format, texts, progress)
+    return key, base
 
 
 def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:

@@ -25,17 +25,16 @@ from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, stream_generate
-from gearbx_mlx.cli.bases import draft_with, key_of, make_base, texts_of
+from gearbx_mlx.cli.bases import draft_with
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
+from .calibrated_base import shipped_base
 from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
@@ -375,14 +374,10 @@ class Writer:
             low = None if low_model is None else load(low_model)[0]
             self.gearbox = Gearbox(loaded, gears, format=format, low_model=low)
             return
-        texts, ladder = texts_of(self.tokenizer, None), [gear.bits for gear in Ladder.parse(gears)]
-        key = key_of(loaded, get_format(format), ladder, "all", DEFAULT_GROUP_SIZE, texts)
-        base = key.find()
-        if base is None:
-            with progress_bar() as progress:
-                base = make_base(loaded, key, get_format(format), texts, progress)
+        ladder = [gear.bits for gear in Ladder.parse(gears)]
+        key, base = shipped_base(loaded, self.tokenizer, get_format(format), ladder)
         self.gearbox = Gearbox(loaded, gears, format=format, base=base.layers)
-        draft_with(base, self.gearbox, key, texts, model)
+        draft_with(base, self.gearbox, key, model)
 
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return self.written(Static(), prompt, max_tokens)

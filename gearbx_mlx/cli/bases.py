@@ -1,7 +1,7 @@
-"""Which text calibrates a base, and where bases of models are kept: one file each, in the user's cache.
+"""Bases of models are made once and kept: one file each, in the user's cache.
 
 A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
-planes under the names that mlx-lm gives them, and the drafting file that belongs to them.
+planes under the names that mlx-lm gives them, the texts that were held back, and the drafting file made of these.
 """
 
 import hashlib
@@ -17,11 +17,10 @@ import mlx.nn as nn
 import msgspec
 import platformdirs
 
-from ..conversion.calibrated_base import LONGEST, calibrate_base, steps
+from ..conversion.calibrated_base import calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
 from ..errors import GearbxError
-from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing
 from ..formats import get_format
 from ..formats.base import Format
@@ -29,73 +28,28 @@ from ..gears.discovery import discover, is_quantized
 from ..gears.gearbox import Gearbox, model_fingerprint
 from ..gears.ladder import DENSE
 from ..kernels.bit_planes import Planes
-from ..loading import DEMO_MODEL
 from ..ranks.place import current
 from ..routing.acceptance import DraftFile, parse_draft_file
+from .base_texts import BaseText, answered, text_of
 from .resolved import LOSSLESS, Resolved
 from .terminal import note, progress_bar, spinner
 
-SHIPPED = Path(DEMO_MODEL) / "calibration"
-MOST = 16_384  # tokens of a text that are read
 HELD_BACK = 4  # of so many texts one is left for the curve: along the others, the gears agree more than elsewhere
-VERSION = "1"
+VERSION = "2"
 NAMES = ("weight", "scales", "biases")
-
-
-class ShippedAnswer(msgspec.Struct, frozen=True):
-    """A line of answers.jsonl."""
-
-    prompt: str
-    answer: str
-
-
-def texts_of(tokenizer: Any, file: str | None) -> list[list[int]]:
-    """The tokens of the texts to calibrate with, `LONGEST` at most in each.
-
-    Args:
-        file: text, or JSON Lines as of GSM8K; None or "": what ships, chat in the model's own template.
-
-    Raises:
-        GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.
-    """
-    from ..evaluation.text import read_documents  # few runs need it
-
-    documents = read_documents(Path(file) if file else SHIPPED / "text.jsonl")
-    encoded = [tokenizer.encode(document) for document in documents]
-    if not file:
-        place = SHIPPED / "answers.jsonl"
-        lines = json_lines(
-            place, read_text(place, "text", "install the package again"), ShippedAnswer, "install it again"
-        )
-        encoded += [chat_tokens(tokenizer, line) for _, line in lines]
-    pieces = [list(text[i : i + LONGEST]) for text in encoded for i in range(0, len(text), LONGEST)]
-    texts, left = [], MOST
-    for piece in pieces:
-        if len(piece) > 1 and left > 0:
-            texts.append(piece[:left])
-            left -= len(piece)
-    if not texts:
-        raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
-    return texts
-
-
-def chat_tokens(tokenizer: Any, line: ShippedAnswer) -> list[int]:
-    """The tokens of a request and its answer."""
-    messages = [{"role": "user", "content": line.prompt}, {"role": "assistant", "content": line.answer}]
-    if getattr(tokenizer, "has_chat_template", False):
-        try:
-            return list(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False))
-        except Exception:  # templates are programs, and some want other messages
-            pass
-    return list(tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n"))
 
 
 @dataclass
 class Base:
-    """A calibrated base. layers: path to the lowest gear's plane. rounded: path to reason of the others."""
+    """A calibrated base.
+
+    layers: path to the lowest gear's plane. rounded: path to reason of the others. held_back: texts, as tokens, that
+    did not calibrate it. drafting: how it drafts along these.
+    """
 
     layers: dict[str, Planes]
     rounded: dict[str, str] = field(default_factory=dict)
+    held_back: list[list[int]] = field(default_factory=list)
     drafting: DraftFile | None = None
 
 
@@ -136,6 +90,7 @@ class BaseKey:
         }
         about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
+        about["held_back"] = msgspec.json.encode(base.held_back).decode()
         about["drafting"] = "" if base.drafting is None else base.drafting.text()
         with replacing(self.file) as place:
             beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
@@ -159,7 +114,8 @@ def read_base(file: Path, key: BaseKey) -> Base | None:
             words, scales, biases = (arrays[f"{path}.{name}"] for name in NAMES)
             layers[path] = Planes([words], scales, [biases], (bits,), group_size)
         drafting = parse_draft_file(about["drafting"]) if about["drafting"] else None
-        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), drafting)
+        held_back = msgspec.json.decode(about["held_back"], type=list[list[int]])
+        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), held_back, drafting)
     except (RuntimeError, KeyError, ValueError, GearbxError):
         return None
 
@@ -170,18 +126,19 @@ def key_of(
     ladder: Sequence[int],
     manage: str,
     group_size: int,
-    texts: Sequence[Sequence[int]],
+    text: BaseText | None = None,
 ) -> BaseKey:
-    """What the base of a model depends on. texts: tokens; none: of any text."""
-    digest = hashlib.sha256(msgspec.json.encode([*texts])).hexdigest()[:16] if texts else ""
+    """What the base of a model depends on. text: None: of any."""
+    digest = hashlib.sha256(msgspec.json.encode(text)).hexdigest()[:16] if text else ""
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
 
-def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[Sequence[int]], progress: Any) -> Base:
+def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
     """Calibrate a base, and keep it.
 
     Args:
         model: not quantized, without gears.
+        texts: tokens. Every fourth is held back.
         progress: a bar (`progress_bar`).
 
     Raises:
@@ -189,54 +146,56 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[Se
     """
     layers, _ = discover(model, key.manage, key.group_size, format)
     task = progress.add_task("calibrating", total=steps(model))
+    held_back = list(texts[::HELD_BACK])
     used = [text for i, text in enumerate(texts) if i % HELD_BACK or len(texts) < HELD_BACK]
     advance = partial(progress.advance, task)
     found = calibrate_base(model, layers, format, key.ladder, key.group_size, used, advance)
-    base = Base(found.layers, found.rounded)
+    base = Base(found.layers, found.rounded, held_back)
     key.keep(base)
     return base
 
 
 def drafting_along(gearbox: Gearbox, texts: Sequence[Sequence[int]], name: str) -> DraftFile:
-    """How the lowest gear drafts for the top one, from texts that did not calibrate it.
+    """How the lowest gear drafts for the top one.
 
     Args:
+        texts: tokens, which did not calibrate it.
         name: of the model.
     """
     top, low = gearbox.ladder.top, gearbox.ladder[0]
-    records = [record_along(gearbox, top, low, text) for text in texts[::HELD_BACK]]
+    records = [record_along(gearbox, top, low, text) for text in texts]
     (file,) = draft_files(gearbox, top, {low: records}, name, gearbox.group_size, gearbox.format.name)
     return file
 
 
-def base_key(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey | None, list[list[int]]]:
-    """What the calibrated base of a model depends on, and the texts that make it; no key where it has none.
+def base_key(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey | None, BaseText | None]:
+    """What the calibrated base of a model depends on, and the text that makes it; no key where it has none.
 
     Mode lossless takes one that is there without being asked: its text is the top gear's, with any drafts.
 
     Raises:
         GearbxError: a base is asked for, and the model cannot have one.
     """
-    text, ladder = resolved.calibrate_base, [gear.bits for gear in resolved.ladder]
+    file, ladder = resolved.calibrate_base, [gear.bits for gear in resolved.ladder]
     plain = not (resolved.floors or resolved.low_model or resolved.manifest or resolved.cap_bits or resolved.saved)
     able = plain and not is_quantized(model) and current() is None and ladder[0] != DENSE and not resolved.observes
-    if text is None:
-        uses = able and resolved.mode.mode == LOSSLESS and ladder[-1] == DENSE
-        key = (model, get_format(resolved.format), ladder, resolved.manage, resolved.group_size, ())
-        return (key_of(*key) if uses else None), []
-    if not able:
+    uses = file is not None or (resolved.mode.mode == LOSSLESS and ladder[-1] == DENSE)
+    if file is not None and not able:
         raise GearbxError("--calibrate-base is for an original model in one process, without floors and other codes")
-    texts = texts_of(tokenizer, text)
-    return key_of(model, get_format(resolved.format), ladder, resolved.manage, resolved.group_size, texts), texts
+    if not able or not uses:
+        return None, None
+    text = None if file is None else text_of(tokenizer, file)
+    return key_of(model, get_format(resolved.format), ladder, resolved.manage, resolved.group_size, text), text
 
 
-def find_base(resolved: Resolved, model: nn.Module, key: BaseKey, texts: list[list[int]]) -> Base | None:
-    """The base that is kept; else one that is made, if there are texts to make it of."""
+def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any, key: BaseKey, text: BaseText | None) -> Base | None:
+    """The base that is kept; else one that is made, if there is text to make it of."""
     base = key.find()
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
-    elif texts:
+    elif text is not None:
         with progress_bar() as progress:
+            texts = text.texts + answered(model, tokenizer, text.requests, progress)
             base = make_base(model, key, get_format(resolved.format), texts, progress)
         note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
         show_rounded(base)
@@ -251,11 +210,11 @@ def show_rounded(base: Base) -> None:
         note(f"base: {', '.join(paths[:3])}{more} rounded: {reason}")
 
 
-def draft_with(base: Base, gearbox: Gearbox, key: BaseKey, texts: list[list[int]], name: str) -> None:
-    """Let lossless mode draft by the curve of a base, which is made from the texts where it is not kept yet."""
-    if base.drafting is None and texts and gearbox.ladder.top.dense:
+def draft_with(base: Base, gearbox: Gearbox, key: BaseKey, name: str) -> None:
+    """Let lossless mode draft by the curve of a base, which is made where it is not kept yet."""
+    if base.drafting is None and base.held_back and gearbox.ladder.top.dense:
         with spinner("drafting curve"):
-            base.drafting = drafting_along(gearbox, texts, name)
+            base.drafting = drafting_along(gearbox, base.held_back, name)
         key.keep(base)
     if base.drafting is not None:
         CALIBRATED[gearbox] = base.drafting

@@ -101,11 +101,11 @@ class Loaded:
             check_heads(self.model, resolved.kv_gears)
         if resolved.takes_whole and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
-        key, texts = base_key(resolved, self.model, self.tokenizer)
-        base = None if key is None else find_base(resolved, self.model, key, texts)
+        key, text = base_key(resolved, self.model, self.tokenizer)
+        base = None if key is None else find_base(resolved, self.model, self.tokenizer, key, text)
         gearbox = make_gearbox(resolved, self.model, base)
         if base is not None and key is not None and isinstance(gearbox, Gearbox):
-            draft_with(base, gearbox, key, texts, self.name)
+            draft_with(base, gearbox, key, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "

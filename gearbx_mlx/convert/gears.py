@@ -1,6 +1,6 @@
 """The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.bases import BaseKey, drafting_along, key_of, make_base, show_rounded, texts_of
+from ..cli.base_texts import answered, text_of
+from ..cli.bases import Base, drafting_along, key_of, make_base, show_rounded
 from ..cli.loaded import ladder_of_codes, trust
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
@@ -36,7 +37,6 @@ from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
-from ..kernels.bit_planes import Planes
 from ..loading import load
 from ..telemetry.summary import as_json
 from . import Budget, ConvertSettings
@@ -66,12 +66,11 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
     if settings.quality is not None:
         plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
-    texts: list[list[int]] = []
-    base: Mapping[str, Planes] | None = None
+    base = None
     if conversion.calibrate is not None:
-        texts, base = calibrated(conversion.calibrate, model, tokenizer, plan)
-        plan = structs.replace(plan, calibrated=key_of_plan(model, plan, texts).text)
-    converter = Converter(model, plan, work, base)
+        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, keywords)
+        plan = structs.replace(plan, calibrated=text)
+    converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
         converter.wanted = {*files.hashes.values()} if files else set()
@@ -88,7 +87,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
     if base is not None:
-        write_drafting(work, texts, origin, keywords)
+        write_drafting(work, base.held_back, origin, keywords)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
@@ -114,28 +113,32 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def key_of_plan(model: nn.Module, plan: Plan, texts: list[list[int]]) -> BaseKey:
-    """What the calibrated base of a conversion depends on."""
-    return key_of(model, get_format(plan.format), plan.gears, plan.manage, plan.group_size, texts)
+def calibrated(
+    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, keywords: dict[str, Any]
+) -> tuple[str, Base]:
+    """The hash of the text, and the base: as an earlier run made and kept it, or made now.
 
-
-def calibrated(file: str, model: nn.Module, tokenizer: Any, plan: Plan) -> tuple[list[list[int]], Mapping[str, Planes]]:
-    """The texts, and the lowest gear's planes by path: as an earlier run made and kept them, or made now.
+    Args:
+        file: of the text; "": what ships, with answers that a copy of the model writes.
+        source: the model's directory.
 
     Raises:
         GearbxError: no text, or a layout whose lowest gear leaves no choice.
     """
-    texts = texts_of(tokenizer, file)
-    key = key_of_plan(model, plan, texts)
+    text, format = text_of(tokenizer, file), get_format(plan.format)
+    key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     base = key.find()
     if base is None:
         with progress_bar() as progress:
-            base = make_base(model, key, get_format(plan.format), texts, progress)
+            texts = list(text.texts)
+            if text.requests:
+                texts += answered(*load_cast(source, plan.dtype, keywords, lazy=False), text.requests, progress)
+            base = make_base(model, key, format, texts, progress)
         show_rounded(base)
-    return texts, base.layers
+    return key.text, base
 
 
-def write_drafting(work: Path, texts: list[list[int]], origin: Provenance, keywords: dict[str, Any]) -> None:
+def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, keywords: dict[str, Any]) -> None:
     """Write how the lowest gear drafts for the original weights, if the checkpoint has them."""
     model, _ = load(work, **keywords)
     gearbox = Gearbox(model)

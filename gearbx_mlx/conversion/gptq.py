@@ -1,0 +1,235 @@
+"""A matrix in codes that are chosen for its inputs: GPTQ (arXiv 2210.17323), with scales that fit the codes.
+
+The inputs X that a layer saw are summed up in its Hessian X^T X, and an error E of the weights costs E X^T X E^T.
+
+1. Scales: of some ranges of a group the one whose nearest codes cost the least, by the Hessian's diagonal (`searched`).
+2. Codes: columns are rounded one after the other, those with the largest inputs first. The columns that follow take
+   back what each rounding did to the outputs (`codes_of`).
+3. Scales again: the least squares for these codes, by the whole Hessian (`refitted`).
+
+Format `exact` can take back only what lies near to a weight (its `Window`). There a code that is too far away is the
+nearest one instead, and a group whose weights would not come back keeps the scale that it had.
+"""
+
+from collections.abc import Callable
+from operator import itemgetter
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from ..formats.base import Window
+from ..kernels.bit_planes import Planes, pack_mlx_codes
+
+DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
+DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
+RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)  # parts of a group's range that its codes may span
+SMALLEST = 1e-7  # scale, as of mx.quantize
+RIDGE = 1e-3  # of the diagonal of the least squares for scales, which is added to it
+BLOCK = 64  # columns of which the errors are taken back together
+NUMBERS = 2**24  # in the largest array for rows that are fitted at a time
+
+
+class Factored(NamedTuple):
+    """A Hessian, ready to use.
+
+    damped: (I, I) float32. order: of its columns (I,), those with the largest inputs first. upper: the upper Cholesky
+    factor of its inverse in this order, (I, I) float32.
+    """
+
+    damped: np.ndarray
+    order: np.ndarray
+    upper: np.ndarray
+
+
+class Hessian:
+    """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had."""
+
+    def __init__(self, width: int):
+        self.sum = np.zeros((width, width), np.float32)
+        self.tokens = 0
+
+    def add(self, inputs: np.ndarray) -> None:
+        """inputs: (tokens, I) float32."""
+        self.sum += inputs.T @ inputs
+        self.tokens += len(inputs)
+
+    def factored(self) -> Factored | None:
+        """None where the inputs say nothing."""
+        diagonal = np.diag(self.sum).astype(np.float64)
+        mean = diagonal.mean()
+        if not np.isfinite(self.sum).all() or mean <= 0:
+            return None
+        order = np.argsort(-diagonal, kind="stable")
+        for damping in DAMPINGS:
+            damped = self.sum.astype(np.float64)
+            damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
+            try:
+                upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
+            except np.linalg.LinAlgError:
+                continue
+            if np.isfinite(upper).all():
+                return Factored(damped.astype(np.float32), order, upper.astype(np.float32))
+        return None
+
+
+class Grid(NamedTuple):
+    """What the codes of a matrix may stand for. Columns come first, so that each is one stretch of memory.
+
+    scales, biases: (G, O) float32, with values that `rounded` leaves as they are. bits: of a code. rounded: numbers as
+    they are stored.
+    """
+
+    scales: np.ndarray
+    biases: np.ndarray
+    bits: int
+    rounded: Callable[[np.ndarray], np.ndarray]
+
+    def nearest(self, weight: np.ndarray) -> np.ndarray:
+        """Codes (G, g, O) for a weight of that shape."""
+        scale, bias = self.scales[:, None], self.biases[:, None]
+        return np.clip(np.rint((weight - bias) / scale), 0, 2**self.bits - 1)
+
+    def values(self, codes: np.ndarray) -> np.ndarray:
+        """What codes (G, g, O) stand for."""
+        return codes * self.scales[:, None] + self.biases[:, None]
+
+    def where(self, better: np.ndarray, other: "Grid") -> "Grid":
+        """This one, and the other one in the groups (G, O) where it is better."""
+        scales, biases = (np.where(better, new, own) for new, own in zip(other[:2], self[:2]))
+        return self._replace(scales=scales, biases=biases)
+
+
+def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+    """A matrix in codes for these inputs.
+
+    Args:
+        weight: (O, I) float32.
+        nearest: the plane of its nearest codes, with floating scales.
+        window: which codes may be used; None: all.
+    """
+    groups = nearest.scales.shape[-1]
+    step = max(1, min(NUMBERS // (2 * groups) ** 2, NUMBERS // weight.shape[1]))
+    parts = []
+    for first in range(0, len(weight), step):
+        rows = slice(first, first + step)
+        parts.append(calibrated_rows(weight[rows], nearest.each(itemgetter(rows)), hessian, window))
+        mx.eval(parts[-1].arrays)
+    words, scales, biases = (mx.concatenate([*arrays]) for arrays in zip(*(part.arrays for part in parts)))
+    return nearest._replace(weights=[words], scales=scales, biases=[biases])
+
+
+def calibrated_rows(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
+    """`calibrated` for rows that are not too many."""
+    (bits,), dtype = nearest.widths, nearest.scales.dtype
+
+    def rounded(numbers: np.ndarray) -> np.ndarray:
+        return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
+
+    grid = Grid(columns(nearest.scales), columns(nearest.biases[0]), bits, rounded)
+    grouped = np.ascontiguousarray(weight.T).reshape(len(grid.scales), nearest.group_size, -1)
+    grid = searched(grouped, grid, hessian, window)
+    codes = codes_of(grouped, grid, hessian, window)
+    grid = refitted(grouped, codes, grid, hessian, window)
+    words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
+    scales, biases = (mx.array(np.ascontiguousarray(array.T)).astype(dtype) for array in grid[:2])
+    return nearest._replace(weights=[words], scales=scales, biases=[biases])
+
+
+def columns(array: mx.array) -> np.ndarray:
+    """(O, K) as (K, O) float32."""
+    return np.ascontiguousarray(np.array(array.astype(mx.float32)).T)
+
+
+def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
+    """The grid itself, or one over a part of the range in the groups where that costs less.
+
+    Args:
+        weight: (G, g, O).
+    """
+    cost = np.diag(hessian.damped).reshape(*weight.shape[:2], 1)
+    low, high = weight.min(1), weight.max(1)
+
+    def error(grid: Grid) -> np.ndarray:
+        values = grid.values(grid.nearest(weight))
+        return ((weight - values) ** 2 * cost).sum(1) + lost(weight, values, grid, window)
+
+    least = error(grid)
+    for part in RANGES:
+        scales = grid.rounded(np.maximum(part * (high - low) / (2**grid.bits - 1), SMALLEST))
+        other = grid._replace(scales=scales, biases=grid.rounded(part * low))
+        found = error(other)
+        grid, least = grid.where(found < least, other), np.minimum(found, least)
+    return grid
+
+
+def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | None) -> np.ndarray | float:
+    """Infinity for the groups (G, O) with a weight that would not come back, and 0 for the others."""
+    if window is None:
+        return 0.0
+    usable, _ = window(weight, values, grid.scales[:, None])
+    return np.where(usable.all(1), 0.0, np.inf)
+
+
+def codes_of(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> np.ndarray:
+    """GPTQ's codes (G, g, O) for a weight of that shape."""
+    groups, size, rows = weight.shape
+    original, near = weight.reshape(-1, rows), grid.nearest(weight).reshape(-1, rows)
+    left, codes = original[hessian.order], np.empty_like(original)
+    for start in range(0, len(left), BLOCK):
+        end = start + BLOCK
+        block, errors = left[start:end].copy(), np.empty_like(left[start:end])
+        for place, column in enumerate(hessian.order[start:end]):
+            scale, bias = grid.scales[column // size], grid.biases[column // size]
+            code = np.clip(np.rint((block[place] - bias) / scale), 0, 2**grid.bits - 1)
+            if window is not None:
+                code = within(window, original[column], code, near[column], scale, bias)
+            codes[column] = code
+            upper = hessian.upper[start + place]
+            errors[place] = (block[place] - (code * scale + bias)) / upper[start + place]
+            block[place + 1 :] -= upper[start + place + 1 : end, None] * errors[place]
+        left[end:] -= hessian.upper[start:end, end:].T @ errors
+    return codes.reshape(groups, size, rows)
+
+
+def within(
+    window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
+) -> np.ndarray:
+    """The code, or the nearest one where that can be used and this cannot, or costs more bytes than that; (O,)."""
+    usable, dear = window(weight, code * scale + bias, scale)
+    if usable.all() and not dear.any():
+        return code
+    _, nearest_is_dear = window(weight, nearest * scale + bias, scale)
+    return np.where(~usable | (dear & ~nearest_is_dear), nearest, code)
+
+
+def refitted(weight: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
+    """The scales and biases with which these codes cost the least, in the groups whose weights still come back.
+
+    A row's error changes by a step of each of its scales times the group's codes, and of its biases: the normal
+    equations of 2 G unknowns. Codes count from the middle, since scales and biases would hang together otherwise.
+
+    Args:
+        weight, codes: (G, g, O).
+    """
+    groups, size, rows = weight.shape
+    middle = (2**grid.bits - 1) / 2
+    centered = codes - np.float32(middle)
+    pull = (hessian.damped @ (weight - grid.values(codes)).reshape(-1, rows)).reshape(weight.shape)
+    wanted = np.concatenate([(centered * pull).sum(1), pull.sum(1)]).T
+    normal = np.empty((rows, 2 * groups, 2 * groups), np.float32)
+    normal[:, groups:, groups:] = hessian.damped.reshape(groups, size, groups, size).sum((1, 3))
+    for group in range(groups):
+        of_group = hessian.damped[:, group * size : (group + 1) * size] @ centered[group]
+        of_group = of_group.reshape(weight.shape)
+        normal[:, :groups, group] = (centered * of_group).sum(1).T
+        normal[:, groups:, group] = normal[:, group, groups:] = of_group.sum(1).T
+    diagonal = np.einsum("oii->oi", normal)
+    diagonal *= 1 + RIDGE
+    diagonal += np.finfo(np.float32).tiny
+    steps = np.linalg.solve(normal.astype(np.float64), wanted[..., None].astype(np.float64))[..., 0].T
+    scales = grid.rounded((grid.scales + steps[:groups]).astype(np.float32))
+    at_middle = grid.biases + middle * grid.scales + steps[groups:]
+    other = grid._replace(scales=scales, biases=grid.rounded((at_middle - middle * scales).astype(np.float32)))
+    sound = np.isfinite(other.scales) & np.isfinite(other.biases)
+    return grid.where(sound & (lost(weight, other.values(codes), other, window) == 0), other)
