@@ -115,7 +115,7 @@ class TestGearsFromDisk:
         saved = Gearbox(model)
         saved.shift("high")
         assert same_model(model, made.model)
-        with pytest.raises(GearbxError, match="are of manage mlp, not all"):
+        with pytest.raises(GearbxError, match="manage mlp, not all"):
             Gearbox(gearbx_mlx.load(out)[0], manage="all")
 
     def test_in_another_type_they_are_those_of_the_model_in_that_type(self, convert):
