@@ -105,12 +105,24 @@ def load(
         model, tokenizer, config = read(directory, ranks, pipeline, **kwargs)
         if adapter is not None and adapter_path is not None:
             add_adapter(model, adapter, Path(adapter_path), None if saved is None else saved.dense(model))
+        check_longest(tokenizer, directory / "tokenizer_config.json")
         getattr(tokenizer, "deprecation_warnings", {})[TOO_LONG] = True  # room_for says it in one line
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
         raise unreadable(directory, error) from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def check_longest(tokenizer: Any, file: Path) -> None:
+    """Raises GearbxError for a longest text that is no number: transformers compares every text with it.
+
+    Args:
+        file: of the tokenizer's configuration.
+    """
+    longest = getattr(tokenizer, "model_max_length", 0)
+    if not isinstance(longest, int | float):
+        raise GearbxError(f"{file}: model_max_length is {shown(longest)}, not a number; download the file again")
 
 
 def unreadable(directory: Path, error: Exception) -> GearbxError:

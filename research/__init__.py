@@ -9,6 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "figures",
+    "attention",
     "errors",
     "exact",
     "calibrated_base",
@@ -23,6 +24,7 @@ MODULES = (
     "disk",
     "products",
     "threads",
+    "conservation",
     "processes",
     "servers",
     "llama_cpp",

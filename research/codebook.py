@@ -1,19 +1,37 @@
 """The codebook formats: error, KL, points of a budget, and XFP's tables, for docs/codebook.md."""
 
+import inspect
 import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import mixtral
 from mlx_lm.models.switch_layers import SwitchLinear
 from pages import table
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.codebook_selection import Quality, compare, kind_of, qualities
-from gearbx_mlx.bit_selection.h_process import GarbageCheck, Limits, fit_floors, point_cells, point_rows
+from gearbx_mlx.bit_selection.h_process import (
+    KL_BOUND,
+    OVER,
+    WRITTEN,
+    GarbageCheck,
+    Limits,
+    continuation,
+    fast_gearbox,
+    fit_budget,
+    fit_floors,
+    measure_reserve,
+    point_cells,
+    point_rows,
+)
 from gearbx_mlx.cli.prompt import HARD, TRIVIAL
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
@@ -23,8 +41,11 @@ from gearbx_mlx.formats.codebook import Codebook, nbytes
 from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.loading import model_name
+from gearbx_mlx.telemetry.report import get_pyplot, save
+from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
-from .studies import HELD_OUT, Found, native_kernels, spread, study, table_here
+from .studies import HELD_OUT, Found, native_kernels, read_report, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
     "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
@@ -32,6 +53,7 @@ FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed w
 }
 AFFINE_BITS, GROUP_SIZES = (2, 3, 4, 5, 6), (32, 64, 128)
 WIDTH = 4096
+H_PROMPTS = 8  # calibration texts of the H-Process on a mixture
 
 
 def at(curve: dict[float, float], bits: float) -> float:
@@ -69,14 +91,15 @@ def median_cosine(made: mx.array, weight: mx.array) -> float:
     return float(np.median(np.array((made * weight).sum(-1) / norms)))
 
 
-def measure_error(rows: int) -> str:
+def random_matrices(rows: int) -> dict[str, np.ndarray]:
+    """Rows of WIDTH numbers without outliers, and with heavy tails."""
     random = np.random.default_rng(0)
-    matrices = {
-        "Gaussian": random.standard_normal((rows, WIDTH)),
-        "Student t, 4": random.standard_t(4, (rows, WIDTH)),
-    }
+    return {"Gaussian": random.standard_normal((rows, WIDTH)), "Student t, 4": random.standard_t(4, (rows, WIDTH))}
+
+
+def measure_error(rows: int) -> str:
     found = []
-    for name, values in matrices.items():
+    for name, values in random_matrices(rows).items():
         weight = mx.array((values * 0.02).astype(np.float32))
         curve = affine_curve(weight)
         roots = {bits: error**0.5 for bits, error in curve.items()}
@@ -125,8 +148,13 @@ def measure_points(target_bpw: float) -> str:
     with progress_bar() as progress:
         prompts, limits = SHORT_PROMPTS + TRIVIAL + HARD, Limits(target_bpw=target_bpw)
         found = fit_floors(model, tokenizer, "codebook", "all", prompts, limits, progress)
-    head = ["strict", "lazy", "steady", "peak", "bits", "KL, nats", "texts that repeat", ""]
-    return table(head, [point_cells(row) for row in point_rows(found)])
+    return points_table(point_rows(found))
+
+
+def points_table(rows: list[dict[str, Any]]) -> str:
+    """XFP's table 10."""
+    head = ["strict", "lazy", "steady", "reserve", "peak", "bits", "KL, nats", "texts that repeat", ""]
+    return table(head, [point_cells(row) for row in rows])
 
 
 XFP_WIDTH = 3  # XFP's tables have 3 bits
@@ -245,6 +273,168 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
         "table_b1": table(["component", "beyond 3 sigma", "max"], tails),
         "break_even": share + table(["format", "bits", "effective bits", "squared error", "cosine"], even),
     }
+
+
+# The H-Process on a mixture of experts
+
+PARTS_OF_AN_MLP = 4
+STRICT = 0.995  # held, as XFP holds 0.96: in this model 0.98 gives garbage by itself
+LAZY_GRID = (0.80, 0.92, 0.96, 0.98, 0.99, 0.995)
+
+
+def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
+    """A Llama's weights as a mixture of experts, which computes the same: a part of each MLP is an expert.
+
+    The router has zeros, and every token goes through all experts; each has an equal share, which `down_proj` makes up
+    for. So the experts are real weights, and need no training.
+    """
+    args = vars(model.args)
+    names = inspect.signature(mixtral.ModelArgs).parameters
+    width = args["intermediate_size"] // parts
+    given = {name: args[name] for name in names if args.get(name) is not None}
+    given |= {"intermediate_size": width, "num_local_experts": parts, "num_experts_per_tok": parts}
+    made = mixtral.Model(mixtral.ModelArgs(**given | {"model_type": "mixtral"}))
+    weights = {}
+    for name, array in tree_flatten(model.parameters()):
+        layer, _, projection = name.partition(".mlp.")
+        if not projection:
+            weights[name] = array
+            continue
+        cut = mx.stack(array.split(parts, axis=-1 if projection.startswith("down") else 0))
+        weights[f"{layer}.block_sparse_moe.switch_mlp.{projection}"] = cut * parts if "down" in projection else cut
+    for i in range(len(model.layers)):
+        gate = mx.zeros((parts, args["hidden_size"]), model.layers[i].input_layernorm.weight.dtype)
+        weights[f"model.layers.{i}.block_sparse_moe.gate.weight"] = gate
+    made.load_weights(list(weights.items()))
+    return made
+
+
+def needed(row: dict[str, Any]) -> float:
+    """Bytes that a point needs at its most, as in `OperatingPoint`."""
+    return max(row["spike"], row["steady"] + row["reserve"])
+
+
+def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
+    """What the H-Process tries of these points under a budget: it ends with the first that needs more, unjudged."""
+    over = next((i for i, row in enumerate(rows) if needed(row) > budget), None)
+    if over is None:
+        return rows
+    return [*rows[:over], rows[over] | {"kl": None, "looped": None, "outcome": OVER}]
+
+
+def draw_points(rows: list[dict[str, Any]], budget: float, path: Path) -> None:
+    """KL and memory over the lazy floor: garbage on the left, beyond the budget on the right."""
+    figure, left = get_pyplot().subplots(figsize=(6.5, 3.6), layout="constrained")
+    right = left.twinx()
+    floors = [row["lazy"] for row in rows]
+    left.plot(floors, [row["kl"] for row in rows], "o-", color=VERMILION, label="KL")
+    left.axhline(KL_BOUND, color=VERMILION, linestyle="--", linewidth=0.8, label="KL that passes")
+    right.plot(floors, [needed(row) / 1e6 for row in rows], "s-", color=BLUE, label="memory")
+    right.axhline(budget / 1e6, color=BLUE, linestyle="--", linewidth=0.8, label="budget")
+    left.set(xlabel="lazy floor", ylabel="KL, nats", yscale="log")
+    right.set(ylabel="memory at the most, MB")
+    lines = [*left.get_lines(), *right.get_lines()]
+    left.legend(lines, [line.get_label() for line in lines], frameon=False, loc="upper center")
+    save(figure, path)
+
+
+def mixture_points(name: str) -> list[dict[str, Any]]:
+    """Points of a Llama as a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
+    original, tokenizer = load(name)
+    mixture = as_mixture(original)
+    starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
+    ends = tokenizer.eos_token_ids
+    texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
+    del original
+    fast_gearbox(mixture, Codebook(), "all")  # in whose type the mixture computes from here on
+    limits = Limits(reserve=measure_reserve(mixture).bytes)
+    with progress_bar() as progress:
+        task = progress.add_task("judging and trying", total=None)
+
+        def advance(_: object) -> None:
+            progress.advance(task)
+
+        grid = [(STRICT, lazy) for lazy in LAZY_GRID]
+        return point_rows(fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, grid))
+
+
+@study("docs/codebook.md", writes="images/h_process.svg", minutes=10)
+def h_process(model: str = "smollm2", megabytes: float | None = None, redraw: Path | None = None) -> Found:
+    """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
+
+    A Llama becomes a mixture by cutting its MLPs into experts. All points are judged, for the curve; the table ends
+    where the budget does.
+
+    Args:
+        megabytes: The budget; if not given, between what the last two points need.
+        redraw: Measure nothing; take the points of this file, which --json wrote.
+    """
+    rows = read_report(redraw)["rows"] if redraw else mixture_points(model)
+    budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])
+    words = f"A budget of {budget / 1e6:.0f} MB.\n\n"
+    drawn = {"h_process.svg": partial(draw_points, rows, budget)}
+    return Found({"points_mixture": words + points_table(bounded(rows, budget))}, rows, drawn)
+
+
+# A codebook per row, or per group of a row (XFP's abstract and 6.3)
+
+CODEBOOK_GROUP, GROUPED_BITS, MOST_MATRICES = 128, (2, 3, 4), 8
+
+
+def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
+    """Effective bits and squared error of a codebook of its own for each 128 weights of a row.
+
+    Where a group's outliers begin is not counted: it would not have to be stored for each.
+    """
+    groups = weight.reshape(-1, CODEBOOK_GROUP)
+    arrays = codebook.encode(groups, bits)
+    made = codebook.decode(arrays, bits, CODEBOOK_GROUP).reshape(weight.shape)
+    size = nbytes(arrays) - arrays["outlier_offsets"].nbytes
+    return 8 * size / weight.size, squared_error(made, weight)
+
+
+def row_curve(weight: mx.array) -> dict[float, float]:
+    """Effective bits to squared error of a codebook per row."""
+    curve = {}
+    for bits in codebook.LAYOUT:
+        arrays = codebook.encode(weight, bits)
+        curve[8 * nbytes(arrays) / weight.size] = squared_error(codebook.decode(arrays, bits, weight.shape[1]), weight)
+    return curve
+
+
+def wide_matrices(name: str | None) -> list[mx.array]:
+    """Some matrices of a model whose rows have several groups, at most 2^21 weights of each."""
+    layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
+    weights = [layer.module.weight for layer in layers]
+    weights = [each for each in weights if each.shape[-1] > CODEBOOK_GROUP and each.shape[-1] % CODEBOOK_GROUP == 0]
+    some = [weights[i].astype(mx.float32) for i in evenly(len(weights), MOST_MATRICES)]
+    return [weight[: 2**21 // weight.shape[1]] for weight in some]
+
+
+@study("docs/codebook.md", minutes=5)
+def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
+    """Codebooks of groups of 128 weights beside codebooks of rows (V2), at equal effective bits.
+
+    Args:
+        models: Beside the one that ships, and random matrices: directories or Hub repositories of originals.
+    """
+    of_model = {model_name(name): wide_matrices(name) for name in (None, *models)}
+    drawn = {name: [mx.array((values * 0.02).astype(np.float32))] for name, values in random_matrices(256).items()}
+    rows = []
+    for name, weights in (of_model | drawn).items():
+        curves = [row_curve(weight) for weight in weights]
+        for bits in GROUPED_BITS:
+            found = [grouped_error(weight, bits) for weight in weights]
+            ratios = [error / at(curve, size) for (size, error), curve in zip(found, curves)]
+            size = float(np.mean([each for each, _ in found]))
+            rows.append([name, len(weights), bits, f"{size:.2f}", spread(ratios)])
+    head = ["weights", "matrices", "bits", "effective bits of groups", "squared error over that of rows at equal bits"]
+    return Found({"codebook_groups": table(head, rows)}, rows)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most so many places of a list, spread evenly."""
+    return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
 
 
 EXPERTS, CHOSEN, OUTPUTS, INPUTS = 64, 4, 1024, 512

@@ -1,4 +1,4 @@
-"""Weights from files: checkpoints that are converted and loaded, and the top gear streamed."""
+"""Weights from files: checkpoints that are converted and loaded, the top gear streamed, and what residencies take."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,15 +15,17 @@ from typing import Any, Literal
 import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.convert import convert
-from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.loading import DEMO_MODEL, find
 
 from . import ROOT
 from .lossless import widened
-from .studies import Found, in_turn, ratios, spread, study
+from .studies import Found, in_turn, ratios, spread, study, table_here
 
 BLOCK = 1 << 24
 PEAK = """
@@ -243,3 +246,110 @@ def report(path: Path, files: list[Path], gears: list[str], cold: bool, trials: 
         share = spread(ratios(seconds[name], seconds["load"]))
         lines.append(f"{share} of reading {meaning}, {rates[name]:.2f} GB/s")
     print("; ".join(lines))
+
+
+# Where idle gears are
+
+RESIDENCIES = {  # name: the checkpoint, its format and residency
+    "4 bits alone": ("original", "4", "affine", "resident"),
+    "16 bits alone": ("original", "16", "planes", "resident"),
+    "resident": ("original", "4,16", "planes", "resident"),
+    "host": ("original", "4,16", "planes", "host"),
+    "disk": ("original", "4,16", "planes", "disk"),
+    "exact": ("exact", "4,16", "exact", "resident"),
+    "exact, disk": ("exact", "4,16", "exact", "disk"),
+    "stream": ("exact", "4,16", "exact", "stream"),
+}
+MEGABYTE = 1e6
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is really there: its resident set."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+
+
+def passes(gearbox: Gearbox, tokens: int) -> float:
+    """Seconds of a token in the engaged gear, after a prompt of a few tokens and one token."""
+    cache = make_prompt_cache(gearbox.model)
+    token = gearbox.model(mx.array([list(range(2, 10))]), cache=cache)[:, -1].argmax(-1)
+    begun = 0.0
+    for step in range(tokens + 1):
+        token = gearbox.model(token[None], cache=cache)[:, -1].argmax(-1)
+        mx.eval(token)
+        begun = begun if step else time.perf_counter()
+    return (time.perf_counter() - begun) / tokens
+
+
+def of_residency(name: str, paths: dict[str, Path], tokens: int, trials: int) -> dict[str, dict[str, list[float]]]:
+    """For each gear in each trial: `shift` into it and a `token`, in seconds, and the `memory` afterwards, in bytes."""
+    checkpoint, ladder, format, residency = RESIDENCIES[name]
+    empty = resident_bytes()
+    model, _ = load(paths[checkpoint])
+    how: dict[str, Any] = {"kernels": "native", "residency": residency, "checkpoint": paths[checkpoint]}
+    gearbox = Gearbox(model, **how) if checkpoint == "exact" else Gearbox(model, ladder, format=format, **how)
+    found: dict[str, dict[str, list[float]]] = {}
+    for trial in range(trials + 1):
+        for gear in gearbox.ladder:
+            begun = time.perf_counter()
+            gearbox.shift(gear)
+            mx.eval(gearbox.model.parameters())
+            shift, token = time.perf_counter() - begun, passes(gearbox, tokens)
+            if trial:  # the first time a gear is made
+                figures = {"shift": shift, "token": token, "memory": resident_bytes() - empty}
+                for what, value in figures.items():
+                    found.setdefault(str(gear.bits), {}).setdefault(what, []).append(value)
+    return found
+
+
+def residency_row(name: str, found: dict[str, dict[str, list[float]]]) -> list[str]:
+    """Memory, time of a shift and tokens per second, in 4 and in 16 bits."""
+    low, high = found.get("4"), found.get("16")
+    cells = []
+    for what, scale, digits in (("memory", 1 / MEGABYTE, 0), ("shift", 1e3, 1)):
+        for gear in (low, high):
+            shifts = len(found) > 1 or what != "shift"  # one gear alone has no shifts
+            cells.append(spread((scale * value for value in gear[what]), digits) if gear and shifts else "")
+    speeds = [spread((1 / value for value in gear["token"]), 0) if gear else "" for gear in (low, high)]
+    return [name, *cells, *speeds]
+
+
+@study("docs/formats.md", minutes=3)
+def residencies(
+    model: str = "smollm2",
+    directory: Path | None = None,
+    tokens: int = 24,
+    trials: int = 5,
+    form: str | None = None,
+) -> Found | None:
+    """What each residency takes: memory in the low and in the top gear, time of a shift, speed (Linux).
+
+    Each has a process of its own, which shifts between 4 and 16 bits and writes tokens in both. Memory is what the
+    process has more than before it loaded the model.
+
+    Args:
+        model: A directory or a Hub repository of an original in bfloat16.
+        directory: Keeps the checkpoint of format exact for the next run.
+        form: Measure one residency, and nothing else.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (directory or Path(temporary)).resolve()
+        paths = {"original": find(model), "exact": place / "exact"}
+        if not paths["exact"].exists():
+            convert(paths["original"], paths["exact"], gears="4,16", format="exact")
+        if form:
+            if form not in RESIDENCIES:
+                raise GearbxError(f"--form {form}: there is none; choose from {', '.join(RESIDENCIES)}")
+            print(json.dumps(of_residency(form, paths, tokens, trials)))
+            return None
+        found = {}
+        for name in RESIDENCIES:
+            command = [sys.executable, "-m", "research", "residencies", "--model", model, "--directory", place]
+            command += ["--tokens", tokens, "--trials", trials, "--form", name]
+            done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            if done.returncode:
+                raise GearbxError(f"{name}: its process ended with status {done.returncode}")
+            found[name] = json.loads(done.stdout.strip().splitlines()[-1])
+    head = ["residency", "memory in 4 bits, MB", "in 16 bits", "shift to 4 bits, ms", "to 16 bits"]
+    rows = [residency_row(name, each) for name, each in found.items()]
+    return Found({"residencies": table_here([*head, "tokens/s in 4 bits", "in 16 bits"], rows)}, found)

@@ -21,16 +21,16 @@ from gearbx_mlx.evaluation.text import read_documents
 from gearbx_mlx.formats import rowwise
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.gears.sources import looks_quantized
+from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color, gear_marker
 
-from .studies import OTHER_TALES, Found, read_report, study
+from .attention import PARTS, Quantizer, attention_errors
+from .studies import HELD_OUT, OTHER_TALES, TALES, Found, read_report, study
 
 BITS = (8, 6, 4, 2)
 IDEAL = {bits: (rowwise.Q_MAX[8] / rowwise.Q_MAX[bits]) ** 2 for bits in BITS}  # s^2 over that of 8 bits (13.1)
 GROUP = 64
-
-Quantizer = Callable[[mx.array], mx.array]
 
 
 def mean(values: mx.array) -> float:
@@ -126,127 +126,6 @@ def twice_in_all_ways(model: nn.Module, ways: Mapping[str, Quantizer] = WAYS) ->
     return rows
 
 
-PARTS = {"Q and K": ("q_proj", "k_proj"), "V": ("v_proj",), "output": ("o_proj",)}
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-NEEDED = (*PROJECTIONS, "rope", "scale", "n_heads", "n_kv_heads")
-EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the entropy, over the largest possible one
-FIRST = 16  # positions that are left out: attention to so few is neither concentrated nor diffuse
-
-
-def check_attention(model: nn.Module) -> None:
-    """Raises GearbxError unless the attention of all layers is as Llama's."""
-    for number, block in enumerate(model.layers):
-        attention = getattr(block, "self_attn", None)
-        missing = [name for name in NEEDED if not hasattr(attention, name)]
-        if missing or hasattr(attention, "q_norm"):
-            why = f"has no {missing[0]}" if missing else "normalizes its queries"
-            raise GearbxError(
-                f"the attention of layer {number} {why}; its error is analysed for models such as Llama alone"
-            )
-
-
-def inputs_of(model: nn.Module, tokens: Sequence[int]) -> list[mx.array]:
-    """What the attention of each layer reads, (S, D) in float32, for a text of S tokens."""
-    hidden = model.model.embed_tokens(mx.array([tokens]))
-    found = []
-    for block in model.layers:
-        found.append(block.input_layernorm(hidden)[0].astype(mx.float32))
-        hidden = block(hidden, "causal")
-    return found
-
-
-def by_head(attention: nn.Module, x: mx.array, weights: Mapping[str, mx.array]) -> tuple[mx.array, mx.array]:
-    """What each head adds to the output of attention, and its probabilities.
-
-    Args:
-        attention: as Llama's; its own weights are not read.
-        x: (S, D).
-        weights: by the names of PROJECTIONS, (O, I) in float32.
-
-    Returns:
-        (H, S, D), whose sum over heads is the output without bias, and (H, S, S).
-    """
-    heads, kv_heads, count = attention.n_heads, attention.n_kv_heads, x.shape[0]
-    q, k, v = (
-        (x @ weights[name].T + getattr(attention, name).get("bias", 0.0)).reshape(1, count, n, -1).swapaxes(1, 2)
-        for name, n in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads))
-    )
-    q, k = attention.rope(q)[0], attention.rope(k)[0]
-    k, v = (mx.repeat(each, heads // kv_heads, axis=0) for each in (k, v[0]))
-    scores = attention.scale * q @ k.swapaxes(1, 2)
-    scores = mx.where(mx.tri(count, dtype=mx.bool_), scores, -mx.inf)
-    probabilities = mx.softmax(scores, axis=-1, precise=True)
-    out = weights["o_proj"].reshape(-1, heads, v.shape[-1]).transpose(1, 2, 0)
-    return (probabilities @ v) @ out, probabilities
-
-
-def relative_entropy(probabilities: mx.array) -> mx.array:
-    """The entropy of each row of causal attention (H, S, S), over that of equal shares of the positions in view.
-
-    Returns (H, S): 0 (one position) to 1 (all alike); 1 at the first position.
-    """
-    logs = mx.where(probabilities > 0, mx.log(mx.maximum(probabilities, 1e-38)), 0.0)
-    most = mx.log(mx.arange(1, probabilities.shape[-1] + 1).astype(mx.float32))
-    entropy = -(probabilities * logs).sum(axis=-1)
-    return mx.where(most > 0, entropy / mx.maximum(most, 1e-6), 1.0)
-
-
-def attention_errors(
-    model: nn.Module, texts: Sequence[Sequence[int]], quantizer: Quantizer | None = None, first: int = FIRST
-) -> list[dict[str, Any]]:
-    """The error of what heads add to the output when one kind of projection is quantized.
-
-    Args:
-        texts: tokens. Each head at each position from `first` on is one sample.
-        quantizer: of the projections; per-row symmetric codes of 4 bits if not given.
-
-    Returns:
-        a row for each kind of projection and bin of entropy: `part`, `low` and `high` (of the bin), `samples`, `error`
-        (squared, over the squared size of what these samples add), `shared` (squared, over the mean squared size of
-        all samples). Both are None in a bin without samples.
-
-    Raises:
-        GearbxError: a model whose attention is other than Llama's.
-    """
-    check_attention(model)
-    quantize = quantizer or by_rows(4)
-    entropies: list[np.ndarray] = []
-    sizes: list[np.ndarray] = []
-    errors: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
-    for text in texts:
-        for block, x in zip(model.layers, inputs_of(model, text)):
-            attention = block.self_attn
-            exact = {name: getattr(attention, name).weight.astype(mx.float32) for name in PROJECTIONS}
-            added, probabilities = by_head(attention, x, exact)
-            entropies.append(samples(relative_entropy(probabilities), first))
-            sizes.append(samples(mx.square(added).sum(axis=-1), first))
-            for part, names in PARTS.items():
-                changed = exact | {name: quantize(exact[name]) for name in names}
-                error = by_head(attention, x, changed)[0] - added
-                errors[part].append(samples(mx.square(error).sum(axis=-1), first))
-    joined = {part: np.concatenate(each) for part, each in errors.items()}
-    return binned(np.concatenate(entropies), np.concatenate(sizes), joined)
-
-
-def samples(values: mx.array, first: int) -> np.ndarray:
-    """(H, S) as one row, without the first positions."""
-    return np.array(values[:, first:], dtype=np.float64).reshape(-1)
-
-
-def binned(entropies: np.ndarray, sizes: np.ndarray, errors: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
-    """The rows of `attention_errors` from samples: entropies, squared sizes and, by part, squared errors."""
-    places = np.clip(np.digitize(entropies, EDGES[1:-1]), 0, len(EDGES) - 2)
-    rows = []
-    for part, squared in errors.items():
-        for place, (low, high) in enumerate(pairwise(EDGES)):
-            inside = places == place
-            row: dict[str, Any] = {"part": part, "low": low, "high": high, "samples": int(inside.sum())}
-            row["error"] = float(squared[inside].sum() / sizes[inside].sum()) if inside.any() else None
-            row["shared"] = float(squared[inside].mean() / sizes.mean()) if inside.any() else None
-            rows.append(row)
-    return rows
-
-
 BIT = np.log(2.0)  # nats
 
 
@@ -267,9 +146,16 @@ def written(gearbox: Gearbox, tokens: Sequence[int], runs: Sequence[tuple[int, i
 
 
 def entries(caches: Any) -> tuple[list[mx.array], list[mx.array]]:
-    """Keys and values of each layer, (1, H, S, D) in float32."""
-    keys, values = ([c.state[i][..., : c.offset, :].astype(mx.float32) for c in caches] for i in (0, 1))
+    """Keys and values of each layer that keeps those of the whole text, (1, H, S, D) in float32."""
+    kept = [c for c in flat(caches) if getattr(c, "keys", None) is not None]
+    kept = [c for c in kept if c.offset <= (getattr(c, "max_size", None) or c.offset)]
+    keys, values = ([c.state[i][..., : c.offset, :].astype(mx.float32) for c in kept] for i in (0, 1))
     return keys, values
+
+
+def flat(caches: Any) -> list[Any]:
+    """Caches, and those that are within lists of caches."""
+    return [each for cache in caches for each in (flat(cache.caches) if hasattr(cache, "caches") else [cache])]
 
 
 def by_position(layers: Sequence[mx.array]) -> np.ndarray:
@@ -294,7 +180,8 @@ def kv_errors(
 
     Returns:
         a row for each length and gear: `length`, `gear`, `positions` that the gear wrote, `keys` and `values` (squared
-        error over squared size of these positions' entries), `kl` (mean, bits, of all predictions of this length).
+        error over squared size of these positions' entries), `kl` (mean, bits, of all predictions of this length) and
+        `kl_of_texts` (of each text).
     """
     top = gearbox.ladder[-1]
     exact = [written(gearbox, text, [(0, len(text), top)]) for text in texts]
@@ -311,9 +198,10 @@ def kv_errors(
                 found[0][i % len(gears)] += columns[:, begin:end].sum(axis=1)
                 found[1][i % len(gears)] += end - begin
         for gear, sums, count in zip(gears, *found):
-            row = {"length": length, "gear": gear.name, "positions": int(count)}
-            errors = {"keys": float(sums[0] / sums[2]), "values": float(sums[1] / sums[3])} if count else {}
-            rows.append(row | errors | {"kl": float(np.concatenate(kl).mean())})
+            row: dict[str, Any] = {"length": length, "gear": gear.name, "positions": int(count)}
+            errors = {"keys": float(sums[0] / sums[2]), "values": float(sums[1] / sums[3])} if sums[2:].all() else {}
+            of_texts = [float(each.mean()) for each in kl]
+            rows.append(row | errors | {"kl": float(np.concatenate(kl).mean()), "kl_of_texts": of_texts})
     return rows
 
 
@@ -349,9 +237,9 @@ def attention_table(report: Report) -> str:
     rows = []
     samples = [row for row in report["attention"] if row["samples"]]
     for (low, high), found in groupby(sorted(samples, key=bin_of), bin_of):
-        by_part = {row["part"]: row for row in found}
-        cells = [f"{by_part[part]['error']:.4f} ({by_part[part]['shared']:.4f})" for part in PARTS]
-        rows.append([f"{low:g} to {high:g}", by_part["V"]["samples"], *cells])
+        parts = {row["part"]: row for row in found}
+        cells = [f"{parts[part]['error']:.4f} ({parts[part]['shared']:.4f})" if part in parts else "" for part in PARTS]
+        rows.append([f"{low:g} to {high:g}", parts["V"]["samples"], *cells])
     return table(["entropy, of the largest", "samples", *PARTS], rows)
 
 
@@ -361,7 +249,12 @@ def bin_of(row: Mapping[str, Any]) -> tuple[float, float]:
 
 def kv_table(report: Report) -> str:
     rows = [
-        [length, row["gear"], f"{row['keys']:.5f}", f"{row['values']:.5f}", f"{row['kl']:.4f}"]
+        [
+            length,
+            row["gear"],
+            *(f"{row[name]:.5f}" if name in row else "" for name in ("keys", "values")),
+            f"{row['kl']:.4f}",
+        ]
         for name in ("kv_alone", "kv_turns")
         for row in report[name]
         for length in ["all" if name == "kv_alone" else row["length"]]
@@ -432,3 +325,45 @@ def errors(model: str | None = None, texts: int = 1, redraw: Path | None = None)
     report = read_report(redraw) if redraw else measured(model, texts)
     tables = {name: made(report) for name, made in TABLES.items()}
     return Found(tables, report, {"error_analysis.png": partial(draw, report)})
+
+
+RUNS = (1, 4, 16, 64)
+
+
+def texts_of(tokenizer: Any, count: int) -> list[list[int]]:
+    """So many texts of CONTEXT tokens. Raises GearbxError where there is less text."""
+    tokens = [
+        t for file in (OTHER_TALES, TALES, HELD_OUT) for text in read_documents(file) for t in tokenizer.encode(text)
+    ]
+    if len(tokens) < count * CONTEXT:
+        raise GearbxError(f"--texts {count}: there are {len(tokens) // CONTEXT} of {CONTEXT} tokens; give fewer")
+    return [tokens[i * CONTEXT : (i + 1) * CONTEXT] for i in range(count)]
+
+
+def mean_and_error(values: Sequence[float]) -> str:
+    """The mean, and its standard error."""
+    return f"{np.mean(values):.4f} ± {np.std(values, ddof=1) / len(values) ** 0.5:.4f}"
+
+
+@study("docs/error_analysis.md", minutes=5)
+def kv_runs(models: list[str] = ["smollm2"], texts: int = 16) -> Found:  # noqa: B006
+    """Whether longer runs of one gear make predictions better (GEARBX 10.2, 13.2), on several texts of real models.
+
+    Args:
+        models: Beside the one that ships: directories or Hub repositories of originals.
+        texts: Of 256 tokens, 2 or more.
+    """
+    rows = []
+    for name in [None, *models]:
+        model, tokenizer = load(name) if name else load()
+        model.set_dtype(mx.float32)
+        gearbox = Gearbox(model, "4,16")
+        low, top = gearbox.ladder
+        found = kv_errors(gearbox, texts_of(tokenizer, texts), [low, top], RUNS)
+        by_length = {row["length"]: row["kl_of_texts"] for row in found}  # both gears have the same
+        for length, kl in by_length.items():
+            more = [a - b for a, b in zip(kl, by_length[RUNS[0]])]
+            compared = mean_and_error(more) if length != RUNS[0] else ""
+            rows.append([model_name(name), texts, length, mean_and_error(kl), compared])
+    head = ["model", "texts", "tokens of a run", "KL, bits", "more than with runs of 1"]
+    return Found({"kv_runs": table(head, rows)}, rows)

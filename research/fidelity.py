@@ -372,8 +372,8 @@ def dial_answers(
 def dial_code(problems: Path, model: str = "smollm2", num_problems: int = 164, max_tokens: int = 160) -> Found:
     """Whether functions of HumanEval become other ones, or wrong ones, from one gear or from the dial.
 
-    The model goes on after a signature and its docstring until something follows the function, as in lm-eval's task.
-    What it wrote then runs here, in a process of its own that ends after some seconds.
+    The model is asked in its chat template, and what stands in its first block of code then runs here, in a process of
+    its own that ends after some seconds.
 
     Args:
         problems: HumanEval.jsonl, from the repository openai/human-eval.
@@ -386,27 +386,29 @@ def dial_code(problems: Path, model: str = "smollm2", num_problems: int = 164, m
     return answered("dial_code", f"{model}, HumanEval", attempts)
 
 
-AFTER_A_FUNCTION = re.compile(r"\n(?:class|def|#|if|print|@|```)")
+ASKED = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+CODE = re.compile(r"```(?:python)?\n(.*?)(```|$)", re.DOTALL)
 SECONDS_FOR_CODE = 10
 
 
 def completed(box: Gearbox, mode: Mode, tokenizer: Any, row: Mapping[str, str], tokens: int) -> answers.Attempt:
-    """What a way writes after the beginning of a function, and whether that passes the problem's test."""
-    text, count, read = "", 0, 0
-    for response in stream_generate(
-        box.model, tokenizer, list(tokenizer.encode(row["prompt"])), tokens, gearbox=box, mode=mode
-    ):
+    """The code that a way writes for a problem, and whether that passes the problem's test."""
+    asked = [{"role": "user", "content": ASKED.format(row["prompt"])}]
+    prompt = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
+    text, code, count, read = "", None, 0, 0
+    for response in stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode):
         text, count, read = text + response.text, count + 1, read + response.weight_bytes
-        if AFTER_A_FUNCTION.search(text):
+        code = CODE.search(text)
+        if code and code[2]:
             break
-    body = AFTER_A_FUNCTION.split(text)[0]
-    program = f"{row['prompt']}{body}\n{row['test']}\ncheck({row['entry_point']})\n"
+    written = text if code is None else code[1]
+    program = f"{row['prompt']}    pass\n\n{written}\n{row['test']}\ncheck({row['entry_point']})\n"
     try:
         run = [sys.executable, "-I", "-c", program]
         passed = subprocess.run(run, capture_output=True, timeout=SECONDS_FOR_CODE).returncode == 0
     except subprocess.TimeoutExpired:
         passed = False
-    return answers.Attempt(body, passed, count, read)
+    return answers.Attempt(written, passed, count, read)
 
 
 def answered(block: str, title: str, attempts: Mapping[str, list[answers.Attempt]]) -> Found:

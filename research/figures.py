@@ -1,7 +1,7 @@
 """Pictures of GEARBX section 17, each measured, drawn and tabulated; fit for print, readable in grey.
 
 A picture has three functions: what it measures of a `Subject`, as data for JSON; what it draws of these; its table.
-Pictures 4, 6 and 9 are not among them: docs/figures.md says where their figures stand.
+Pictures 4 and 6 are not among them: docs/figures.md says where their figures stand.
 """
 
 import gc
@@ -28,6 +28,7 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.rowwise import Rowwise
+from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.gears.discovery import discover, vocabulary
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.offload import Host
@@ -44,7 +45,8 @@ from gearbx_mlx.routing.gates import (
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color
 
-from .studies import Found, study
+from .decoding_costs import engaged, plan_of, seconds_of
+from .studies import Found, spread, study
 
 SETTINGS = {
     "font.size": 8,
@@ -74,6 +76,7 @@ class Subject:
         load: returns a new copy of the dense model, for a picture that changes it.
         directory: of its checkpoint.
         max_tokens: of a text, how many are read.
+        shape: width by layers of the random Llama that stands for a model whose time is spent on weights.
     """
 
     name: str
@@ -81,6 +84,7 @@ class Subject:
     directory: Path
     tokenizer: Any
     max_tokens: int
+    shape: str = "1024x8"
 
     @cached_property
     def model(self) -> nn.Module:
@@ -510,9 +514,86 @@ def table_forward_latency(data: Mapping[str, Any]) -> tuple[list[str], list[list
     for gear, ways in data["gears"].items():
         for way, times in ways.items():
             found = ratios(data, gear, way)
-            spread = f"{statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
-            rows.append([gear, str(data["bits"][gear]), WAYS[way], f"{1e3 * statistics.median(times):.2f}", spread])
+            middle = f"{1e3 * statistics.median(times):.2f}"
+            rows.append([gear, str(data["bits"][gear]), WAYS[way], middle, spread(found)])
     return ["gear", "bits", "way", "ms", "of dense"], rows
+
+
+# Picture 9: speed by the share of tokens in each gear, as bytes predict it and as measured (GEARBX 9; 17, figure 9).
+
+MIXTURES = (  # shares of low, mid and high; the third is the paper's
+    *((0.0, 0.0, 1.0), (0.2, 0.3, 0.5), (0.55, 0.25, 0.2)),
+    *((0.8, 0.1, 0.1), (0.0, 1.0, 0.0), (1.0, 0.0, 0.0)),
+)
+MIXED_TOKENS, RUN, MIXED_TRIALS = 60, 10, 5
+
+
+def measure_bandwidth(subject: Subject) -> dict[str, Any]:
+    """Seconds of a token and of all shifts of each mixture in each trial, on the kernels that run; bytes of gears."""
+    gearbox = engaged(None, subject.shape, LADDER)
+    plans = [plan_of(gearbox.ladder, shares, MIXED_TOKENS, RUN) for shares in MIXTURES]
+    trials = [[seconds_of(gearbox, plan) for plan in plans] for _ in range(MIXED_TRIALS + 1)]
+    return {
+        "shape": subject.shape,
+        "bytes": {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        "plans": [[gear.name for gear in plan] for plan in plans],
+        "trials": trials[1:],  # the first one warms up
+    }
+
+
+def speedups(data: Mapping[str, Any], place: int) -> dict[str, Any]:
+    """Of a mixture over high gear alone.
+
+    Returns:
+        `of_bytes`, and for each trial `predicted` (GEARBX 9, from the times of the gears alone and of the shifts) and
+        `measured`.
+    """
+    plan, read = data["plans"][place], data["bytes"]
+    counts = {name: plan.count(name) for name in NAMES}
+    alone = {name: next(i for i, each in enumerate(data["plans"]) if set(each) == {name}) for name in NAMES}
+    predicted, found = [], []
+    for trial in data["trials"]:
+        times = {name: trial[where][0] for name, where in alone.items()}
+        predicted.append(dynamic_speedup(counts, times, "high", 1, trial[place][1]))
+        found.append(times["high"] / trial[place][0])
+    of_bytes = len(plan) * read["high"] / sum(count * read[name] for name, count in counts.items())
+    return {"of_bytes": of_bytes, "predicted": predicted, "measured": found}
+
+
+def draw_bandwidth(data: Mapping[str, Any], figure: Any) -> None:
+    """Bars: what bytes predict, what the times of the gears predict, and what was measured, with its range."""
+    axes = figure.subplots()
+    found = [speedups(data, place) for place in range(len(MIXTURES))]
+    middle = {way: [statistics.median(each[way]) for each in found] for way in ("predicted", "measured")}
+    ends = [[m - min(e["measured"]) for m, e in zip(middle["measured"], found)]]
+    ends.append([max(e["measured"]) - m for m, e in zip(middle["measured"], found)])
+    bars = (
+        ("by bytes", [each["of_bytes"] for each in found], None, BLUE),
+        ("by the times of the gears", middle["predicted"], None, ORANGE),
+        ("measured", middle["measured"], ends, VERMILION),
+    )
+    for place, (label, heights, range_of, color) in enumerate(bars):
+        left = [x + 0.27 * (place - 1) for x in range(len(found))]
+        style = {"color": color, "hatch": HATCHES[place], "label": label, "edgecolor": "white"}
+        axes.bar(left, heights, 0.25, yerr=range_of, error_kw={"linewidth": 0.8, "capsize": 2}, **style)
+    axes.axhline(1, **GUIDE)
+    axes.set_xticks(range(len(found)), [mixture_name(shares) for shares in MIXTURES])
+    axes.set(xlabel="tokens in low, mid and high gear, %", ylabel="speed, high gear alone = 1")
+    axes.legend()
+
+
+def mixture_name(shares: tuple[float, ...]) -> str:
+    return ", ".join(f"{100 * each:.0f}" for each in shares)
+
+
+def table_bandwidth(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """For each mixture: shifts, and how many times as fast as high gear alone it is by each account."""
+    rows = []
+    for place, (shares, plan) in enumerate(zip(MIXTURES, data["plans"])):
+        found = speedups(data, place)
+        speeds = [spread(found[way]) for way in ("predicted", "measured")]
+        rows.append([mixture_name(shares), str(len(shifts(plan))), f"{found['of_bytes']:.2f}", *speeds])
+    return ["low, mid, high, %", "shifts", "by bytes", "by the times of the gears", "measured"], rows
 
 
 Table = tuple[list[str], list[list[str]]]
@@ -542,6 +623,7 @@ PICTURES = {
     "routing_trace": PaperPicture(measure_routing_trace, draw_routing_trace, table_routing_trace),
     "residency": PaperPicture(measure_residency, draw_residency, table_residency),
     "gear_shares": PaperPicture(measure_gear_shares, draw_gear_shares, table_gear_shares),
+    "bandwidth": PaperPicture(measure_bandwidth, draw_bandwidth, table_bandwidth),
 }
 
 

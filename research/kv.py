@@ -186,6 +186,6 @@ def kv_cost(trials: int = 9) -> Found:
     """What the gears of the KV cache save: bytes that a decode step reads, and its time, in attention and in all.
 
     The demo model is widened, over random keys and values. A step is timed with planes beside entries (4,8,16) and
-    with planes alone (4,8). In each trial every gear takes its turn; a ratio is of processor times within one trial.
+    with planes alone (4,8). In each trial every gear takes its turn; a ratio compares processor times within one trial.
     """
     return Found({"kv_cost": cost(trials)})

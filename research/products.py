@@ -109,8 +109,8 @@ def vectors(trials: int = 7) -> Found:
     """Products over dense bfloat16 weights: what more vectors cost, beside reading them; GEARBX_THREADS=1 for one
     thread.
 
-    Matrices that are larger together than the caches are multiplied by 1 to 512 vectors. Ratios are of two times within
-    one trial. CPU time is counted, so that other work on the machine counts less.
+    Matrices that are larger together than the caches are multiplied by 1 to 512 vectors. Ratios hold within one
+    trial. CPU time is counted, so that other work on the machine counts less.
     """
     mx.set_default_device(mx.cpu)
     columns = [time_width(native_kernels(), width, trials) for width in WIDTHS]

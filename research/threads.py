@@ -1,9 +1,8 @@
-"""Products on 1, 2, ... all cores, and AION's Table 2, its Figure 2 and its cost model.
+"""Products on 1, 2, ... all cores, and AION's Table 2 and its Figure 2.
 
 threads: a product with one vector in 4, 8 and 16 bits, against one thread and the read bandwidth of as many threads.
 w4a8: are products of integers faster than those of widened weights? Every implementation multiplies the same matrix,
-all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs). The terms of the cost model (AION 5.2)
-hold for one thread, from products whose weights are in a cache.
+all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs).
 
 Each number of threads is a process of its own in each trial: their number is fixed when a process begins.
 """
@@ -13,8 +12,7 @@ import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from pages import table
 from rich.progress import track
 
 from gearbx_mlx.benchmark import MatrixBenchmark
@@ -42,8 +39,7 @@ from gearbx_mlx.benchmark.measuring import (
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
-from gearbx_mlx.kernels.products import SymmetricCodes, dense_product, symmetric_product
-from gearbx_mlx.kernels.tuner import enough_calls
+from gearbx_mlx.kernels.products import dense_product
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color, gear_marker
 
@@ -119,7 +115,7 @@ def trial_of(what: str, sizes: MatrixBenchmark, threads: int) -> Any:
 
 
 def thread_row(threads: int, bits: int, found: list[dict[int, Trial]], alone: list[dict[int, Trial]]) -> dict[str, Any]:
-    """Medians over trials. Speedups are over one thread in the same trial; `spread` is of these."""
+    """Medians over trials. Speedups are over one thread in the same trial; `spread` is theirs."""
     speedups = [one[bits]["seconds"] / many[bits]["seconds"] for one, many in zip(alone, found)]
     seconds, shares, bandwidths = (
         statistics.median(trial[bits][name] for trial in found)
@@ -187,31 +183,18 @@ def draw_threads(rows: Rows, path: Path) -> None:
     save(figure, path)
 
 
-# AION's Table 2 and its cost model
+# AION's Table 2
 
 FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
 EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
-W8A8 = "W8A8"  # for the terms alone
-MEANINGS = {
-    "memory, float32": "what a weight takes more from memory than from the cache",
-    "memory, 4 bits": "the same (W4A8)",
-    "fma": "multiply and add float32",
-    "dequant": "widen 4 bits to float32",
-    "sdot": "multiply and add bytes",
-    "unpack": "widen 4 bits to bytes",
-    "quant_act": "round the activations, shared by all rows",
-    "arithmetic": "fma - sdot: what integers save (equation 3)",
-    "overhead": "quant_act + unpack - dequant: what they cost more (equation 4 leaves unpack out)",
-}
 NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
-FEW, MANY = 16, 64  # rows whose weights a cache has room for; more of them cost the weights alone
-ROUNDS, REPEATS = 15, 3  # of products in the cache, and from memory
+REPEATS = 3  # of products from memory
 W4A8_LINES = {FLOAT32: "o", WEIGHT_ONLY: "s", W4A16: "^", W4A8: "D"}  # of the picture, with their markers
 
 
 @study("docs/performance.md", writes="images/w4a8.png", minutes=4)
 def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int = 7, most: int | None = None) -> Found:
-    """AION's Table 2 and cost model: products of 4-bit weights by floats, integers, one by one and by numpy.
+    """AION's Table 2: products of 4-bit weights by floats, integers, one by one and by numpy.
 
     Args:
         megabytes: of weights, read in a trial.
@@ -219,7 +202,7 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
     """
     sizes = MatrixBenchmark(trials, rows=rows, cols=cols, megabytes=megabytes)
     measured = trials_on_threads("w4a8", sizes, most)
-    found, terms = w4a8_rows(measured, sizes), terms_of(measured[1], sizes)
+    found = w4a8_rows(measured, sizes)
     lines = [
         [
             *(row["implementation"], row["threads"], f"{row['products_per_second']:.0f}"),
@@ -228,17 +211,13 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
         for row in found
     ]
     head = ["implementation", "threads", "products/s", "times float32", "spread"]
-    of_terms = [
-        [row["term"], row["meaning"], f"{row['picoseconds_per_weight']:.1f}", span(row["spread"])] for row in terms
-    ]
-    tables = {"w4a8": table_here(head, lines), "terms": table(["term", "meaning", "ps a weight", "spread"], of_terms)}
-    return Found(tables, {"rows": found, "terms": terms}, {"w4a8.png": partial(draw_w4a8, found)})
+    return Found({"w4a8": table_here(head, lines)}, found, {"w4a8.png": partial(draw_w4a8, found)})
 
 
 def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
     """A row for each implementation and number of threads: medians over trials.
 
-    `times_float32`: over float32 on as many threads, in the same trial; `spread` is of it. `bytes`: of the matrix.
+    `times_float32`: over float32 on as many threads, in the same trial; `spread` is its. `bytes`: of the matrix.
     """
     bytes_of = {FLOAT32: 4 * sizes.rows * sizes.cols}
     packed = sizes.rows * -(-sizes.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)
@@ -262,46 +241,10 @@ def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
     return rows
 
 
-def terms_of(alone: list[Trial], sizes: MatrixBenchmark) -> Rows:
-    """A row for each term of the cost model: the median over trials on one thread, in picoseconds per weight."""
-    weights = sizes.rows * sizes.cols
-    each = [terms_of_trial(trial, weights) for trial in alone]
-    return [
-        {
-            "term": term,
-            "meaning": meaning,
-            "picoseconds_per_weight": statistics.median(found[term] for found in each),
-            "spread": spread_of([found[term] for found in each]),
-        }
-        for term, meaning in MEANINGS.items()
-    ]
-
-
-def terms_of_trial(trial: Trial, weights: int) -> dict[str, float]:
-    """The terms of one trial, in picoseconds per weight of a matrix with so many weights."""
-    cached = {name: 1e12 * line[0] for name, line in trial["cached"].items()}
-    calls = {name: 1e12 * line[1] for name, line in trial["cached"].items()}
-    whole = {name: 1e12 * seconds / weights for name, seconds in trial["seconds"].items()}
-    rounding = (calls[W4A8] - calls[FLOAT32]) / weights
-    unpack, dequant = cached[W4A8] - cached[W8A8], cached[WEIGHT_ONLY] - cached[FLOAT32]
-    return {
-        "memory, float32": whole[FLOAT32] - cached[FLOAT32],
-        "memory, 4 bits": whole[W4A8] - cached[W4A8] - rounding,
-        "fma": cached[FLOAT32],
-        "dequant": dequant,
-        "sdot": cached[W8A8],
-        "unpack": unpack,
-        "quant_act": rounding,
-        "arithmetic": cached[FLOAT32] - cached[W8A8],
-        "overhead": rounding + unpack - dequant,
-    }
-
-
 def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     """Seconds of a product with one vector for each implementation, threads and GB/s of memory.
 
-    On one thread also those of the baselines, and `cached`: for each way to multiply, seconds of processor time of a
-    weight in the cache, and of a call without rows.
+    On one thread also those of the baselines.
     """
     module, total = native_module(), megabytes * 2**20
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
@@ -317,7 +260,6 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     found = {"threads": module.threads(), "seconds": seconds, "bandwidth": float(np.median(bandwidths))}
     if module.threads() == 1:
         seconds |= baselines(module, weight, x)
-        found["cached"] = in_cache(x)
     return found
 
 
@@ -340,44 +282,6 @@ def emulated(packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarra
     codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*scales.shape, groupwise.GROUP)
     weights = (codes.astype(np.float32) - 8) * scales[..., None]
     return weights.reshape(len(packed), -1) @ x
-
-
-def in_cache(x: mx.array) -> dict[str, list[float]]:
-    """Way to multiply to seconds per weight and seconds of a call without rows, by a line through two sizes."""
-    weight = mx.random.normal((MANY, x.shape[1]), key=mx.random.key(2)) * 0.02
-    ways = {(name, rows): make for rows in (FEW, MANY) for name, make in ways_of(weight[:rows], x)}
-    calls = {key: enough_calls(make) for key, make in ways.items()}
-    rounds = [{key: processor_seconds(make, calls[key]) for key, make in ways.items()} for _ in range(ROUNDS)]
-    times = {key: min(found[key] for found in rounds) for key in ways}
-    lines = {}
-    for name in dict.fromkeys(name for name, _ in ways):
-        per_row = (times[name, MANY] - times[name, FEW]) / (MANY - FEW)
-        lines[name] = [per_row / weight.shape[1], times[name, FEW] - FEW * per_row]
-    return lines
-
-
-def processor_seconds(make: Callable[[], list[Any]], calls: int) -> float:
-    """Processor time of one call on one thread: other programs on the machine add nothing to it."""
-    built = [array for _ in range(calls) for array in make()]
-    mx.synchronize()
-    start = time.process_time()
-    mx.eval(built)
-    return (time.process_time() - start) / calls
-
-
-def ways_of(weight: mx.array, x: mx.array) -> Iterator[tuple[str, Callable[[], list[Any]]]]:
-    """The products with a small matrix: as floats, as codes with floats, as codes with integers, as plain bytes."""
-    width = weight.shape[1]
-    codes, scales = groupwise.quantize(weight)
-    groups = SymmetricCodes(rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales, groupwise.BITS, width)
-    whole, row_scales = rowwise.quantize(weight, 8)
-    rows = SymmetricCodes(rowwise.pack_symmetric_codes(whole, 8), row_scales, 8, width)
-    copy = weight + 0
-    mx.eval(groups.weight, scales, rows.weight, row_scales, copy)
-    yield FLOAT32, lambda: [dense_product(x, copy)]
-    yield WEIGHT_ONLY, lambda: [symmetric_product(x, groups)]
-    yield W4A8, lambda: [symmetric_product(x, groups, x_bits=8)]
-    yield W8A8, lambda: [symmetric_product(x, rows, x_bits=8)]
 
 
 def draw_w4a8(rows: Rows, path: Path) -> None:

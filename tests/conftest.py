@@ -211,9 +211,23 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+# Files with the longest tests. One of these that began last would keep one core at work while the others wait.
+LONGEST = (
+    "test_native_cores.py",
+    "test_build.py",
+    "test_documents.py",
+    "test_fuzzing.py",
+    "test_bench.py",
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of a function with the mark `some(n)`, n cases run by default, evenly spread; the others are marked `matrix`."""
+    """Tests of the LONGEST files come first.
+
+    Of a function with the mark `some(n)`, n cases run by default, evenly spread; the others are marked `matrix`.
+    """
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     cases = defaultdict(list)
     for item in items:
         if mark := item.get_closest_marker("some"):

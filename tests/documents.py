@@ -42,14 +42,17 @@ STANDS_FOR_DEMO = (
     "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
     "--small-model small",
 )
+# By the words that a command has; of several that fit, the longest.
 SHORTER = {
     "generate": "--max-tokens 6",
+    "generate --calibrate-base": "--max-tokens 6 --calibrate-base text.txt",
     "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12 --max-tokens 8",
     "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
-    "convert --format": "--manage attention",
+    "convert codebook": "--manage attention",
+    "convert --calibrate": "--manage attention --calibrate text.txt",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
     "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
@@ -179,8 +182,9 @@ def on_the_demo_model(text: str) -> str:
 
 def shortened(part: str) -> str:
     name, arguments = command_of(part) or ("", "")
-    shorter = SHORTER.get(f"{name} {arguments.split(' ')[0]}") or SHORTER.get(name, "")
-    return f"{part} {shorter}".strip()
+    words = {*arguments.split()}
+    fitting = [key for key in SHORTER if key.split()[0] == name and words.issuperset(key.split()[1:])]
+    return f"{part} {SHORTER[max(fitting, key=len)]}" if fitting else part
 
 
 @dataclass

@@ -166,6 +166,26 @@ class TestMeasured:
         assert set(Allocator(exact, narrow).for_bytes(10**9).bits.values()) == {4}
         assert set(Allocator(exact, narrow, ranges=False).for_bytes(10**9).bits.values()) == {8}
 
+    def test_ranges_that_allow_no_table_within_the_bytes_are_left_out(self, measured):
+        """Half of the layers have 8 bits or more: the table of the fewest bits then costs more KL than 4 everywhere."""
+        exact, manifest = measured
+        low = sorted(manifest.layers, key=lambda path: manifest.layers[path].kl[3])[len(manifest.layers) // 2 :]
+        layers = {
+            path: LayerPrecision(e.kind, e.weights, 3 if path in low else 8, 16, e.kl)
+            for path, e in manifest.layers.items()
+        }
+        ranged = PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
+        allocator = Allocator(exact, ranged, trials=0)
+        uniform = dict.fromkeys(manifest.layers, 4)
+        budget = allocator.budget(4.5)
+        floors = {path: layer.min_bits for path, layer in layers.items()}
+        assert allocator.bytes_of(floors) == allocator.fewest_bytes > budget
+        assert exact.measure_caps(floors).kl > exact.measure_caps(uniform).kl
+        found = allocator.fitting(budget).for_bytes(budget)
+        assert found.bytes <= budget
+        assert found.distance.kl < exact.measure_caps(uniform).kl
+        assert allocator.fitting(allocator.fewest_bytes) is allocator
+
 
 TEXT = ("--num-samples", 2, "--sequence-length", 24)
 
@@ -212,6 +232,17 @@ class TestCommand:
         result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-bytes", "10kB", "--exchanges", 0)
         assert "no table meets 10000 bytes; the nearest has 3.500 bits per weight" in result.err
         assert set(read_precision(tmp_path / "m.json").gears[4].bits.values()) == {3}
+
+    def test_ranges_beyond_the_target_are_left_out_with_a_word(self, command, manifest, tmp_path):
+        file = tmp_path / "ranged.json"
+        made = json.loads(manifest.read_text())
+        for layer in made["layers"].values():
+            layer["min_bits"] = 8
+        file.write_text(json.dumps(made))
+        result = self.run(command, file, tmp_path, "--gears", "4,16", "--exchanges", 0)
+        assert result.status == 0, result.err
+        assert "ranges of the manifest allow 8.500 bits per weight and more; they are left out for 4.5" in result.err
+        assert read_precision(tmp_path / "m.json").gears[4].bits_per_weight <= 4.5
 
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """As if a byte took a nanosecond, and the rest of a token a millisecond."""

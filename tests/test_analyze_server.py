@@ -319,8 +319,8 @@ def test_the_key_of_the_environment_is_sent_and_in_no_file(asked, monkeypatch, t
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--model", "x"), "--model is of a model that is loaded here"),
-        (("--dtype", "float32"), "--dtype is of a model that is loaded here"),
+        (("--model", "x"), "--model is for a model that is loaded here"),
+        (("--dtype", "float32"), "--dtype is for a model that is loaded here"),
         (("--max-tokens", "-1"), "--max-tokens is -1"),
         (("--ignore-chat-template", "--system-prompt", "x"), "--system-prompt goes into the chat template"),
         (("--server-timeout", "nan"), "--server-timeout is nan"),
@@ -338,7 +338,7 @@ def test_flags_that_do_not_go_with_a_server(asked, flags, words):
 def test_flags_of_a_server_need_one(command, tmp_path):
     result = command("analyze", "--prompts", tmp_path / "p.txt", "--server-model", "m")
     assert result.status == 2
-    assert "--server-model is of a server; name it with --server" in result.err
+    assert "--server-model is for a server; name it with --server" in result.err
 
 
 @pytest.mark.slow

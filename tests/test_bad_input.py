@@ -101,6 +101,37 @@ def test_a_config_that_is_no_json_object(command, copied, content):
     assert_refused(command("generate", "--model", copied), copied / "config.json")
 
 
+def edit_tokenizer(copied: Path, **change: object) -> None:
+    file = copied / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+@pytest.mark.parametrize("longest", ["", [512]])
+def test_a_longest_text_that_is_no_number(command, copied, longest):
+    edit_tokenizer(copied, model_max_length=longest)
+    result = command("generate", "--model", copied)
+    assert_refused(result, copied / "tokenizer_config.json", f"model_max_length is {json.dumps(longest)}, not a number")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("sensitivity", "--bits", "4", "--num-samples", 1, "--sequence-length", 8),
+        ("evaluate", "--tokens", 8, "--context", 8),
+        ("calibrate", "--target-kl", "1", "--tokens", 8, "--context", 8),
+    ],
+    ids=str,
+)
+def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_path, flags):
+    """A tokenizer that has a token more than the model: NumPy or MLX would read beyond what is there."""
+    edit_tokenizer(copied, eos_token=" ")
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small house on a hill, and a dog lived in it.")
+    result = command(*flags, "--data", text, "--model", copied, "--out", tmp_path / "out")
+    assert result.status == 2
+    assert result.err.splitlines()[-1] == f"error: {text} has token 4096, and the model knows 0 to 4095"
+
+
 def edit(copied: Path, **change: object) -> None:
     config = json.loads((copied / "config.json").read_text()) | change
     (copied / "config.json").write_text(json.dumps(config))

@@ -2,11 +2,11 @@
 
 import json
 
-import httpx
 import pytest
 from http_server import WORD_PROBLEM, served
 
 from gearbx_mlx.benchmark.server import Client, ClientRequest, listens, prompts, row
+from gearbx_mlx.errors import GearbxError
 
 pytestmark = pytest.mark.processes
 
@@ -70,8 +70,15 @@ def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, 
 
 
 def test_a_server_that_is_not_there_is_an_error():
-    with Client("http://127.0.0.1:9") as client, pytest.raises(httpx.ConnectError):
+    with Client("http://127.0.0.1:9") as client, pytest.raises(GearbxError, match=r":9/?: ConnectError"):
         client.ask(ClientRequest(WORD_PROBLEM, 4))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_refused_is_an_error_in_the_servers_words(url, stream):
+    with Client(url) as client, pytest.raises(GearbxError, match=r"/v1/completions answers 400: .* context") as caught:
+        client.ask(ClientRequest(WORD_PROBLEM * 100, 4, stream))
+    assert "\n" not in str(caught.value)
 
 
 def test_prompts_are_unlike_from_the_beginning_and_the_same_in_every_run():

@@ -146,7 +146,7 @@ class TestPipes:
         for flags in (("--gear", "low"), ("--target-tps", "9"), ("--draft-model", "x")):
             done = command("chat", "--small-model", DEMO_MODEL, *flags)
             assert (done.status, done.out) == (2, "")
-            assert f"{flags[0]} is of one model; leave it out with --small-model" in done.err
+            assert f"{flags[0]} is for one model; leave it out with --small-model" in done.err
 
 
 class TestCommands:

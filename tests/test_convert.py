@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,6 +16,7 @@ from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.conversion.model_card import Provenance, provenance
 from gearbx_mlx.convert import convert as convert_model
 from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.loading import DEMO_MODEL
@@ -113,7 +115,7 @@ class TestGearsFromDisk:
         saved = Gearbox(model)
         saved.shift("high")
         assert same_model(model, made.model)
-        with pytest.raises(GearbxError, match="are of manage mlp, not all"):
+        with pytest.raises(GearbxError, match="manage mlp, not all"):
             Gearbox(gearbx_mlx.load(out)[0], manage="all")
 
     def test_in_another_type_they_are_those_of_the_model_in_that_type(self, convert):
@@ -307,6 +309,13 @@ class TestModelCard:
         assert command("convert", "--model", source, "--mlx-path", out).status == 0
         data = ModelCard.load(out / "README.md").data
         assert (data.license, data.tags) == ("apache-2.0", ["tales", "mlx", "gearbx-mlx"])
+
+    @pytest.mark.parametrize("given", ["smollm2", "tales.gguf"])
+    def test_looks_nothing_up_on_the_hub_for_what_is_not_there(self, given, tmp_path, monkeypatch):
+        monkeypatch.setattr(ModelCard, "load", lambda *_, **__: pytest.fail("looked up"))
+        monkeypatch.chdir(tmp_path)
+        Path("tales.gguf").touch()
+        assert provenance("geared", given, tmp_path) == Provenance("geared", None, given, {})
 
     def test_is_what_is_uploaded(self, command, tmp_path, monkeypatch):
         uploaded = {}

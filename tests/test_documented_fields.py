@@ -2,15 +2,14 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from documents import PAGES, ROOT, described_fields
+from documents import PAGES, described_fields
 from mlx_lm.generate import GenerationResponse
 
 from gearbx_mlx import GearResponse, evaluate
@@ -39,9 +38,12 @@ def runs(tmp_path_factory):
     named = [("--mode", mode, *flags) for mode, flags in modes.items()]
     for flags in [*named, ("--cost", "time", *tale), ("--tolerance", "0.5", *tale), ("--gear", "low")]:
         path = tmp_path_factory.mktemp("run")
-        command = [sys.executable, "-m", "gearbx_mlx", "generate", "--max-tokens", "12", *flags]
-        command += ["--trace", path / "t.jsonl", "--summary", path / "s.json"]
-        subprocess.run(command, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        command = ["generate", "--max-tokens", "12", *flags, "--trace", path / "t.jsonl", "--summary", path / "s.json"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [*map(str, command)])
+            with pytest.raises(SystemExit) as stopped:
+                import_module("gearbx_mlx.generate").main()
+        assert not stopped.value.code
         records = [json.loads(line) for line in (path / "t.jsonl").read_text(encoding="utf-8").splitlines()]
         found.append(SimpleNamespace(summary=json.loads((path / "s.json").read_text()), records=records))
     return found

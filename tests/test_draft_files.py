@@ -14,6 +14,7 @@ from mlx_lm.models.cache import (
 from gearbx_mlx import Gearbox, entropy_bits
 from gearbx_mlx.decoding.draft_plans import find_rule, shipped
 from gearbx_mlx.decoding.draft_trials import record_agreement
+from gearbx_mlx.decoding.second_look import looking, second_head
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import parse_draft_file
 
@@ -47,7 +48,8 @@ class TestDraftingFiles:
         demo.model(mx.array(prompt[:-1])[None], cache=cache)
         geared_demo.shift("low")
         for token, wanted, entropy, agrees in zip([prompt[-1], *text], text, found.entropies, found.agrees):
-            logits = demo.model(mx.array([[token]]), cache=cache)[0, -1]
+            with looking(second_head(geared_demo, low)):
+                logits = demo.model(mx.array([[token]]), cache=cache)[0, -1]
             assert entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-4)
             assert agrees == (mx.argmax(logits).item() == wanted)
 

@@ -114,7 +114,7 @@ class TestUse:
 
     def test_times_of_another_machine_are_left_out_and_said_to_be(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
-        with pytest.warns(GearbxWarning, match="times are of other conditions .elsewhere."):
+        with pytest.warns(GearbxWarning, match="times belong to elsewhere"):
             assert times_here(times_of("elsewhere"), gearbox) is None
 
     def test_a_text_does_not_begin_with_times_of_another_machine(self, geared_demo):

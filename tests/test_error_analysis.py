@@ -4,12 +4,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import heavy, tiny_model
+from conftest import heavy, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxError
+from research import attention
 from research import errors as analysis
-from research.errors import PARTS, attention_errors, by_head, inputs_of, relative_entropy
+from research.attention import PARTS, attention_errors, relative_entropy
 
 TOKENS = [(7 * i + i * i) % 50 for i in range(40)]
 
@@ -81,15 +82,56 @@ def test_codes_of_few_values_are_flagged_and_quantizing_alike_adds_nothing(model
     assert rows["same", "4"]["total"] == pytest.approx(rows["4", "4"]["total"], rel=1e-4)
 
 
-def test_what_heads_add_is_the_output_of_attention(model):
-    for block, x in zip(model.layers, inputs_of(model, TOKENS)):
-        attention = block.self_attn
-        exact = {name: getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-        added, probabilities = by_head(attention, x, exact)
-        assert added.shape[0] == attention.n_heads
-        expected = np.array(attention(x[None], "causal")[0])
+@pytest.mark.parametrize("architecture", [None, "qwen3", "phi3", "gpt_neox", "gemma3_text"])
+def test_what_heads_add_is_the_output_of_attention(architecture, model):
+    model = tiny_model(architecture) if architecture else model
+    with attention.watched(model) as noted:
+        model(mx.array([TOKENS]))
+    assert len(noted) == len(model.layers)
+    for call in noted:
+        heads = call.attended.queries.shape[1]
+        out = attention.by_head(call.output, heads)
+        added = call.attended.probabilities() @ call.attended.spread_values() @ out
+        assert added.shape[0] == heads
+        expected = np.array(call.module(*call.arguments, **call.keywords)[0]) - np.array(call.output.get("bias", 0.0))
         np.testing.assert_allclose(np.array(added.sum(axis=0)), expected, atol=1e-5 * np.abs(expected).max() + 1e-7)
-        np.testing.assert_allclose(np.array(probabilities.sum(axis=-1)), 1, atol=1e-5)
+        np.testing.assert_allclose(np.array(call.attended.probabilities().sum(axis=-1)), 1, atol=1e-5)
+
+
+def test_watching_leaves_no_trace(model):
+    before = {kind: vars(kind).get("__call__") for kind in {type(module) for module in model.modules()}}
+    attend = mx.fast.scaled_dot_product_attention
+    expected = np.array(model(mx.array([TOKENS])))
+    with attention.watched(model):
+        np.testing.assert_array_equal(np.array(model(mx.array([TOKENS]))), expected)
+    with pytest.raises(TypeError), attention.watched(model):
+        model(None, None, None, None, None, None)
+    assert mx.fast.scaled_dot_product_attention is attend
+    assert {kind: vars(kind).get("__call__") for kind in before} == before
+
+
+def test_only_inputs_of_attention_change_while_it_is_called_again(model):
+    (call, *_), weights = attention.calls_of(model, TOKENS), weights_of(model)
+    other = attention.changed(call, lambda weight: 2 * weight)
+    names = ("queries", "keys", "values")
+    for name in names:
+        twice, once = np.array(getattr(other, name)), np.array(getattr(call.attended, name))
+        np.testing.assert_allclose(twice, 2 * once, rtol=1e-5, atol=1e-6)
+    assert same_weights(weights_of(model), weights)
+
+
+def test_sinks_take_a_part_and_a_mask_hides():
+    random = np.random.default_rng(0)
+    queries, keys = (mx.array(random.standard_normal((1, heads, 4, 8)).astype(np.float32)) for heads in (4, 2))
+    sinks = mx.array([0.0, 1.0, 2.0, 3.0])
+    seen = np.tril(np.ones((4, 4), bool))
+    plain = attention.Attended(queries, keys, keys, 0.5, mx.array(seen)).probabilities()
+    causal = attention.Attended(queries, keys, keys, 0.5, "causal", sinks).probabilities()
+    scores = 0.5 * np.array(queries[0]) @ np.repeat(np.array(keys[0]), 2, axis=0).swapaxes(1, 2)
+    shares = np.where(seen, np.exp(scores), 0)
+    np.testing.assert_allclose(np.array(plain), shares / shares.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
+    whole = shares.sum(-1, keepdims=True) + np.exp(np.array(sinks))[:, None, None]
+    np.testing.assert_allclose(np.array(causal), shares / whole, rtol=1e-4, atol=1e-6)
 
 
 def test_relative_entropy_is_one_for_equal_shares_and_zero_for_one_position():
@@ -110,9 +152,26 @@ def test_an_error_in_one_projection_is_that_of_its_own_output(model):
     assert sum(row["samples"] for row in by_part["Q and K"]) == heads * len(model.layers) * len(TOKENS)
 
 
-def test_the_attention_of_other_models_is_refused():
-    with pytest.raises(GearbxError, match=r"the attention of layer 0 .* for models such as Llama alone"):
-        attention_errors(tiny_model("qwen3"), [TOKENS])
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(GearbxError, match="no layer of this model calls MLX's attention"):
+        attention_errors(tiny_model("mamba2"), [TOKENS])
+
+
+KINDS = ("deepseek_v3", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "mixtral", "cohere2", "olmo2")
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_every_kind_of_attention_is_analysed(architecture):
+    model = tiny_model(architecture)
+    rows = attention_errors(model, [TOKENS], first=4)
+    counted = {part: sum(row["samples"] for row in rows if row["part"] == part) for part in PARTS}
+    assert counted["Q and K"] == counted["V"] > 0
+    errors = [row["error"] for row in rows if row["samples"]]
+    assert all(0 < error < 1 for error in errors)
+    low, high = (gearbox := Gearbox(model, "4,16", kernels="mlx")).ladder
+    for row in analysis.kv_errors(gearbox, [TOKENS], [low, high], [8]):
+        assert row["kl"] > 0
+        assert 0 <= row.get("keys", 0) < 1  # caches of windows that the text overruns keep none of the whole text
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """The pictures of the paper: what is measured for them, their tables, and that they are drawn."""
 
 import math
+from dataclasses import replace
+from statistics import median
 from xml.etree import ElementTree
 
 import mlx.core as mx
@@ -25,7 +27,7 @@ def linear_size():
 @pytest.fixture(scope="module")
 def data():
     """What was measured, by picture."""
-    subject = subject_of(None, 24)
+    subject = replace(subject_of(None, 24), shape="256x2")
     return {name: picture.measure(subject) for name, picture in PICTURES.items()}
 
 
@@ -101,6 +103,24 @@ def test_ways_of_a_pass_have_their_times(data):
     ways = {(row["gear"], row["way"]): row["of dense"] for row in rows(data, "forward_latency")}
     assert ways["high", "dequant cache"] == "1.00 (1.00 to 1.00)"
     assert float(ways["low", "first pass, unpacking"].split()[0]) > 1
+
+
+def test_a_mixture_is_compared_with_high_gear_of_the_same_trial(data):
+    found = data["bandwidth"]
+    assert len(found["trials"]) == 5
+    assert found["bytes"]["low"] < found["bytes"]["mid"] < found["bytes"]["high"]
+    table = rows(data, "bandwidth")
+    assert [row["low, mid, high, %"] for row in table][2] == "55, 25, 20"
+    high = table[0]
+    assert (high["by bytes"], high["measured"]) == ("1.00", "1.00 (1.00 to 1.00)")
+    plan, read = found["plans"][2], found["bytes"]
+    assert [plan.count(name) for name in ("low", "mid", "high")] == [33, 15, 12]
+    by_bytes = 60 * read["high"] / (33 * read["low"] + 15 * read["mid"] + 12 * read["high"])
+    assert table[2]["by bytes"] == f"{by_bytes:.2f}"
+    low, mid, top = 5, 4, 0  # the places of the gears alone
+    by_times = [60 * t[top][0] / (t[2][1] + 33 * t[low][0] + 15 * t[mid][0] + 12 * t[top][0]) for t in found["trials"]]
+    assert table[2]["by the times of the gears"].startswith(f"{median(by_times):.2f} (")
+    assert table[2]["measured"].startswith(f"{median(t[top][0] / t[2][0] for t in found['trials']):.2f} (")
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ class TestIsTheTopGear:
         seen = []
 
         def processor(tokens, logits):
-            seen.append((geared_demo.gear.name, tokens.tolist()))
+            seen.append(tokens.tolist())
             return logits
 
         prompt = demo.tokenizer.encode(QUESTION)
@@ -176,9 +176,10 @@ class TestIsTheTopGear:
             )
         )
         made = [r.token for r in responses]
-        drafts = [tokens for gear, tokens in seen if gear == "low"]
-        checks = [tokens for gear, tokens in seen if gear == "high"]
-        assert checks == [prompt + made[:i] for i in range(len(made) + 1)]
+        checks = [prompt + made[:i] for i in range(len(made) + 1)]
+        drafts = seen.copy()
+        for tokens in checks:
+            drafts.remove(tokens)
         assert all(tokens[: len(prompt)] == prompt and len(tokens) < len(prompt) + 30 for tokens in drafts)
         assert sum(tokens in checks for tokens in drafts) > 15  # drafts on the right way look back at the same tokens
 

@@ -17,7 +17,7 @@ PROMPTS = [
     "The",
     "Question: Mia reads 20 pages a day. How many pages does she read in a week?\nAnswer:",
 ]
-REPEATED = "a b c d e f g h i j " * 12
+REPEATED = "a b c d e f g h i j " * 24
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ class TestTexts:
         done = together(gearbox, demo.tokenizer, prompts, 12, Lossless(draft_length=3))
         assert tokens_of(done) == expected
 
-    @pytest.mark.parametrize(("gears", "least", "most"), [("2,16", 0.0, 0.6), ("8,16", 0.6, 1.0)])
+    @pytest.mark.parametrize(("gears", "least", "most"), [("2,16", 0.0, 0.7), ("8,16", 0.7, 1.0)])
     def test_with_drafts_often_wrong_or_mostly_right(self, gears, least, most, fresh_demo, texts):
         gearbox = Gearbox(fresh_demo.model, gears, kernels="auto")
         done = together(gearbox, fresh_demo.tokenizer, mode=Lossless(draft_length=3))

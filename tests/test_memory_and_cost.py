@@ -2,6 +2,8 @@
 
 import gc
 import shutil
+import subprocess
+import sys
 import warnings
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
 from gearbx_mlx.gears.cost import break_even_tokens, dynamic_speedup, whole_model_speedup
+from gearbx_mlx.gears.offload import heap_trim
 from gearbx_mlx.loading import DEMO_MODEL
 
 
@@ -127,6 +130,36 @@ class TestResidency:
             gearbox.shift("high")
         assert gearbox.gear.name == "low"
         assert same_weights(weights_of(model), before)
+
+
+# A model whose linear layers have some 100 MB, which shifts between gears; what it prints is the size of the process.
+RESIDENT_SET = """
+import sys
+from pathlib import Path
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from gearbx_mlx import Gearbox
+sizes = dict(hidden_size=256, num_hidden_layers=30, intermediate_size=768, num_attention_heads=8, num_key_value_heads=8)
+model = llama.Model(llama.ModelArgs(model_type="llama", rms_norm_eps=1e-5, vocab_size=512, **sizes))
+directory = Path(sys.argv[1])
+mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+gearbox = Gearbox(model, "4,16", residency="disk", checkpoint=directory, kernels="mlx")
+for gear in ("low", "high") * 2:
+    gearbox.shift(gear)
+    mx.eval(model.parameters())
+    status = Path("/proc/self/status").read_text()
+    print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmRSS")))
+print(sum(layer.module.weight.nbytes for layer in gearbox.layers) // 1024)
+"""
+
+
+@pytest.mark.skipif(heap_trim() is None, reason="memory is glibc's to give back")
+def test_residency_disk_gives_memory_back_to_the_system(tmp_path):
+    done = subprocess.run([sys.executable, "-c", RESIDENT_SET, tmp_path], capture_output=True, text=True, check=True)
+    *_, low, high, dense = map(int, done.stdout.split())
+    assert dense > 80_000
+    assert high - low > 0.9 * dense
 
 
 class TestDoubleQuantization:

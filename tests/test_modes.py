@@ -67,7 +67,7 @@ class TestRegistry:
             (["--mode", "static", "--gear", "reverse"], "no gear 'reverse' in the ladder 4,8,16"),
             (["--mode", "static", "--gear", ""], "--gear is empty"),
             (["--model", ""], "--model is empty"),
-            (["--small-model", "x", "--gear", "low"], "--gear is of one model"),
+            (["--small-model", "x", "--gear", "low"], "--gear is for one model"),
         ],
     )
     def test_a_flag_of_another_mode_is_refused(self, command, flags, message):

@@ -24,4 +24,5 @@ def test_on_an_emulated_arm_processor(check, compiler, flags):
 
 
 def test_core_on_an_emulated_arm_processor_with_i8mm():
-    programs.run_on_arm(CHECKS[0].with_name("check_core.c"), *programs.I8MM)
+    check = CHECKS[0].with_name("check_core.c")
+    programs.run_on_arm(check, programs.GCC, programs.DOT_PRODUCTS, programs.I8MM)

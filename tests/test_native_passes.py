@@ -6,10 +6,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import PROMPT, normal, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits
+from gearbx_mlx.decoding.second_look import SEEN_TWICE, largest, looking, second_head
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
+from gearbx_mlx.formats.tied import linear_of
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -210,3 +214,66 @@ def test_logits_that_are_masked_or_no_numbers():
     rows[3] = -np.inf
     found, expected = np.array(reader.logsumexp(mx.array(rows))), np.array(mx.logsumexp(mx.array(rows), -1, True))
     assert np.allclose(found, expected, atol=1e-5, equal_nan=True)
+
+
+UNTIED, TIED = {}, {"tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("change", [UNTIED, TIED])
+@pytest.mark.parametrize(
+    ("format", "ladder"), [("planes", "4,16"), ("planes", "4,8"), ("affine", "4,8"), ("exact", "4,16")]
+)
+def test_the_head_of_a_draft_looks_twice(format, ladder, change):
+    box = boxed(format=format, ladder=ladder, **change)
+    cache = begun(box)
+    second = second_head(box, box.ladder[0])
+    # What the low gear's blocks make, by the low gear's head, and by that of the top gear.
+    hidden = box.model.model(mx.array([[3]]), cache=copy.deepcopy(cache))[0]
+    low = np.array(linear_of(second.holder if change else second.holder[second.name])(hidden)[0])
+    top = np.array(linear_of(second.top)(hidden)[0])
+    best = np.argsort(-low)[:SEEN_TWICE]
+    expected = low.copy()
+    expected[best] = top[best]
+    assert abs(expected - low).max() > 1e-3
+
+    draft = begin_draft(pass_parts(box.model, second.top), cache)
+    np.testing.assert_allclose(np.array(draft.logits(3, 0))[0], expected, atol=1e-5)
+    token, bits = draft.next(3, 0)
+    assert token == expected.argmax()
+    assert bits == pytest.approx(entropy_bits(mx.array(expected)).item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("change", [UNTIED, TIED])
+def test_the_head_looks_twice_without_native_passes_too(change):
+    box = boxed(**change)
+    cache = begun(box)
+    second, tokens = second_head(box, box.ladder[0]), mx.array([[3, 5, 7]])
+    low = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
+    with looking(second):
+        twice = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
+    for row, token in enumerate(tokens[0].tolist()):
+        step = begin_draft(pass_parts(box.model, second.top), cache)
+        for place, before in enumerate(tokens[0].tolist()[:row]):
+            step.next(before, place)
+        np.testing.assert_allclose(twice[row], np.array(step.logits(token, row))[0], atol=1e-4)
+    assert (twice != low).sum() == 3 * SEEN_TWICE
+    assert np.array_equal(np.array(box.model(tokens, cache=copy.deepcopy(cache))[0]), low)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 3000), st.integers(1, 6), st.integers(0, 2**31))
+def test_the_largest_logits_are_found(size, count, seed):
+    logits = np.random.default_rng(seed).standard_normal((2, 1, size)).astype(np.float32)
+    count = min(count, size)
+    found = np.array(largest(mx.array(logits), count))
+    expected = np.argsort(-logits, axis=-1)[..., :count]
+    assert np.array_equal(np.sort(found, axis=-1), np.sort(expected, axis=-1))
+
+
+def test_no_head_looks_twice_where_gears_share_it_or_are_given_up():
+    model = tiny_model()
+    model.set_dtype(mx.bfloat16)
+    idle = Gearbox(model, "4,16", kernels="native", residency="host")
+    assert second_head(idle, idle.ladder[0]) is None
+    box = boxed(ladder="4,16")
+    assert second_head(box, box.ladder.top) is None

@@ -34,6 +34,14 @@ class TestStreamsThatHaveBegun:
             assert written(got) == "W0 W1 W2 "
             assert chunks(got)[0]["gearbx"]["reason"] == "the small server cut its stream short"
 
+    def test_so_is_one_of_a_length_that_was_announced(self, well):
+        cut = events(chat_event(chat_entry(SURE), "a"), end=False)
+        cut.length = 10_000
+        with fake_server(always(cut)) as small, proxy(small.url, well.url) as client:
+            got = client.post(CHAT, json=EASY | {"stream": True}).text
+            assert written(got) == "W0 W1 W2 "
+            assert chunks(got)[0]["gearbx"]["reason"].startswith("the small server cut its answer short")
+
     def test_an_error_in_place_of_the_first_event_is_mended_too(self, well):
         with fake_server(always(events({"error": {"message": "no"}}))) as large, proxy(well.url, large.url) as client:
             got = client.post(CHAT, json=HARD | {"stream": True}).text

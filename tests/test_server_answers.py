@@ -11,25 +11,14 @@ from http_server import MESSAGES, TEMPLATE, TOOL, chat, complete, error_of, even
 from scripted_model import save_scripted
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.serving.answers import Calls, chat_logprobs, text_logprobs
-from gearbx_mlx.serving.job import Alternative, Emitted
+from gearbx_mlx.serving.job import listed
 from gearbx_mlx.serving.requests import ChatRequest, parse
 
-IMPOSSIBLE = Alternative(2, "b", -math.inf, b"b")
-LIKELY = Alternative(1, "a", -0.5, b"a")
 YES_OR_NO = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
 
 
-def emitted(own):
-    return Emitted(own.text, None, None, own, (LIKELY, IMPOSSIBLE))
-
-
-def test_an_impossible_token_is_no_alternative_and_minus_9999_itself():
-    chat = chat_logprobs([emitted(IMPOSSIBLE)])["content"][0]
-    assert (chat["logprob"], [one["token"] for one in chat["top_logprobs"]]) == (-9999.0, ["a"])
-    text = text_logprobs([emitted(IMPOSSIBLE), emitted(LIKELY)])
-    assert text["token_logprobs"] == [-9999.0, -0.5]
-    assert text["top_logprobs"] == [{"a": -0.5}] * 2
+def test_an_impossible_token_has_minus_9999():
+    assert listed(2, -math.inf, b"b") == {"id": 2, "token": "b", "logprob": -9999.0, "bytes": [98]}
 
 
 @pytest.mark.parametrize(("asked", "found"), [(3, 3), (1, 1), (True, 0)])
@@ -84,9 +73,10 @@ NO_CALLS = (
 
 
 @contextlib.contextmanager
-def writing(path, text):
-    """A client of a model that writes a text where calls stand."""
-    save_scripted(path / "model", ["<tool_call>", text, "</tool_call>"], TEMPLATE)
+def writing(path, *texts):
+    """A client of a model that writes texts where calls stand."""
+    pieces = ["<tool_call>", "</tool_call><tool_call>".join(texts), "</tool_call>"]
+    save_scripted(path / "model", pieces, TEMPLATE)
     with served(model=str(path / "model"), gears="16", log_level="ERROR") as client:
         yield client
 
@@ -118,13 +108,15 @@ def test_a_call_may_have_no_arguments(tmp_path, arguments):
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
 
 
-def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text():
+@pytest.mark.slow
+def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(tmp_path):
     one, none = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": math.nan}}
-    calls = Calls(lambda text, tools: json.loads(text), None, numbered=True)
-    first, second = calls.read(json.dumps([one, one | {"id": "call_2"}]))
-    assert (first["index"], second["index"], second["id"]) == (0, 1, "call_2")
-    assert calls.read(json.dumps([one, none])) == []
-    assert calls.read(json.dumps(one))[0]["index"] == 2
+    texts = [json.dumps(calls) for calls in ([one, one | {"id": "call_2"}], [one, none], one)]
+    with writing(tmp_path, *texts) as client:
+        text, (first, second, third), reason = in_parts(client)
+    assert (text, reason) == (texts[1], "tool_calls")
+    assert [call["index"] for call in (first, second, third)] == [0, 1, 2]
+    assert second["id"] == "call_2"
 
 
 @pytest.mark.slow
@@ -144,7 +136,9 @@ def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
             assert "tool_choice" in error_of(answer)
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}"])
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}", "chat.jinja"]
+)
 def test_a_template_that_is_none_is_said_at_the_start(template):
     with pytest.raises(GearbxError, match="--chat-template"), served(gears="16", chat_template=template):
         pass

@@ -72,6 +72,18 @@ def test_a_field_that_is_wrong_is_named(client, path, field, value):
 
 
 @pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("logprobs", -1, "greater than or equal to 0"),
+        ("logprobs", 99, "less than or equal to 20"),
+        ("prompt", [], "at least 1 item"),
+    ],
+)
+def test_a_value_out_of_bounds_is_told_the_bounds(client, field, value, words):
+    assert words in error_of(client.post("/v1/completions", json={"prompt": "Once", field: value}))
+
+
+@pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b"nonsense", b'{"prompt": NaN}', b'{"prompt": "\xff"}', b"[" * 5000]
 )
 def test_a_body_that_is_no_json_object_is_refused(client, body):
@@ -189,12 +201,16 @@ def test_a_client_that_sends_slowly_is_let_go(client):
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
         (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", b"400"),
+        (
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n",
+            b"411",
+        ),
         (b"nonsense\r\n\r\n", b"400"),
         (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
         (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"414"),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_is_no_proper_request_gets_an_error(client, request_, status):
     answer = raw(client, request_)

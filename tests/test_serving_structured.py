@@ -14,15 +14,17 @@ from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.grammar import (
     AnswerForm,
-    Grammars,
+    Constraint,
     JsonObject,
     JsonSchema,
     Schema,
     Text,
     Thinking,
     allow,
+    compiled,
     constraint_for,
     mask_of,
+    tokens_of,
 )
 
 END = 0  # the demo model's end of text
@@ -210,7 +212,8 @@ def test_a_grammar_begins_after_the_thinking_part(demo):
 
 
 def constraint_of(demo, thinking):
-    constraint = Grammars(demo.tokenizer).constraint(AnswerForm("response_format", json.dumps(CHOICE)), thinking)
+    matcher = compiled(tokens_of(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
+    constraint = Constraint(matcher, frozenset([END]), thinking)
     constraint(mx.array([9]), mx.zeros((1, 4096)))
     return constraint
 

@@ -20,6 +20,13 @@ def compiler_for(target: str) -> list[str]:
     return [sys.executable, __file__, "-target", target]
 
 
+def clang_for(target: str) -> list[str]:
+    """The command of zig's clang with the libraries of GCC for this target, where zig would compile its own."""
+    program = find_zig() or Path("zig")
+    headers = program.with_name("lib") / "include"  # of the processor's own functions
+    return [str(program), "clang", "--driver-mode=g++", f"--target={target}", "-isystem", str(headers)]
+
+
 if __name__ == "__main__":
     arguments = [
         word.replace("-", "_").replace("_mcpu", "-mcpu", 1) if word.startswith("-mcpu=") else word

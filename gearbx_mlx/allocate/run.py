@@ -34,7 +34,7 @@ def run(settings: AllocateSettings) -> int:
         raise
     out = output_path(wanted.out or file)
     model, tokenizer, config = load_original(settings.model)
-    windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)
+    windows = calibration_windows(model, tokenizer, config, text.data, text.num_samples, text.sequence_length)
     show_compiling()
     with about(file):
         manifest, _, missing = fit(manifest, model)
@@ -76,7 +76,11 @@ def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
             note(f"no table has a KL of {target}; the nearest has {found.distance.kl:.2g}")
         return found
     budget = value if kind == "bytes" else bytes_for(gearbox, value) if kind == "tps" else allocator.budget(value)
-    found = allocator.for_bytes(budget)
+    fitting = allocator.fitting(budget)
+    if fitting is not allocator:
+        fewest = f"{8 * allocator.fewest_bytes / allocator.weights:.3f}"
+        note(f"the ranges of the manifest allow {fewest} bits per weight and more; they are left out for {target}")
+    found = fitting.for_bytes(budget)
     if found.bytes > budget:
         nearest = f"{8 * found.bytes / allocator.weights:.3f} bits per weight, {human_bytes(found.bytes)}"
         note(f"no table meets {target}; the nearest has {nearest}")

@@ -48,10 +48,10 @@ class AnalyzedServerSettings(Settings):
         """Raises GearbxError for flags that do not go together."""
         if self.server is None:
             for name in given(self, AnalyzedServerSettings()):
-                raise GearbxError(f"{flag_of(name)} is of a server; name it with --server")
+                raise GearbxError(f"{flag_of(name)} is for a server; name it with --server")
             return
         for name in given(model, ModelSettings()):
-            raise GearbxError(f"{flag_of(name)} is of a model that is loaded here; leave it out with --server")
+            raise GearbxError(f"{flag_of(name)} is for a model that is loaded here; leave it out with --server")
         if prompt.max_tokens == -1:
             raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")
         if prompt.ignore_chat_template:

@@ -167,7 +167,7 @@ def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
 def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:
     """Bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
 
-    Weights are of half precision, with those of the largest gear beside them; keys and values are float32.
+    Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
     """
     width, layers = parse_shape(shape)
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width

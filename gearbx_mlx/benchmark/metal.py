@@ -1,6 +1,6 @@
 """Everything that a Mac can say of the Metal kernels, in one run: are they right, how fast are they, what do they give.
 
-Each section prints its table when it ends, and what there is of it when it is interrupted; the file has all rows that
+Each section prints its table when it ends, or as far as it got when it is interrupted; the file has all rows that
 were measured by then.
 """
 

@@ -20,7 +20,7 @@ from httpx_sse import EventSource
 from ..bit_selection.sensitivity import CALIBRATION
 from ..cli.flags import output_path
 from ..cli.terminal import progress_bar
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 from ..evaluation.text import read_documents
 from ..files.writing import write_text
 from ..loading import DEMO_MODEL
@@ -67,11 +67,19 @@ class ClientAnswer:
         return (self.tokens - 1) / max(self.seconds - self.first, 1e-9)
 
 
+def check_answer(answer: httpx.Response) -> None:
+    """Raises GearbxError with the words of a server that refuses a request."""
+    if answer.is_error:
+        answer.read()
+        raise GearbxError(f"{answer.request.url} answers {answer.status_code}: {' '.join(answer.text.split())[:500]}")
+
+
 class Client:
-    """Asks one server, a request after the other. Raises httpx.HTTPError for an answer that is none."""
+    """Asks one server, a request after the other. Raises GearbxError for an answer that is none."""
 
     def __init__(self, url: str):
-        self.http = httpx.Client(base_url=url, trust_env=False, verify=False, timeout=PATIENCE)
+        refusing: dict[str, Any] = {"response": [check_answer]}
+        self.http = httpx.Client(base_url=url, trust_env=False, verify=False, timeout=PATIENCE, event_hooks=refusing)
 
     def __enter__(self) -> "Client":
         return self
@@ -80,26 +88,28 @@ class Client:
         self.http.close()
 
     def ask(self, asked: ClientRequest) -> ClientAnswer:
-        return self.stream(asked) if asked.stream else self.whole(asked)
+        try:
+            return self.stream(asked) if asked.stream else self.whole(asked)
+        except httpx.HTTPError as error:
+            raise GearbxError(f"{self.http.base_url}: {type(error).__name__}: {one_line(error)}") from error
 
     def whole(self, asked: ClientRequest) -> ClientAnswer:
         start = time.perf_counter()
         answer = self.http.post(PATH, json=asked.body)
         seconds = time.perf_counter() - start
-        content = answer.raise_for_status().json()
+        content = answer.json()
         return ClientAnswer(content["choices"][0]["text"], content["usage"]["completion_tokens"], seconds)
 
     def stream(self, asked: ClientRequest) -> ClientAnswer:
         start = time.perf_counter()
         text, tokens, first = "", 0, None
         with self.http.stream("POST", PATH, json=asked.body) as answer:
-            answer.raise_for_status()
             for event in EventSource(answer).iter_sse():
                 if event.data == "[DONE]":
                     continue  # to the end of the stream, which keeps the connection
                 chunk = event.json()
                 if "error" in chunk:
-                    raise httpx.RemoteProtocolError(chunk["error"]["message"])
+                    raise GearbxError(f"{self.http.base_url}: {chunk['error']['message']}")
                 if written := "".join(choice["text"] for choice in chunk["choices"]):
                     first = time.perf_counter() - start if first is None else first
                     text += written

@@ -145,7 +145,7 @@ def operations_per_layer(model: nn.Module, cache: list[Any]) -> float:
 
 
 def row_of(part: str, found: TokenParts) -> dict[str, Any]:
-    """Medians over trials; `share` is of a token of single operations, and `spread` of the share."""
+    """Medians over trials; `share` is a part's share of a token of single operations, `spread` that share's."""
     shares = [trial[part] / trial[TOKEN] for trial in found.trials]
     return {
         "part": part,

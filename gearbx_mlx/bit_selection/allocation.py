@@ -168,7 +168,7 @@ class Allocator:
         trials: int = EXCHANGES,
         progress: Callable[[], None] = lambda: None,
     ):
-        self.exact, self.trials, self.progress = exact, trials, progress
+        self.exact, self.manifest, self.ranges, self.trials, self.progress = exact, manifest, ranges, trials, progress
         gearbox = exact.gearbox
         self.weights = sum(layer.weights for layer in manifest.layers.values())
         self.options: dict[str, list[Option]] = {}
@@ -193,6 +193,21 @@ class Allocator:
     def budget(self, bits_per_weight: float) -> float:
         """Bytes of all layers at these bits per weight."""
         return bits_per_weight * self.weights / 8
+
+    @property
+    def fewest_bytes(self) -> int:
+        """Bytes of the table in which every layer has the fewest that it may have."""
+        return sum(min(option.bytes for option in choices) for choices in self.options.values())
+
+    def fitting(self, budget: float) -> "Allocator":
+        """This allocator, or one without the ranges where they allow no table within a budget.
+
+        A range comes from what its layer costs alone. A table at the fewest bits of all ranges can have more bytes than
+        a uniform gear, and more KL.
+        """
+        if not self.ranges or self.fewest_bytes <= budget + ROUNDING:
+            return self
+        return Allocator(self.exact, self.manifest, False, self.trials, self.progress)
 
     def for_bytes(self, budget: float) -> MeasuredTable:
         """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes."""

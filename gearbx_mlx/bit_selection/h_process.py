@@ -387,6 +387,7 @@ def fit_budget(
     kl_bound: float = KL_BOUND,
     judged: Callable[[str], None] = lambda path: None,
     progress: Callable[[OperatingPoint], None] = lambda point: None,
+    grid: Iterable[tuple[float, float]] | None = None,
 ) -> FloorSearch:
     """The last point of a grid of floors that meets the budget and passes the garbage check.
 
@@ -397,6 +398,7 @@ def fit_budget(
         texts: tokens of calibration texts.
         ends: tokens that end a text.
         judged, progress: called with the path of each layer that has been measured, and with each point tried.
+        grid: pairs of strict and lazy floors, if not all of them.
 
     Raises:
         GearbxError: no point meets the budget, or none of those passes the check.
@@ -419,7 +421,7 @@ def fit_budget(
             gearbox.shift("high")
 
     spike = encoding_spike(layers, format, max(format.layer_bits))
-    points = operating_points(measured, rest, spike, reserve=limits.reserve)
+    points = operating_points(measured, rest, spike, grid, reserve=limits.reserve)
     return search(points, judge, limits, progress)
 
 
@@ -434,7 +436,7 @@ def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predica
 def points_table(found: FloorSearch) -> Table:
     """All points that were tried, in the form of XFP's table 10."""
     table = Table(title="Points tried, from aggressive to conservative")
-    for name in ("strict", "lazy", "steady", "peak", "bits", "KL", "repeats", ""):
+    for name in ("strict", "lazy", "steady", "reserve", "peak", "bits", "KL", "repeats", ""):
         table.add_column(name, justify="left" if not name else "right")
     for point in found.tried:
         table.add_row(*point_cells(point.row), style="bold" if point is found.best else None)
@@ -450,8 +452,7 @@ def point_cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['strict']:g}",
         f"{row['lazy']:g}",
-        f"{row['steady'] / 1e9:.3g} GB",
-        f"{row['spike'] / 1e9:.3g} GB",
+        *(f"{row[name] / 1e9:.3g} GB" for name in ("steady", "reserve", "spike")),
         f"{row['effective_bits']:.2f}",
         "-" if row["kl"] is None else f"{row['kl']:.4f}",
         "-" if row["looped"] is None else str(row["looped"]),

@@ -26,7 +26,7 @@ from ..compat.classes import of_classes
 from ..errors import GearbxError
 from ..evaluation.metrics import kl_divergence, log_softmax
 from ..evaluation.session import Journal
-from ..evaluation.text import read_documents, windows_of
+from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.discovery import Layer
 from ..gears.gearbox import Gearbox
@@ -294,18 +294,19 @@ CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 
 
 def calibration_windows(
-    tokenizer: Any, config: dict, data: str | Path | None, num_samples: int, sequence_length: int
+    model: nn.Module, tokenizer: Any, config: dict, data: str | Path | None, num_samples: int, sequence_length: int
 ) -> list[list[int]]:
     """The windows of a calibration text, as tokens.
 
     Args:
+        model: which has to know all of the tokens.
         config: of the model, which bounds the length.
         data: a text or JSON Lines; None: the text that ships.
         num_samples: the most windows.
         sequence_length: the most tokens of a window.
 
     Raises:
-        GearbxError: no such text, or windows longer than the model's context.
+        GearbxError: no such text, windows longer than the model's context, tokens that the model does not know.
     """
     longest = context_length(config)
     if longest and sequence_length > longest:
@@ -315,6 +316,7 @@ def calibration_windows(
     file = Path(data or CALIBRATION)
     documents = read_documents(file)[:num_samples]
     windows = windows_of(tokenizer, documents, sequence_length, num_samples * sequence_length, str(file))
+    check_windows(windows, model, str(file))
     return windows[:num_samples]
 
 

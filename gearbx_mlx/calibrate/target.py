@@ -34,7 +34,7 @@ from ..evaluation.replay import (
 from ..evaluation.report import RecordingCosts
 from ..evaluation.session import EvaluationSession, Journal, hash_of_tokens
 from ..evaluation.target import KICKDOWN, LOSSLESS, STATIC, Candidate, PolicyOutcome, Wish, candidates, in_order
-from ..evaluation.text import read_documents, windows_of
+from ..evaluation.text import check_windows, read_documents, windows_of
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
@@ -74,6 +74,7 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, loaded.config)
     target = settings.target
     windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data)) if documents else []
+    check_windows(windows, loaded.model, str(target.data))
     depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows), "context": target.context}
     inputs = inputs_of(settings, resolved, prompts) | depends_on
     with contextlib.ExitStack() as stack:

@@ -56,7 +56,7 @@ class ChatModel(Protocol):
         ...
 
     def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
-        """Answer a message, as typed; `tokens` are to be read, `keywords` are of stream_generate."""
+        """Answer a message, as typed; `tokens` are to be read, `keywords` go to stream_generate."""
         ...
 
     def hold(self, gear: str | None) -> None:

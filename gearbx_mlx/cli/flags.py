@@ -376,7 +376,7 @@ class ModeSettings(Settings):
         "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
         f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
-        "Default: the mode that the other flags are of (--thresholds: route, --gear: static, --small-model: pair), "
+        "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
         "else lossless",
         choices=tuple(MODES),
     )
@@ -531,6 +531,6 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
     }
     for setting, value in single.items():
         if value:
-            raise GearbxError(f"{flag_of(setting)} is of one model; leave it out with --small-model")
+            raise GearbxError(f"{flag_of(setting)} is for one model; leave it out with --small-model")
     if settings.routing.initial_gear not in (AUTO, "small", "large"):
         raise GearbxError(f"--initial-gear {settings.routing.initial_gear}: a pair has {AUTO}, small, large")

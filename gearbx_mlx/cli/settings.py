@@ -246,7 +246,7 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
     keywords: dict[str, Any] = {"required": item.default is MISSING}
     if kind is bool and "type" not in item.metadata["argparse"]:
         return {"action": "store_true", **keywords}
-    if kind in (int, float):
+    if kind in (int, float) and not item.metadata["parse"]:
         keywords["type"] = kind
     if choices := item.metadata["choices"]:
         # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.

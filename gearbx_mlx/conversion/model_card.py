@@ -18,6 +18,7 @@ from mlx_lm.utils import quantize_model, save
 
 from .. import __version__
 from ..errors import one_line
+from ..files.smollm2 import NAME as SMOLLM2
 from ..formats import CODES, OF_MLX
 from ..gears.discovery import at_least
 from ..gears.ladder import DENSE, Ladder
@@ -102,9 +103,12 @@ def provenance(name: str, model: str | None, directory: Path) -> Provenance:
     """
     if model is None:
         return Provenance(name, None, "The demo model of gearbx-mlx", {})
-    if Path(model).expanduser().is_dir():
+    path = Path(model).expanduser()
+    if path.is_dir():
         card = directory / CARD
         return Provenance(name, None, directory.resolve().name, read_metadata(card) if card.is_file() else {})
+    if path.is_file() or model == SMOLLM2:  # which the Hub does not know by this name
+        return Provenance(name, None, path.name, {})
     return Provenance(name, model, f"[{model}](https://huggingface.co/{model})", read_metadata(model))
 
 

@@ -350,7 +350,7 @@ OTHER = "leave --kv-gears out"
 def check_kv_mode(mode: str, fixed: int | None) -> None:
     """Raises GearbxError for a mode whose KV cache has no gears, or one that chooses them."""
     if mode == "pair":
-        raise GearbxError(f"--kv-gears are of one model, and mode 'pair' has two; {OTHER}")
+        raise GearbxError(f"--kv-gears are for one model, and mode 'pair' has two; {OTHER}")
     if mode == "lossless" and fixed is not None:
         raise GearbxError("--kv-gear does not go with mode 'lossless', which drafts in the lowest gear; leave it out")
 

@@ -50,6 +50,7 @@ from .draft_plans import name_of
 from .drafting import Drafter, Writer
 from .rows import Verifier
 from .sampling import GREEDY, entropy_bits, reader_of
+from .second_look import looking, second_head
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches
@@ -160,7 +161,7 @@ def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
     """The times of a drafting file if they were measured as this gearbox runs; else none, and a warning says so."""
     if times is None or times.machine == machine_of(gearbox):
         return times
-    said = f"the drafting file's times are of other conditions ({times.machine}), and this is {machine_of(gearbox)}"
+    said = f"the drafting file's times belong to {times.machine}, and this is {machine_of(gearbox)}"
     warnings.warn(f"{said}: they are not used; calibrate --cost time here", GearbxWarning, stacklevel=4)
     return None
 
@@ -305,7 +306,8 @@ def record_agreement(
         drafts = []
         for gear, agreement in zip(gears, found):
             gearbox.shift(gear)
-            logits = model(block, cache=cache)[0]
+            with looking(second_head(gearbox, gear)):
+                logits = model(block, cache=cache)[0]
             before.restore()
             drafts.append(mx.argmax(logits, axis=-1))
             agreement.entropies += np.array(entropy_bits(logits)).tolist()
@@ -326,7 +328,8 @@ def record_along(gearbox: Gearbox, top: Gear, gear: Gear, text: Sequence[int]) -
     """
     tokens = mx.array(list(text))[None]
     gearbox.shift(gear)
-    logits = gearbox.model(tokens)[0, :-1]
+    with looking(second_head(gearbox, gear)):
+        logits = gearbox.model(tokens)[0, :-1]
     entropies, chosen = entropy_bits(logits), mx.argmax(logits, axis=-1)
     mx.eval(entropies, chosen)
     gearbox.shift(top)

@@ -15,6 +15,7 @@ passes, and change nothing.
 """
 
 import contextlib
+import functools
 import itertools
 import time
 from collections import deque
@@ -26,7 +27,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
-from ..formats.block import GreedyDraft, PassParts, begin_draft, pass_parts
+from ..formats.block import NativeDraft, PassParts, begin_draft, pass_parts
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import ALONE, Agreement
@@ -37,6 +38,7 @@ from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
 from .sampling import GREEDY, Chooser, LogitsReader, Tolerance, sampled_rows
+from .second_look import SecondHead, looking, second_head
 
 PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
@@ -150,15 +152,22 @@ class Drafter:
     ) -> Proposals:
         """What the low gear writes after the texts that may go on, `most` tokens at most: one pass for each."""
         rule.begin(len(writers))
-        greedy = self._greedy(writers, cache)
-        if greedy is not None:
-            return write(writers[0], greedy, rule, min(most, rule.longest, greedy.room))
         start = time.perf_counter()
-        self.gearbox.shift(self.gear)
-        inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
-        with Snapshot(cache).borrowed(), rewound([writer.chooser for writer in writers]):
+        native = self._native(writers, cache)
+        chooser = writers[0].chooser
+        if native is not None and chooser.greedy and not chooser.processors:
+            return write(writers[0], native, rule, min(most, rule.longest, native.room))
+        with contextlib.ExitStack() as drafting:
+            if native is None:
+                self.gearbox.shift(self.gear)
+                drafting.enter_context(Snapshot(cache).borrowed())
+                drafting.enter_context(looking(self.second))
+            drafting.enter_context(rewound([writer.chooser for writer in writers]))
+            inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
+            logits = self._logits(cache) if native is None else native_logits(native)
+            most = min(most, rule.longest, most if native is None else native.room)
             # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writers, inputs, cache), min(most, rule.longest))
+            steps = itertools.islice(self._steps(writers, inputs, logits), most)
             queued = deque(itertools.islice(steps, 1 + self.ahead))
             drafted = 0
             while queued:
@@ -168,29 +177,40 @@ class Drafter:
                 queued.extend(itertools.islice(steps, 1))
         return Proposals(writers, drafted, len(queued), time.perf_counter() - start)
 
-    def _greedy(self, writers: Sequence[Writer], cache: Any) -> GreedyDraft | None:
-        """What drafts for one text that chooses greedily, in one call a token, without MLX's graph.
+    def _native(self, writers: Sequence[Writer], cache: Any) -> NativeDraft | None:
+        """What drafts for one text in one call a token, without MLX's graph.
 
         The gear is engaged for the first draft. Its parts then run beside the gear that verifies.
         """
-        chooser = writers[0].chooser
-        if len(writers) > 1 or not chooser.greedy or chooser.processors or self.ahead or self.agreement is not ALONE:
+        if len(writers) > 1 or self.ahead or self.agreement is not ALONE:
             return None
         draft = begin_draft(self.parts[0], cache) if self.parts else None
         if draft is None:
             self.gearbox.shift(self.gear)
-            self.parts[:] = filter(None, [pass_parts(self.gearbox.model)])
+            better = None if self.second is None else self.second.top
+            self.parts[:] = filter(None, [pass_parts(self.gearbox.model, better)])
             draft = begin_draft(self.parts[0], cache) if self.parts else None
         return draft
 
-    def _steps(self, writers: Sequence[Writer], inputs: mx.array, cache: Any) -> Iterator[tuple[mx.array, mx.array]]:
+    @functools.cached_property
+    def second(self) -> SecondHead | None:
+        """The head that looks twice; asked for once both gears are made."""
+        return second_head(self.gearbox, self.gear)
+
+    def _logits(self, cache: Any) -> Callable[[mx.array], mx.array]:
+        """Tokens (B,) to the logits (B, V) after them, by the model in the gear that is engaged."""
+        return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
+
+    def _steps(
+        self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array]
+    ) -> Iterator[tuple[mx.array, mx.array]]:
         """The tokens (B,) that follow, without end, and the entropies (bits) of their distributions.
 
         The device still computes them; processors get the tokens so far as such an array too, as from mlx-lm.
         """
         contexts = [writer.context() for writer in writers]
         while True:
-            logits = self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
+            logits = logits_after(inputs)
             choosers = [writer.chooser if writer.drafts else GREEDY for writer in writers]
             if any(chooser.processors for chooser in choosers):
                 logits = mx.concatenate(
@@ -223,8 +243,8 @@ class Drafter:
     def steps_of(self, proposals: Proposals, text: int, noise: mx.array | None = None) -> Iterator[Step]:
         """How each token of a text comes about that a verification may make, its own one after all proposed ones.
 
-        The passes of the round, and what all texts read in them, stand with the first token. `noise` is of the
-        verification, how much rounding may move a logit in it.
+        The passes of the round, and what all texts read in them, stand with the first token. `noise` says how
+        much rounding may move a logit in the verification.
         """
         gearbox, writer, texts = self.gearbox, proposals.of[text], len(proposals.of)
         ran = {gearbox.ladder.top: 1}
@@ -243,7 +263,13 @@ class Drafter:
             yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
 
 
-def write(writer: Writer, draft: GreedyDraft, rule: JointRule, most: int) -> Proposals:
+def native_logits(draft: NativeDraft) -> Callable[[mx.array], mx.array]:
+    """The last token (1,) to the logits (1, V) after it, each time one further in the draft."""
+    places = itertools.count()
+    return lambda inputs: draft.logits(np.array(inputs).item(), next(places))
+
+
+def write(writer: Writer, draft: NativeDraft, rule: JointRule, most: int) -> Proposals:
     """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
     token, place, wants, start = writer.token, 0, True, time.perf_counter()
     while wants and place < most:
@@ -272,7 +298,7 @@ def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
 class Accepted:
     """Of one text: the tokens that the top gear chose in a row; the last of them was not proposed.
 
-    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) are of these tokens, n.
+    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) belong to these tokens, n.
     """
 
     tokens: list[int]

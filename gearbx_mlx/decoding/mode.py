@@ -56,7 +56,7 @@ class Mode:
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        """Generate; `kwargs` are of mlx-lm's stream_generate.
+        """Generate; `kwargs` are those of mlx-lm's stream_generate.
 
         Args:
             gearbox: from `gearbox_for`.

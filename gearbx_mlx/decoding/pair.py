@@ -176,7 +176,7 @@ class PairedModel(nn.Module):
 def check_cache(cache: Sequence[Any]) -> None:
     """Raises GearbxError for a cache that was not made for a pair."""
     if len(cache) != len(NAMES) or not all(isinstance(entry, TrailingCache) for entry in cache):
-        raise GearbxError("the prompt cache is of one model, and a pair has two; make it with PairedModel.make_cache()")
+        raise GearbxError("a pair has two models, and this prompt cache one; make it with PairedModel.make_cache()")
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ class PairSampler:
 
 
 def sampled_by(sampler: PairSampler, tokenizer: Any, prompt: Any, **kwargs: Any) -> Iterator[GearResponse]:
-    """mlx-lm's responses, each with what the sampler read; `kwargs` are of mlx-lm's stream_generate."""
+    """mlx-lm's responses, each with what the sampler read; `kwargs` are those of mlx-lm's stream_generate."""
     before: int | None = None
     for response in mlx_stream_generate(sampler.pair, tokenizer, prompt, sampler=sampler, **kwargs):
         reading, call = sampler.readings.popleft()

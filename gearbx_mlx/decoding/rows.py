@@ -88,7 +88,7 @@ class Rows:
         tokens: (1, K).
         cache: of the model.
 
-    `logits` (1, K, V) are of all tokens; `rows` is how many of them the cache shows.
+    `logits` (1, K, V) belong to all tokens; `rows` is how many of them the cache shows.
     """
 
     def __init__(self, verifier: Verifier, tokens: mx.array, cache: Cache):

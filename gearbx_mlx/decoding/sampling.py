@@ -353,7 +353,7 @@ def sampled(
     tolerance: Tolerance | None = None,
     **kwargs: Any,
 ) -> TokenSource:
-    """mlx-lm's responses, and what the sampler saw of each; `kwargs` are of mlx-lm's stream_generate."""
+    """mlx-lm's responses, and what the sampler saw of each; `kwargs` are those of mlx-lm's stream_generate."""
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()

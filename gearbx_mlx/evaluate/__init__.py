@@ -131,7 +131,7 @@ class EvaluateSettings:
             raise GearbxError("--kv-gears are compared along a text by one model; leave out --small-model and --task")
         if self.task.small_model is not None:
             if self.comparison.policy or self.comparison.between:
-                raise GearbxError("--policy and --between are of one model in gears; leave them out with --small-model")
+                raise GearbxError("--policy and --between are for one model's gears; leave them out with --small-model")
             turns_of(self.task.thresholds, self.gate, several=True)
         elif self.task.task in WRITTEN:
             following = [policy for policy in self.comparison.policy or () if policy not in WRITING]

@@ -15,7 +15,7 @@ from ..evaluation.policies import entries
 from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown
 from ..evaluation.runs import Runs
 from ..evaluation.session import EvaluationSession, hash_of_tokens
-from ..evaluation.text import read_documents, windows_of
+from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
 from ..gears.ladder import Gear, Ladder
 from ..loading import fingerprint, model_name
@@ -73,6 +73,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     context = context_for(comparison.context, loaded.config)
     prompt_tokens, prompt_gear = parse_prompt(comparison, context, resolved.ladder)
     whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
+    check_windows(whole, loaded.model, data)
     windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
     depends_on = {"windows": hash_of_tokens(whole), "native": gearbox.kernels.native}

@@ -1,13 +1,16 @@
 """From texts to windows of tokens; the model reads each with a cache of its own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 from msgspec import Struct
 
+from ..decoding.texts import check_known
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
+from ..gears.discovery import vocabulary
 
 GIVE = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
@@ -96,6 +99,15 @@ def windows_of(
     if not windows:
         raise GearbxError(f"{name}: no document has {prompt + 2} tokens, and fewer predict nothing; give more text")
     return windows
+
+
+def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
+    """Raises GearbxError for a token that the model does not know: its tokenizer is not the model's.
+
+    Args:
+        name: of the text.
+    """
+    check_known(name, [token for window in windows for token in window], vocabulary(model))
 
 
 def answer_windows(

@@ -75,7 +75,7 @@ class CodebookOptions:
     sigma: weights further from the mean than so many standard deviations of the matrix are outliers.
     cap: the largest share of a matrix's weights that can be outliers; 0: none are.
     rounds: of Lloyd's iteration.
-    library: codebooks of a matrix; group: weights that share one, with a scale and a mid-point. Both are of format
+    library: codebooks of a matrix; group: weights that share one, with a scale and a mid-point. Both belong to format
         codebook-library alone.
 
     Raises:

@@ -6,7 +6,7 @@ same arithmetic, bit for bit; so do all blocks of a model whose class runs them 
 recognised runs as it did.
 
 What lossless mode runs goes further: a pass over a few tokens of one text is one call, which returns when the logits
-are there (`pass_logits`), or, of a greedy draft, the next token and its entropy (`begin_draft`).
+are there (`pass_logits`), or, of a draft, the next token and its entropy, or its logits (`begin_draft`).
 """
 
 import contextlib
@@ -243,6 +243,7 @@ def is_block(layer: nn.Module) -> bool:
 class PassParts(NamedTuple):
     """What a pass runs: the embedding, whose rows (V, D) are read if they are dense, all blocks, and the head.
 
+    `second`, if there is one, is a better head at which drafts look twice.
     A gear's parts stay what they are while another gear is engaged, as long as its weights stay in memory.
     """
 
@@ -252,6 +253,7 @@ class PassParts(NamedTuple):
     head: Any
     embedding: nn.Module
     table: mx.array | None
+    second: Any
 
     def rows(self, tokens: Sequence[int]) -> tuple[mx.array, Sequence[int]]:
         """An array, and which of its rows are those of the tokens."""
@@ -260,32 +262,40 @@ class PassParts(NamedTuple):
         return self.embedding(mx.array([*tokens])), range(len(tokens))
 
 
-def pass_parts(model: nn.Module) -> PassParts | None:
-    """The parts of passes in the gear that is engaged; None if something in it is not native."""
+def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts | None:
+    """The parts of passes in the gear that is engaged; None if something in it is not native.
+
+    Args:
+        second: the head of a better gear, a linear layer or a tied embedding.
+    """
     kernels = block_kernels(1)
     layers = model.get("model") if stock_code(model) in MODELS else None
     if kernels is None or _single_operations or not isinstance(layers, NativeLayers):
         return None
     chain, embedding = programs_of(layers).find(layers, kernels, chain_of), layers.embed_tokens
-    tied = model.args.tie_word_embeddings
-    head = embedding.get("projection", embedding) if tied else model.lm_head
-    try:
-        part = kernels.dense_part(head.weight, None) if head is embedding else part_of(head, kernels)
-    except ValueError:  # weights of another type, or that are not contiguous
-        return None
+    part = part_of_head(embedding if model.args.tie_word_embeddings else model.lm_head, kernels)
     if chain is None or part is None:
         return None
     table = embedding.weight if is_plain_table(embedding) else None
-    return PassParts(kernels, layers, chain, part, embedding, table)
+    better = None if second is None else part_of_head(second, kernels)
+    return PassParts(kernels, layers, chain, part, embedding, table, better)
+
+
+def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
+    """An output head, a linear layer or a tied embedding, as a part; None if it is not native."""
+    linear = head.get("projection", head)
+    try:
+        return kernels.dense_part(linear.weight, None) if isinstance(linear, nn.Embedding) else part_of(linear, kernels)
+    except ValueError:  # weights of another type, or that are not contiguous
+        return None
 
 
 def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
     """Passes behind what is in a cache, with room for tokens (1, L); None for other caches, or without the memory."""
     if type(cache[0]) is not KVCache or not runs_in_turn(parts.layers, cache, tokens):
         return None
-    return parts.kernels.begin_passes(
-        parts.chain, parts.head, [part.keys for part in cache], [part.values for part in cache]
-    )
+    keys, values = [part.keys for part in cache], [part.values for part in cache]
+    return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second)
 
 
 def pass_logits(model: nn.Module, tokens: mx.array, cache: Any) -> mx.array | None:
@@ -302,7 +312,7 @@ def pass_logits(model: nn.Module, tokens: mx.array, cache: Any) -> mx.array | No
 
 
 @dataclass(frozen=True)
-class GreedyDraft:
+class NativeDraft:
     """A draft behind the entries of a text's KV cache, which count as before. Not to be kept when others write there.
 
     room: the most tokens that it may read.
@@ -319,14 +329,20 @@ class GreedyDraft:
         following: tuple[int, float] = self.parts.kernels.best_token(self.passes, table, row, self.entries + place)
         return following
 
+    def logits(self, token: int, place: int) -> mx.array:
+        """Those after a token, (1, V)."""
+        table, (row,) = self.parts.rows([token])
+        logits: mx.array = self.parts.kernels.draft_logits(self.passes, table, row, self.entries + place)
+        return logits
 
-def begin_draft(parts: PassParts, cache: Any) -> GreedyDraft | None:
+
+def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     """A draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
     passes = begun(parts, cache, ONE_TOKEN)
     if passes is None:
         return None
     before = entries(cache[0])
-    return GreedyDraft(parts, passes, before, cache[0].keys.shape[2] - before)
+    return NativeDraft(parts, passes, before, cache[0].keys.shape[2] - before)
 
 
 def is_plain_table(embedding: nn.Module) -> bool:

@@ -271,6 +271,11 @@ class Gearbox(GearCosts):
         """Whether gears stay in memory while another one is engaged."""
         return self._modules.keeps_all
 
+    def module_in(self, path: str, gear: Gear) -> nn.Module | None:
+        """The module of a layer in a gear, if that is made; None for a layer that does not change."""
+        layer = next((layer for layer in self._changing if layer.path == path), None)
+        return None if layer is None else self._modules.made[path].get(self.bits_of(layer, gear))
+
     def has_made(self, gear: Gear) -> bool:
         """Whether a gear's modules were made."""
         return gear in self._trees

@@ -103,7 +103,7 @@ class KernelChoices:
                 chosen[kind](count)
 
     def _choose(self, layer: "weakref.ref[Native]", taken: Kind, members: Sequence[weakref.ref], vectors: int) -> str:
-        """Choose for a layer that was of the kind `taken`; its weights may have another type by now."""
+        """Choose for a layer that had the kind `taken`; its weights may have another type by now."""
         now = layer()
         kind = (now.kind() if now is not None else None) or taken
         name = self.tuner.choose(kind, vectors, partial(products, kind, members))

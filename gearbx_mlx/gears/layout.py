@@ -39,7 +39,7 @@ def check_settings(manifest: Manifest, **settings: Any) -> None:
         own, value = getattr(manifest, name), getattr(value, "name", value)
         if value not in (None, own):
             shown = name.replace("_", " ")
-            raise GearbxError(f"the checkpoint's gears are of {shown} {own}, not {value}; convert the original again")
+            raise GearbxError(f"the checkpoint's gears have {shown} {own}, not {value}; convert the original again")
 
 
 def check_tables(

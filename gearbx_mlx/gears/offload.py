@@ -1,7 +1,9 @@
 """Residency: what becomes of the arrays of idle gears (GEARBX 6.2, 6.3)."""
 
 import copy
-from collections.abc import Iterable, Mapping
+import ctypes
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +19,26 @@ from .saved import SavedGears
 
 Key = tuple[str, int]  # path of a layer, bits of one of its gears
 EMPTY = mx.zeros((0,))  # in the place of an array that was given up
+
+
+def hand_back() -> None:
+    """Hand memory that was given up back to the system.
+
+    MLX keeps what a GPU gave up for its next arrays, and glibc keeps it in its heap, whose size then never falls.
+    """
+    mx.clear_cache()
+    trim = heap_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def heap_trim() -> Callable[[int], int] | None:
+    """glibc's function that returns free memory of the heap to the system; None where another library allocates."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # a Mac, musl, Windows
+        return None
 
 
 class Residency(Protocol):
@@ -85,10 +107,12 @@ class Host:
                 slot = self._inside.setdefault(id(array), Slot(array.dtype, array))
                 self._parked.setdefault(key, {})[name] = slot
             put(module, dict.fromkeys(taken, EMPTY))
+            del taken
         for identity, slot in list(self._inside.items()):
             if identity not in in_use:
                 slot.park()
                 del self._inside[identity]
+        hand_back()
 
     @property
     def bytes(self) -> int:
@@ -123,11 +147,15 @@ class Disk:
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         in_use = arrays_in_use(model)
+        given_up = False
         for key, module in idle.items():
             names = list(idle_parameters(module, in_use)) if self.has(key) else []
             if names:
+                given_up = True
                 self._dropped.setdefault(key, []).extend(names)
                 put(module, dict.fromkeys(names, EMPTY))
+        if given_up:
+            hand_back()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         missing = {key: self._dropped[key] for key in needed if key in self._dropped}

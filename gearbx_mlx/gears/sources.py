@@ -39,7 +39,7 @@ from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
-from .offload import EMPTY, Residency, Resident
+from .offload import EMPTY, Residency, Resident, hand_back
 from .saved import SavedGears
 
 Gears = dict[int, nn.Module]  # by their bits
@@ -482,10 +482,12 @@ class GearModules:
 
     def give_up_originals(self) -> None:
         """Give up the originals of which everything has been made and that belong to no gear."""
-        for path, widths in list(self._passing.items()):
-            if widths <= self.made[path].keys():
-                self.made[path][DENSE].weight = EMPTY
-                del self._passing[path]
+        done = [path for path, widths in self._passing.items() if widths <= self.made[path].keys()]
+        for path in done:
+            self.made[path][DENSE].weight = EMPTY
+            del self._passing[path]
+        if done:
+            hand_back()
 
     def give_up_idle(self, engaged: Bits, model: nn.Module) -> None:
         """Give up what is not engaged, as the residency says."""

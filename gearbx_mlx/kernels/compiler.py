@@ -204,7 +204,8 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
 def hash_recipe(recipe: Recipe) -> str:
     """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    texts = (*recipe.flags, *COLD, *map(str, recipe.sources), *recipe.link)
+    names = (source.name for source in recipe.sources)  # a clone and an installed package share what is compiled
+    texts = (*recipe.flags, *COLD, *names, *recipe.link)
     for text in (*texts, recipe.processor, version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
     for path in sorted(SOURCES.iterdir()):

@@ -43,7 +43,7 @@ def run(settings: SensitivitySettings) -> int:
     out = output_path(wanted.out)
     journal = beside(out, JOURNAL)
     model, tokenizer, config = load_original(settings.model)
-    windows = calibration_windows(tokenizer, config, text.data, text.num_samples, text.sequence_length)
+    windows = calibration_windows(model, tokenizer, config, text.data, text.num_samples, text.sequence_length)
     manifest = estimated(settings, model, windows) if wanted.fast else measured(settings, model, windows, journal)
     write_text(out, manifest.as_json())
     if journal is not None:

@@ -87,8 +87,14 @@ def parse_span(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise GearbxError(f"'{text}' is no time; give seconds, 5m or 1h")
+        raise GearbxError(f"--keep-alive: '{text}' is no time; give seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
+
+
+def parse_cache(text: str) -> int:
+    """--prompt-cache-bytes. Raises GearbxError for what is no size."""
+    with about("--prompt-cache-bytes"):
+        return parse_bytes(text)
 
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -127,7 +133,7 @@ class ListenSettings(Settings):
         None,
         "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: for ever. Default: 5m with "
         "--models, else for ever",
-        type=parse_span,
+        parse=parse_span,
         metavar="TIME",
     )
     log_level: str = flag("INFO", "Set the logging level.", choices=LOG_LEVELS)
@@ -152,6 +158,11 @@ class AnswerSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.template_arguments()
+        if self.chat_template and "{" not in self.chat_template:
+            raise GearbxError(
+                f"--chat-template is {self.chat_template[:200]!a}, which shows no message; give a template's text, "
+                'of a file "$(cat FILE)"'
+            )
 
     def template_arguments(self) -> dict[str, Any]:
         """Raises GearbxError unless --chat-template-args is a JSON object."""
@@ -170,7 +181,7 @@ class ConcurrencySettings(Settings):
     batch_policy: str = batch_policy_flag()
     prompt_cache_size: int = flag(10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1)
     prompt_cache_bytes: int | None = flag(
-        None, "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit", type=parse_bytes
+        None, "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit", parse=parse_cache
     )
 
     def __post_init__(self) -> None:
@@ -212,12 +223,12 @@ class ServerSettings:
         for group in groups:
             for name in given(group, type(group)()):
                 raise GearbxError(
-                    f"{flag_of(name)} is of a model that is served here; leave it out with --small-server"
+                    f"{flag_of(name)} is for a model that is served here; leave it out with --small-server"
                 )
         for name in ("allow_models", "models", "keep_alive"):
             if getattr(self.listen, name) not in (False, None):
                 raise GearbxError(
-                    f"{flag_of(name)} is of models that are served here; leave it out with --small-server"
+                    f"{flag_of(name)} is for models that are served here; leave it out with --small-server"
                 )
 
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -70,17 +71,14 @@ def serving_proxy(
     between = Between(small, large, rule, not settings.no_fallback)
     with Server(*address, guard.patience) as server:
         server.serves = f"routing between {small.place.base} and {large.place.base}"
-        try:
-            server.start(proxy_application(guard, between))
-            yield server
-        finally:
-            server.stop()
+        server.start(proxy_application(guard, between))
+        yield server
 
 
 def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSettings) -> Rule:
     """When the large server answers. Raises GearbxError for flags that no pair can have."""
     if routing.initial_gear != RoutingSettings().initial_gear:
-        raise GearbxError("--initial-gear is of models that are served here; leave it out with --small-server")
+        raise GearbxError("--initial-gear is for models that are served here; leave it out with --small-server")
     turns = turns_of(routing.thresholds, gate)
     return Rule(turns.threshold(settings.vocab_size), turns.window, turns.min_duration, settings.vocab_size)
 
@@ -103,6 +101,11 @@ def guard_of(settings: ServerSettings) -> Guard:
     """Who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
     listen, proxy = settings.listen, settings.proxy
     origins = parts(listen.allowed_origins.lower())
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null", origin):
+            raise GearbxError(
+                f"--allowed-origins: {origin!a} is no origin of a page; give one such as https://example.org"
+            )
     lends_keys = proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
     if "*" in origins and (lends_keys or listen.allow_models):
         what = "have any model loaded (--allow-models)" if listen.allow_models else "spend the keys of the servers"

@@ -5,11 +5,9 @@ An `Answer` turns the tokens of its texts into these objects as they come. Other
 
 import json
 import logging
-import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -18,11 +16,9 @@ from mlx_lm.server import get_system_fingerprint
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
-from .job import Alternative, Begun, Emitted, Progress
+from .job import Begun, Emitted, Progress
 from .requests import BaseRequest, ChatRequest
 from .web import Refused
-
-IMPOSSIBLE = -9999.0  # as OpenAI writes minus infinity
 
 log = logging.getLogger("gearbx_mlx.server")
 
@@ -97,96 +93,7 @@ class TextCompletion(AnyCompletion):
     choices: list[TextChoice]
 
 
-# What a model writes.
-
-
-@dataclass
-class Written:
-    """What is new: text, thoughts, and calls that are complete, as OpenAI's objects."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls)
-
-    def __iadd__(self, other: "Written") -> "Written":
-        self.text, self.reasoning, self.calls = (
-            self.text + other.text,
-            self.reasoning + other.reasoning,
-            self.calls + other.calls,
-        )
-        return self
-
-
-class Channels:
-    """Sorts the text of one answer as it comes, by mlx-lm's own state machine. What should be a call and is none is
-    text."""
-
-    def __init__(self, machine: TextStateMachine, state: str, calls: "Calls"):
-        self._calls = calls
-        self._state = machine.make_state(state)
-        self._channel = state
-        self._call = ""
-
-    def feed(self, text: str, last: bool = False) -> Written:
-        """What the text adds; after the `last` one nothing is kept back as the possible beginning of a mark."""
-        self._state, segments = TextStateMachine.split(self._state, text)
-        if last:
-            self._state, rest, channel = TextStateMachine.flush(self._state)
-            segments.append((channel, rest))
-        written = Written()
-        for channel, part in segments:
-            if channel == "reasoning":
-                written.reasoning += part
-            elif channel == "tool":
-                self._call += part
-            else:
-                self._close_call(written)
-                written.text += part
-            self._channel = channel
-        if last:
-            self._close_call(written)
-        return written
-
-    def _close_call(self, written: Written) -> None:
-        if self._channel == "tool" and self._call:
-            calls = self._calls.read(self._call)
-            written.calls += calls
-            written.text += "" if calls else self._call
-        self._call = "" if self._channel == "tool" else self._call
-
-
-class Calls:
-    """Reads the calls of one answer, each as soon as it is complete.
-
-    Args:
-        parse: mlx-lm's parser of the model's own way to call, (text, tools) -> a call or a list of them; None: nothing
-            is a call.
-        tools: that the model was shown.
-        numbered: whether calls have an index, as those of a stream do.
-    """
-
-    def __init__(self, parse: Callable[[str, Any], Any] | None, tools: Sequence[Any] | None, numbered: bool):
-        self._parse, self._tools, self._numbered = parse, tools, numbered
-        self.made = 0
-        """How many calls were read."""
-
-    def read(self, text: str) -> list[dict[str, Any]]:
-        """The calls that a text is; empty where a part of it is none."""
-        if self._parse is None:
-            return []
-        try:
-            parsed = self._parse(text, self._tools)
-            calls = [call_of(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
-        except Exception as error:  # a parser reads what a model wrote, and raises what it likes
-            log.debug("what should be a call of a tool is none: %s", type(error).__name__)
-            return []
-        if self._numbered:
-            calls = [call | {"index": index} for index, call in enumerate(calls, self.made)]
-        self.made += len(calls)
-        return calls
+# The answer.
 
 
 def call_of(call: Any) -> dict[str, Any]:
@@ -207,67 +114,110 @@ def call_of(call: Any) -> dict[str, Any]:
     }
 
 
-# The answer.
-
-
 class Writing:
     """One text on its way out, as a choice of OpenAI's.
 
-    ended: whether all of it has come.
+    mlx-lm's own state machine tells text, thoughts and calls of tools apart. What should be a call and is none is text.
+
+    ended: whether all of it has come. calls: how many tools it has called.
     """
 
     def __init__(self, request: BaseRequest, index: int, begun: Begun):
         self.request, self.index, self.begun = request, index, begun
         self.chat = isinstance(request, ChatRequest)
-        parser = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
-        self.calls = Calls(parser, request.shown_tools, bool(request.stream))
-        self.channels = Channels(begun.machine, begun.prompt.state, self.calls)
-        self.finish_reason = "stop"
+        self.parse = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
+        self.state = begun.machine.make_state(begun.prompt.state)
+        self.calls, self.call = 0, ""  # the text of a call that is not complete
+        self.finish_reason: str | None = None
         self.stop_word: str | None = None
-        self.ended = False
-        self.first, self.offset = True, 0
-        self.written, self.emitted = Written(), list[Emitted]()  # what was not sent yet
+        self.is_first, self.offset = True, 0
+        self.sent()
+
+    def sent(self) -> None:
+        """Begin the next piece: all that has come was sent."""
+        self.text = self.thoughts = ""
+        self.new_calls, self.emitted = list[dict[str, Any]](), list[Emitted]()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.text or self.thoughts or self.new_calls or self.ended)
 
     def take(self, emitted: Emitted) -> None:
+        """Sort a token's text; after the last one nothing is kept back as the possible beginning of a mark."""
         self.emitted.append(emitted)
-        self.stop_word = emitted.stop_word
-        self.ended = emitted.finish_reason is not None
-        self.finish_reason = emitted.finish_reason or self.finish_reason
-        self.written += self.channels.feed(emitted.text, last=self.ended)
-        if self.calls.made and self.finish_reason == "stop":
+        self.stop_word, self.finish_reason = emitted.stop_word, emitted.finish_reason
+        self.state, segments = TextStateMachine.split(self.state, emitted.text)
+        if self.ended:
+            self.state, rest, channel = TextStateMachine.flush(self.state)
+            segments.append((channel, rest))
+        for channel, part in segments:
+            if channel == "reasoning":
+                self.thoughts += part
+            elif channel == "tool":
+                self.call += part
+            else:
+                self.end_call()
+                self.text += part
+        if self.ended:
+            self.end_call()
+        if self.calls and self.finish_reason == "stop":
             self.finish_reason = "tool_calls"
+
+    def end_call(self) -> None:
+        """Take what was written as a call for the calls that it is, numbered in a stream, or for text."""
+        calls = self.calls_in(self.call) if self.call else []
+        self.text += "" if calls else self.call
+        if self.request.stream:
+            calls = [call | {"index": index} for index, call in enumerate(calls, self.calls)]
+        self.calls, self.call = self.calls + len(calls), ""
+        self.new_calls += calls
+
+    def calls_in(self, text: str) -> list[dict[str, Any]]:
+        """The calls that a text is; empty where a part of it is none."""
+        if self.parse is None:
+            return []
+        try:
+            parsed = self.parse(text, self.request.shown_tools)
+            return [call_of(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+        except Exception as error:  # a parser reads what a model wrote, and raises what it likes
+            log.debug("what should be a call of a tool is none: %s", type(error).__name__)
+            return []
 
     def whole(self) -> dict[str, Any]:
         """The choice, once all of its tokens have come."""
-        written = self.written
         if not self.chat:
-            return self.choice() | {"text": written.text}
-        message: dict[str, Any] = {"role": "assistant", "content": written.text or (None if written.calls else "")}
-        message |= {"reasoning": written.reasoning} if written.reasoning else {}
-        message |= {"tool_calls": written.calls} if written.calls else {}
-        return self.choice() | {"message": message}
+            return self.choice() | {"text": self.text}
+        content = self.text or (None if self.new_calls else "")
+        return self.choice() | {"message": {"role": "assistant", "content": content, **self.beside_text()}}
 
     def piece(self) -> dict[str, Any]:
         """What is new of the choice; the first one of a chat names the role."""
-        written, said = self.written, self.choice()
+        said = self.choice()
         if not self.chat:
-            said["text"] = written.text
+            said["text"] = self.text
         else:
-            delta: dict[str, Any] = {"role": "assistant", "content": ""} if self.first else {}
-            added = {"content": written.text, "reasoning": written.reasoning, "tool_calls": written.calls}
-            said["delta"] = delta | {name: value for name, value in added.items() if value}
-        self.offset += sum(len(one.logprob.text) for one in self.emitted if one.logprob is not None)
-        self.written, self.emitted, self.first = Written(), [], False
+            delta = {"role": "assistant", "content": ""} if self.is_first else {}
+            said["delta"] = delta | ({"content": self.text} if self.text else {}) | self.beside_text()
+        self.offset += sum(len(one.logprob["token"]) for one in self.emitted if one.logprob is not None)
+        self.is_first = False
+        self.sent()
         return said
+
+    def beside_text(self) -> dict[str, Any]:
+        thoughts = {"reasoning": self.thoughts} if self.thoughts else {}
+        return thoughts | ({"tool_calls": self.new_calls} if self.new_calls else {})
 
     def choice(self) -> dict[str, Any]:
         """What whole choices and pieces have in common."""
-        emitted, logprobs = self.emitted, None
+        logprobs = None
         if self.request.alternatives is not None:
-            logprobs = chat_logprobs(emitted) if self.chat else text_logprobs(emitted, self.offset)
+            logprobs = chat_logprobs(self.emitted) if self.chat else text_logprobs(self.emitted, self.offset)
         stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
-        reason = self.finish_reason if self.ended else None
-        return {"index": self.index, "finish_reason": reason, "logprobs": logprobs, **stopped}
+        return {"index": self.index, "finish_reason": self.finish_reason, "logprobs": logprobs, **stopped}
 
 
 class Answer:
@@ -343,7 +293,7 @@ class Answer:
             writing = self.take(index, found)
             if isinstance(found, Progress):
                 yield found
-            if writing is None or not (writing.written or writing.ended):
+            if writing is None or not writing.has_news:
                 continue
             ended += writing.ended
             reported = {"tokens": token_reports(writing.emitted), **seen}
@@ -371,35 +321,19 @@ def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
 
 
 def chat_logprobs(emitted: Sequence[Emitted]) -> dict[str, Any]:
-    """Log-probabilities of tokens, natural. Tokens that are impossible are no alternatives."""
-    known = [(one.logprob, possible(one.likeliest)) for one in emitted if one.logprob is not None]
-    return {"content": [{**entry(own), "top_logprobs": [entry(other) for other in others]} for own, others in known]}
+    """Log-probabilities of tokens in the form of chats."""
+    return {"content": [one.logprob for one in emitted if one.logprob is not None]}
 
 
-def text_logprobs(emitted: Sequence[Emitted], offset: int = 0) -> dict[str, Any]:
+def text_logprobs(emitted: Sequence[Emitted], offset: int) -> dict[str, Any]:
     """The same in the form of text completions; `offset` characters of the answer came before them."""
-    known = [(one.logprob, possible(one.likeliest)) for one in emitted if one.logprob is not None]
-    offsets = list(accumulate((len(own.text) for own, _ in known), initial=offset))[:-1]
+    known = [one.logprob for one in emitted if one.logprob is not None]
     return {
-        "tokens": [own.text for own, _ in known],
-        "token_logprobs": [finite(own.logprob) for own, _ in known],
-        "top_logprobs": [{other.text: other.logprob for other in others} for _, others in known],
-        "text_offset": offsets,
+        "tokens": [own["token"] for own in known],
+        "token_logprobs": [own["logprob"] for own in known],
+        "top_logprobs": [{other["token"]: other["logprob"] for other in own["top_logprobs"]} for own in known],
+        "text_offset": list(accumulate((len(own["token"]) for own in known), initial=offset))[:-1],
     }
-
-
-def entry(one: Alternative) -> dict[str, Any]:
-    return {"id": one.token, "token": one.text, "logprob": finite(one.logprob), "bytes": list(one.spelled)}
-
-
-def possible(alternatives: Sequence[Alternative]) -> list[Alternative]:
-    """Those with a finite log-probability: a response_format leaves fewer tokens than may be asked for."""
-    return [one for one in alternatives if math.isfinite(one.logprob)]
-
-
-def finite(logprob: float) -> float:
-    """A log-probability as JSON can have it."""
-    return logprob if math.isfinite(logprob) else IMPOSSIBLE
 
 
 # How an answer looks.
@@ -434,15 +368,36 @@ class Dialect:
 class BlockDialect(Dialect):
     """A dialect in which an answer is a row of blocks: "thinking", "text" and "call", of which one is open at a time.
 
-    kind, place: of the open block; kind is None between blocks. content: what it has so far. call: that it is.
+    Its classes say how answer and blocks look, and which events open, continue and close them.
+
+    head: the first that came of the completion. blocks: those that are complete. ended_with: the choice that names why
+    the text ended. report: `gearbx`, without its tokens. kind, place: of the open block; kind is None between blocks.
+    content: what it has so far. call: that it is.
     """
 
     def __init__(self) -> None:
+        self.head: Mapping[str, Any] = {}
+        self.blocks: list[dict[str, Any]] = []
+        self.ended_with: Mapping[str, Any] = {}
+        self.usage: Mapping[str, Any] = {}
+        self.report: dict[str, Any] = {}
         self.kind: str | None = None
         self.place, self.content = -1, ""
         self.call: Mapping[str, Any] = {}
 
-    def started(self) -> Iterator[dict[str, Any]]:
+    def answer(self) -> dict[str, Any]:
+        """The answer, as far as it has come."""
+        raise NotImplementedError
+
+    def block(self) -> dict[str, Any]:
+        """The open block, as far as it has come."""
+        raise NotImplementedError
+
+    def opening(self) -> list[dict[str, Any]]:
+        """The events that begin an answer."""
+        raise NotImplementedError
+
+    def started(self) -> list[dict[str, Any]]:
         """The events that open the block."""
         raise NotImplementedError
 
@@ -450,51 +405,80 @@ class BlockDialect(Dialect):
         """The event for more of it."""
         raise NotImplementedError
 
-    def ended(self) -> Iterator[dict[str, Any]]:
-        """The events that close it."""
+    def ended(self) -> list[dict[str, Any]]:
+        """The events that close it; it stands among the blocks already."""
         raise NotImplementedError
 
-    def written(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def closing(self) -> list[dict[str, Any]]:
+        """The events that end an answer."""
+        raise NotImplementedError
+
+    def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.head = completion
+        self.written(completion["choices"][0]["message"])
+        self.close()
+        self.note(completion)
+        return self.answer()
+
+    def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
+        """Those of a chunk; its `gearbx.tokens` stand with the text that they brought."""
+        found: list[dict[str, Any]] = []
+        if not self.head:
+            self.head = chunk
+            found += self.opening()
+        gearbx = chunk.get("gearbx") or {}
+        tokens = {"gearbx": {"tokens": gearbx["tokens"]}} if "tokens" in gearbx else {}
+        for choice in chunk.get("choices") or ():
+            written = self.written(choice.get("delta") or {})
+            found += (event | tokens if "delta" in event else event for event in written)
+        self.note(chunk)
+        return self.named(found)
+
+    def last(self) -> Iterable[Event]:
+        return self.named(self.close() + self.closing())
+
+    def named(self, events: Iterable[dict[str, Any]]) -> list[Event]:
+        """Events by their names, which are their types."""
+        return [(event["type"], event) for event in events]
+
+    def note(self, completion: Mapping[str, Any]) -> None:
+        """Take in what a completion or a chunk says beside its text."""
+        self.ended_with = next((one for one in completion["choices"] if one.get("finish_reason")), self.ended_with)
+        self.usage = completion.get("usage") or self.usage
+        gearbx = {name: value for name, value in (completion.get("gearbx") or {}).items() if name != "tokens"}
+        self.report = {"gearbx": self.report.get("gearbx", {}) | gearbx} if gearbx else self.report
+
+    def written(self, delta: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The events for what a chunk brought."""
+        found = []
         for kind, name in (("thinking", "reasoning"), ("text", "content")):
             if text := delta.get(name):
-                if self.kind != kind:
-                    yield from self.open(kind)
-                yield self.grow(text)
+                found += self.open(kind) if self.kind != kind else []
+                found.append(self.grow(text))
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             if function.get("name"):  # else the chunk goes on with the call before
-                yield from self.open("call", call)
+                found += self.open("call", call)
             if function.get("arguments") and self.kind == "call":
-                yield self.grow(function["arguments"])
+                found.append(self.grow(function["arguments"]))
+        return found
 
-    def open(self, kind: str, call: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    def open(self, kind: str, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Begin a block, after the end of the one before."""
-        yield from self.close()
+        closed = self.close()
         self.kind, self.place, self.content, self.call = kind, self.place + 1, "", call or {}
-        yield from self.started()
+        return closed + self.started()
 
     def grow(self, text: str) -> dict[str, Any]:
         self.content += text
         return self.grown(text)
 
-    def close(self) -> Iterator[dict[str, Any]]:
-        if self.kind is not None:
-            yield from self.ended()
-        self.kind = None
-
-
-def with_tokens(events: Iterable[dict[str, Any]], chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events for a chunk; its `gearbx.tokens` stand with the text that they brought."""
-    gearbx = chunk.get("gearbx") or {}
-    for event in events:
-        is_text = "delta" in event and "tokens" in gearbx
-        yield event | {"gearbx": {"tokens": gearbx["tokens"]}} if is_text else event
-
-
-def named(events: Iterable[dict[str, Any]]) -> Iterable[Event]:
-    """Events by their names, which are their types."""
-    return [(event["type"], event) for event in events]
+    def close(self) -> list[dict[str, Any]]:
+        if self.kind is None:
+            return []
+        self.blocks.append(self.block())
+        events, self.kind = self.ended(), None
+        return events
 
 
 def event_text(event: Event) -> str:

@@ -3,6 +3,7 @@
 A route reads a request, hands it to the scheduler, whose thread computes, and sends what comes back as it comes.
 """
 
+import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -17,7 +18,7 @@ from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
-from .job import Answers, Asked, Begun, Emitted, Progress
+from .job import Asked, Begun, Emitted, Progress
 from .messages import (
     CountedTokens,
     CountTokensRequest,
@@ -32,7 +33,7 @@ from .metrics import EXPOSED, Metrics
 from .requests import BaseRequest, ChatRequest, TextRequest
 from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
-from .web import Guard, JsonRoute, Refused, application, event_stream, page, refusal
+from .web import Guard, Refused, application, event_stream, page, refusal
 
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
@@ -101,13 +102,12 @@ EVENT = {  # of a stream; its data is JSON, or [DONE]
     "required": ["data"],
 }
 STREAMED = also("text/event-stream", EVENT)
-router = APIRouter(route_class=JsonRoute, responses=failing(Error))
+router = APIRouter(responses=failing(Error))
 keyed = APIRouter(
-    route_class=JsonRoute,
     responses=failing(Error),
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
-theirs = APIRouter(route_class=JsonRoute, responses=failing(MessagesError), dependencies=keyed.dependencies)
+theirs = APIRouter(responses=failing(MessagesError), dependencies=keyed.dependencies)
 
 
 # The routes.
@@ -179,7 +179,7 @@ async def show_the_page() -> Response:
 
 def server_application(guard: Guard, scheduler: Scheduler | None = None, metrics: Metrics | None = None) -> FastAPI:
     """The server of one model; without a scheduler, what describes it."""
-    routes = APIRouter(route_class=JsonRoute)
+    routes = APIRouter()
     for part in (router, keyed, theirs):
         routes.include_router(part)
     metrics = metrics or Metrics()
@@ -246,13 +246,16 @@ async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator
     Raises:
         Exception: what the computation failed with.
     """
-    came, left, open_texts = Answers(), threading.Event(), len(texts)
+    came: asyncio.Queue[Any] = asyncio.Queue()
+    left, open_texts = threading.Event(), len(texts)
     since, begun = [time.perf_counter()] * len(texts), [False] * len(texts)
     try:
         for place, text in enumerate(texts):
-            await run_in_threadpool(here.scheduler.submit, Asked(text, came, place, left))
+            await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
         while open_texts:
             index, found = await came.get()
+            if isinstance(found, Exception):
+                raise found
             if found is None:
                 open_texts -= 1
                 continue

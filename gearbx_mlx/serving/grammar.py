@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -297,38 +297,14 @@ def shared(a: np.ndarray, b: np.ndarray) -> int:
     return size if same.all() else int(same.argmin())
 
 
-class Grammars:
-    """The grammars of one tokenizer. Each is compiled once, and the last 64 are kept.
-
-    Args:
-        tokenizer: of mlx-lm.
-
-    Raises:
-        GearbxError: llguidance cannot read the tokenizer.
-    """
-
-    def __init__(self, tokenizer: Any):
-        self._ends = frozenset(tokenizer.eos_token_ids)
-        self._tokenizer = tokens_of(tokenizer, self._ends)
-        self._compiled = functools.lru_cache(KEPT)(functools.partial(compiled, self._tokenizer))
-
-    def constraint(self, form: AnswerForm, thinking: Thinking | None = None) -> Constraint:
-        """A constraint for one text.
-
-        Raises:
-            GearbxError: a schema that cannot be kept, or asks for too much time or memory.
-        """
-        return Constraint(self._compiled(form).deep_copy(), self._ends, thinking, form.field)
-
-
-def tokens_of(tokenizer: Any, ends: frozenset[int]) -> Any:
-    """llguidance's view of a tokenizer, which takes about a second to make.
+def tokens_of(tokenizer: Any) -> Any:
+    """llguidance's view of a tokenizer of mlx-lm, which takes about a second to make.
 
     Raises:
         GearbxError: llguidance cannot read the tokenizer.
     """
     try:
-        return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(ends))
+        return from_tokenizer(own_tokenizer(tokenizer), eos_token=sorted(tokenizer.eos_token_ids))
     except Exception as error:
         raise GearbxError(
             f"the model's tokenizer can keep no response_format and no tool_choice ({one_line(error)}); leave it out"
@@ -366,7 +342,8 @@ def one_line_of(matcher: Any) -> str:
     return one_line(ValueError(matcher.get_error().replace("<non-verbose/>", "")))
 
 
-_grammars: WeakKeyDictionary[Any, Grammars] = WeakKeyDictionary()
+# By tokenizers: what compiles their grammars, each once.
+_grammars: WeakKeyDictionary[Any, Callable[[AnswerForm], Any]] = WeakKeyDictionary()
 
 
 def constraint_for(
@@ -393,5 +370,6 @@ def constraint_for(
     if form is None:
         return None
     if tokenizer not in _grammars:
-        _grammars[tokenizer] = Grammars(tokenizer)
-    return _grammars[tokenizer].constraint(form, thinking_of(tokenizer, thinking))
+        _grammars[tokenizer] = functools.lru_cache(KEPT)(functools.partial(compiled, tokens_of(tokenizer)))
+    matcher = _grammars[tokenizer](form).deep_copy()
+    return Constraint(matcher, frozenset(tokenizer.eos_token_ids), thinking_of(tokenizer, thinking), form.field)

@@ -5,7 +5,7 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ from .web import Refused
 
 COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
 NO_LOGPROBS = mx.zeros(0)
+IMPOSSIBLE = -9999.0  # as OpenAI writes minus infinity
 
 
 @dataclass(frozen=True)
@@ -66,29 +67,18 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Alternative:
-    """A token of the vocabulary, what it adds to the text, and its log-probability (natural)."""
-
-    token: int
-    text: str
-    logprob: float
-    spelled: bytes
-
-
-@dataclass(frozen=True)
 class Emitted:
     """A token of an answer.
 
     text: what is certain of the answer by now and was not before. seen: what the gearbox saw, without the distribution.
-    logprob: of the token (natural); None if not asked for. likeliest: as many as were asked for, the likeliest first.
-    stop_word: that ended the answer.
+    logprob: its log-probability and those of the likeliest, as OpenAI has them; None if not asked for. stop_word: that
+    ended the answer.
     """
 
     text: str
     seen: GearResponse
     finish_reason: str | None
-    logprob: Alternative | None = None
-    likeliest: tuple[Alternative, ...] = ()
+    logprob: dict[str, Any] | None = None
     stop_word: str | None = None
 
 
@@ -100,46 +90,26 @@ class Progress:
     total: int
 
 
-class Answers:
-    """What comes of a request's texts, from the thread that computes to the event loop of the server.
-
-    Of each, with its index: Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
-    """
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[Any] = asyncio.Queue()
-
-    def put(self, index: int, found: Any) -> None:
-        """Add what was found, in any thread."""
-        with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, found))
-
-    async def get(self) -> tuple[int, Any]:
-        """The next of them, in the loop. Raises the error that ends an answer."""
-        index, found = await self._queue.get()
-        if isinstance(found, BaseException):
-            raise found
-        return index, found
-
-
 @dataclass
 class Asked:
     """A request for one text on its way to the model, and where its answer comes.
 
-    index: of the text, among those of a client's request. prompt: once its tokens are known. left: set when nothing
-    waits for the answer any more.
+    index: of the text, among those of a client's request. answers: of all of them, by their indices, in the event loop
+    of the server; of each Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
+    left: set when nothing waits for the answer any more. prompt: once its tokens are known.
     """
 
     request: BaseRequest
-    answers: Answers
     index: int
+    answers: asyncio.Queue[Any]
     left: threading.Event
     prompt: Prompt | None = None
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def put(self, found: Any) -> None:
         """Send on what was found, in any thread."""
-        self.answers.put(self.index, found)
+        with suppress(RuntimeError):  # the loop has ended, and nothing is read any more
+            self.loop.call_soon_threadsafe(self.answers.put_nowait, (self.index, found))
 
 
 class StopWords:
@@ -149,34 +119,20 @@ class StopWords:
     """
 
     def __init__(self, words: Sequence[str]):
-        self.words = tuple(words)
-        self._pending = ""
+        # In state "" the text goes on; a word leads to the state that bears its name.
+        machine = TextStateMachine({"": [(word, word) for word in words], **{word: [] for word in words}})
+        self.state = machine.make_state("")
         self.found: str | None = None
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is certain now, and whether a stop word ended it."""
-        if not self.words:
-            return text, False
-        pending = self._pending + text
-        places = [(place, word) for word in self.words if (place := pending.find(word)) >= 0]
-        if places:
-            self._pending = ""
-            place, self.found = min(places)
-            return pending[:place], True
-        kept = max(self._begun(pending, word) for word in self.words)
-        self._pending = pending[len(pending) - kept :]
-        return pending[: len(pending) - kept], False
+        self.state, segments = TextStateMachine.split(self.state, text)
+        self.found = self.state[0] or None
+        return segments[0][1], self.found is not None
 
     def rest(self) -> str:
         """What is still held back, once the text has ended by itself."""
-        rest, self._pending = self._pending, ""
-        return rest
-
-    @staticmethod
-    def _begun(text: str, word: str) -> int:
-        """How many characters at the end of the text begin the word."""
-        longest = min(len(text), len(word) - 1)
-        return next((n for n in range(longest, 0, -1) if word.startswith(text[len(text) - n :])), 0)
+        return str(TextStateMachine.flush(self.state)[1])
 
 
 class Job:
@@ -196,6 +152,8 @@ class Job:
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
         self.spelling = Spelling(self.served.spelled)
+        self.detokenizer: Any = None  # of an answer in a batch
+        self.unread: list[str] = []  # kinds of the prompt's parts that a batch has still to read, the next one last
         self.error: Exception | None = None
         thinking = prompt.state == "reasoning"
         request, tokenizer = asked.request, self.served.tokenizer
@@ -216,34 +174,32 @@ class Job:
         if self.error is not None:
             raise self.error
         self.tokens.append(response.token)
-        logprob: Alternative | None = None
-        likeliest: tuple[Alternative, ...] = ()
-        if (most := self.asked.request.alternatives) is not None:
-            logprob, likeliest = self.logprobs(response, most, finish_reason)
+        most = self.asked.request.alternatives
+        logprob = None if most is None else self.logprobs(response, most, finish_reason)
         text, stopped = self.stops.feed(text)
         if stopped:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self.stops.rest()
         seen = GearResponse(**{**vars(response), "logprobs": NO_LOGPROBS})
-        self.asked.put(Emitted(text, seen, finish_reason, logprob, likeliest, self.stops.found))
+        self.asked.put(Emitted(text, seen, finish_reason, logprob, self.stops.found))
         return finish_reason is not None
 
-    def logprobs(
-        self, response: GearResponse, most: int, finish_reason: str | None
-    ) -> tuple[Alternative, tuple[Alternative, ...]]:
-        """Of the token and of the likeliest ones, so many at most."""
+    def logprobs(self, response: GearResponse, most: int, finish_reason: str | None) -> dict[str, Any]:
+        """The token as OpenAI lists it, with the likeliest ones, so many at most.
+
+        Impossible ones are none of them: a response_format leaves fewer tokens than may be asked for.
+        """
         values = np.array(response.logprobs.astype(mx.float32)).reshape(-1)
         most = min(most, len(values))
         best = np.argpartition(-values, most - 1)[:most] if most else np.zeros(0, int)
-        order = best[np.argsort(-values[best], kind="stable")]
-        likeliest = tuple(self.alternative(int(one), float(values[one])) for one in order)
-        text, spelled = self.spelling.add(response.token, finish_reason is not None, finish_reason == "stop")
-        return Alternative(response.token, text, float(values[response.token]), spelled), likeliest
-
-    def alternative(self, token: int, logprob: float) -> Alternative:
-        spelled = self.spelling.alternative(token)
-        return Alternative(token, spelled.decode("utf-8", "replace"), logprob, spelled)
+        order = best[np.argsort(-values[best], kind="stable")].tolist()
+        likeliest = [
+            listed(one, float(values[one]), self.spelling.alternative(one)) for one in order if np.isfinite(values[one])
+        ]
+        text, added = self.spelling.add(response.token, finish_reason is not None, finish_reason == "stop")
+        own = listed(response.token, float(values[response.token]), added)
+        return own | {"token": text, "top_logprobs": likeliest}
 
     def sampler(self, defaults: Any) -> Callable[[mx.array], mx.array]:
         """The request's sampler; `defaults` are the server's flags."""
@@ -266,7 +222,17 @@ class Job:
 
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
         """Those of the request; what the answer has to fit comes last."""
-        processors = processors_of(self.asked.request)
+        asked = self.asked.request
+        bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
+        processors = make_logits_processors(
+            bias or None,
+            asked.repetition_penalty,
+            asked.repetition_context_size,
+            asked.presence_penalty,
+            asked.presence_context_size,
+            asked.frequency_penalty,
+            asked.frequency_context_size,
+        )
         if self.constraint is not None:
             processors.append(self.constraint)
         return [self.safely(processor, lambda tokens, logits: logits) for processor in processors]
@@ -296,18 +262,10 @@ class Job:
         return Refused(400, self.constraint.error, param=self.constraint.field)
 
 
-def processors_of(asked: BaseRequest) -> list[Callable[[mx.array, mx.array], mx.array]]:
-    """mlx-lm's logits processors for penalties and biases."""
-    bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
-    return make_logits_processors(
-        bias or None,
-        asked.repetition_penalty,
-        asked.repetition_context_size,
-        asked.presence_penalty,
-        asked.presence_context_size,
-        asked.frequency_penalty,
-        asked.frequency_context_size,
-    )
+def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
+    """A token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability (natural)."""
+    number = logprob if np.isfinite(logprob) else IMPOSSIBLE
+    return {"id": token, "token": added.decode("utf-8", "replace"), "logprob": number, "bytes": list(added)}
 
 
 def keep_text(job: Job, cache: list[Any], keep: Callable[[Job, list[int], list[Any]], None]) -> None:

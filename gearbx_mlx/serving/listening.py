@@ -121,25 +121,23 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, patience: float = PATIENCE):
-        family, place = resolved(host, port)
         self.patience = patience
         self.serves = ""  # what it serves, in a few words
         self.app: Any = None
         self.uvicorn: uvicorn.Server | None = None
-        self.socket = socket.socket(family)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self.socket.bind(place)
-            self.socket.listen(128)
-        except (OSError, OverflowError) as error:
-            self.socket.close()
-            reason = getattr(error, "strerror", None) or one_line(error)
+            family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+            self.socket = socket.create_server((host, port), family=family, backlog=128, dualstack_ipv6=both)
+        except (OSError, OverflowError, UnicodeError) as error:
+            reason = (getattr(error, "strerror", None) or one_line(error)).partition(" (while")[0]
             raise GearbxError(f"cannot listen on {host}, port {port} ({reason}); give another") from error
 
     def __enter__(self) -> "Server":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
         self.socket.close()
 
     @property
@@ -182,15 +180,6 @@ class Server:
         if self.uvicorn is not None:
             self.uvicorn.should_exit = True
             self.thread.join()
-
-
-def resolved(host: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    """Family and address to bind. Raises GearbxError for a host that does not exist."""
-    try:
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    except (OSError, UnicodeError, OverflowError) as error:
-        raise GearbxError(f"--host {host}: no such address ({one_line(error)}); give 127.0.0.1, say") from error
-    return family, place
 
 
 class Escaping(logging.Formatter):

@@ -1,14 +1,27 @@
 """Anthropic's Messages API, in terms of chat completions: requests, whole answers, streams and errors."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool, field_validator
 from typing_extensions import TypedDict
 
-from .answers import BlockDialect, Event, GearsReport, named, with_tokens
-from .requests import ChatRequest, Count, Number, Options, Share, Tokens, parse
+from .answers import BlockDialect, Event, GearsReport
+from .requests import (
+    ChatRequest,
+    Count,
+    Number,
+    Options,
+    Share,
+    Tokens,
+    chat_content,
+    chat_fields,
+    json_schema,
+    named_tool,
+    parse,
+    text_of,
+)
 from .web import Refused
 
 # Requests.
@@ -105,16 +118,10 @@ class ClientTool(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """Whether the model is shown tools, and may or has to (`any`) call one."""
+    """Whether the model is shown tools, may call one, has to (`any`), or has to call the one that is named (`tool`)."""
 
-    type: Literal["auto", "any", "none"]
-
-
-class OneTool(BaseModel):
-    """The tool that the model has to call."""
-
-    type: Literal["tool"]
-    name: ToolName
+    type: Literal["auto", "any", "none", "tool"]
+    name: ToolName | None = None
 
 
 class ThinkingChoice(BaseModel):
@@ -139,7 +146,7 @@ class CountTokensRequest(BaseModel):
     model: str | None = None
     system: str | list[TextBlock] | None = None
     tools: list[ClientTool] | None = None
-    tool_choice: Annotated[ToolChoice | OneTool, Field(discriminator="type")] | None = None
+    tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None
 
@@ -163,10 +170,6 @@ class MessagesRequest(CountTokensRequest):
     gearbx: Options | None = None
 
 
-SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
-THINKS = {"enabled": True, "adaptive": True, "disabled": False, "between_tools": True}
-
-
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
     return parse(ChatRequest, chat_body(request))
@@ -174,43 +177,24 @@ def chat_request(request: CountTokensRequest) -> ChatRequest:
 
 def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     """The body of the chat completion that answers a request."""
-    body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True)
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
-    body["messages"] = system + [part for message in request.messages for part in chat_messages(message)]
-    body.update(tool_fields(request))
-    if isinstance(request, MessagesRequest):
-        body |= {"stop": request.stop_sequences} if request.stop_sequences else {}
-        body |= {"stream_options": {"include_usage": True}} if request.stream else {}
-    if request.thinking is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": THINKS[request.thinking.type]}
-    if request.output_config is not None and request.output_config.format is not None:
-        schema = request.output_config.format.schema_
-        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    return body
-
-
-def text_of(content: str | list[Any]) -> str:
-    """The text of blocks, of each on lines of its own."""
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
-
-
-def tool_fields(request: CountTokensRequest) -> dict[str, Any]:
-    """`tools` and `tool_choice` of a chat completion."""
-    choice = request.tool_choice
-    if choice is not None and choice.type == "none":
-        return {"tool_choice": "none"}
-    if not request.tools:
-        return {}
-    functions = [
-        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        for tool in request.tools
-    ]
-    fields: dict[str, Any] = {"tools": [{"type": "function", "function": function} for function in functions]}
-    if isinstance(choice, OneTool):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice is not None and choice.type == "any":
-        fields["tool_choice"] = "required"
-    return fields
+    messages = system + [part for message in request.messages for part in chat_messages(message)]
+    choice = request.tool_choice.type if request.tool_choice is not None else "auto"
+    tools = request.tools if request.tools is not None and choice != "none" else []
+    functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
+    chosen: Any = "none" if choice == "none" else None
+    if functions and request.tool_choice is not None:
+        chosen = {"any": "required", "tool": named_tool(request.tool_choice.name)}.get(choice)
+    wanted = request.output_config.format if request.output_config is not None else None
+    return chat_fields(
+        request,
+        messages,
+        functions,
+        None if request.thinking is None else request.thinking.type != "disabled",
+        tool_choice=chosen,
+        stop=getattr(request, "stop_sequences", None) or None,
+        response_format=None if wanted is None else json_schema("answer", wanted.schema_),
+    )
 
 
 def chat_messages(message: Turn) -> list[dict[str, Any]]:
@@ -227,13 +211,6 @@ def chat_messages(message: Turn) -> list[dict[str, Any]]:
     own |= {"tool_calls": calls} if calls else {}
     own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return [*results, own]
-
-
-def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts."""
-    if isinstance(content, str) or all(hasattr(part, "text") for part in content):
-        return text_of(content)
-    return [part.as_chat() for part in content]
 
 
 def tool_call(block: ToolUseBlock) -> dict[str, Any]:
@@ -291,6 +268,11 @@ class MessagesError(TypedDict):
 
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {  # by the kind of a block: type, and the name of what is new
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 ERRORS = {  # by status; other statuses are the server's
     400: "invalid_request_error",
     401: "authentication_error",
@@ -307,22 +289,7 @@ def messages_error(refused: Refused) -> MessagesError:
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-def opened(completion: Mapping[str, Any], counts: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A message before anything was written."""
-    return {
-        "id": f"msg_{str(completion.get('id', '')).removeprefix('chatcmpl-')}",
-        "type": "message",
-        "role": "assistant",
-        "model": completion.get("model", ""),
-        "content": [],
-        "stop_reason": None,
-        "stop_sequence": None,
-        "usage": message_usage(counts),
-    }
-
-
-def message_usage(counts: Mapping[str, Any] | None) -> MessageUsage:
-    counts = counts or {}
+def message_usage(counts: Mapping[str, Any]) -> MessageUsage:
     cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return {
         "input_tokens": counts.get("prompt_tokens", 0) - cached,
@@ -340,19 +307,7 @@ def ending(choice: Mapping[str, Any]) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS.get(choice.get("finish_reason") or "", "end_turn"), "stop_sequence": None}
 
 
-def blocks_of(written: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The blocks of a chat message: thoughts, text and tool calls."""
-    if thoughts := written.get("reasoning"):
-        yield {"type": "thinking", "thinking": thoughts, "signature": ""}
-    if text := written.get("content"):
-        yield {"type": "text", "text": text}
-    for call in written.get("tool_calls") or ():
-        function = call["function"]
-        called = {"id": call["id"], "name": function["name"], "input": arguments(function.get("arguments"))}
-        yield {"type": "tool_use", **called}
-
-
-def arguments(text: str | None) -> dict[str, Any]:
+def arguments(text: str) -> dict[str, Any]:
     """The arguments of a tool call; none where the model wrote no JSON object."""
     try:
         given = json.loads(text or "{}")
@@ -368,66 +323,46 @@ class Messages(BlockDialect):
     tokens brought, and what else `gearbx` has in message_delta.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._begun = False
-        self._ended = ending({})
-        self._counts: Mapping[str, Any] | None = None
-        self._gearbx: dict[str, Any] = {}
-
-    def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
-        choice = completion["choices"][0]
-        answer = opened(completion, completion.get("usage")) | ending(choice)
-        gearbx = {"gearbx": completion["gearbx"]} if "gearbx" in completion else {}
-        return answer | {"content": list(blocks_of(choice["message"]))} | gearbx
+    def answer(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{str(self.head.get('id', '')).removeprefix('chatcmpl-')}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.head.get("model", ""),
+            "content": list(self.blocks),
+            **(ending(self.ended_with) if self.ended_with else {"stop_reason": None, "stop_sequence": None}),
+            "usage": message_usage(self.usage),
+            **self.report,
+        }
 
     def begin(self, usage: Mapping[str, Any]) -> None:
-        self._counts = usage
+        self.usage = usage
 
-    def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        return named(self._events_of(chunk))
+    def opening(self) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
 
-    def _events_of(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        if not self._begun:
-            yield {"type": "message_start", "message": opened(chunk, self._counts)}
-            yield {"type": "ping"}
-            self._begun = True
-        for choice in chunk.get("choices") or ():
-            yield from with_tokens(self.written(choice.get("delta") or {}), chunk)
-            if choice.get("finish_reason"):
-                self._ended = ending(choice)
-        self._counts = chunk.get("usage") or self._counts
-        gearbx = {name: value for name, value in (chunk.get("gearbx") or {}).items() if name != "tokens"}
-        self._gearbx = gearbx or self._gearbx
+    def closing(self) -> list[dict[str, Any]]:
+        usage = message_usage(self.usage)
+        ended = {"type": "message_delta", "delta": ending(self.ended_with), "usage": usage, **self.report}
+        return [ended, {"type": "message_stop"}]
 
-    def started(self) -> Iterator[dict[str, Any]]:
-        block: dict[str, Any] = {
-            "thinking": {"type": "thinking", "thinking": "", "signature": ""},
-            "text": {"type": "text", "text": ""},
-            "call": {"type": "tool_use", "id": self.call.get("id"), "name": called(self.call), "input": {}},
-        }[self.kind or ""]
-        yield {"type": "content_block_start", "index": self.place, "content_block": block}
+    def block(self) -> dict[str, Any]:
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": self.content, "signature": ""}
+        if self.kind == "text":
+            return {"type": "text", "text": self.content}
+        name = (self.call.get("function") or {}).get("name")
+        return {"type": "tool_use", "id": self.call.get("id"), "name": name, "input": arguments(self.content)}
+
+    def started(self) -> list[dict[str, Any]]:
+        return [{"type": "content_block_start", "index": self.place, "content_block": self.block()}]
 
     def grown(self, text: str) -> dict[str, Any]:
-        delta = {
-            "thinking": {"type": "thinking_delta", "thinking": text},
-            "text": {"type": "text_delta", "text": text},
-            "call": {"type": "input_json_delta", "partial_json": text},
-        }[self.kind or ""]
-        return {"type": "content_block_delta", "index": self.place, "delta": delta}
+        kind, name = DELTAS[self.kind or ""]
+        return {"type": "content_block_delta", "index": self.place, "delta": {"type": kind, name: text}}
 
-    def ended(self) -> Iterator[dict[str, Any]]:
-        yield {"type": "content_block_stop", "index": self.place}
-
-    def last(self) -> Iterable[Event]:
-        gearbx = {"gearbx": self._gearbx} if self._gearbx else {}
-        ended = {"type": "message_delta", "delta": self._ended, "usage": message_usage(self._counts), **gearbx}
-        return named([*self.close(), ended, {"type": "message_stop"}])
+    def ended(self) -> list[dict[str, Any]]:
+        return [{"type": "content_block_stop", "index": self.place}]
 
     def failed(self, refused: Refused) -> Event:
         return "error", messages_error(refused)
-
-
-def called(call: Mapping[str, Any]) -> Any:
-    """The name of the function that is called."""
-    return (call.get("function") or {}).get("name")

@@ -5,10 +5,8 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum, auto
 from functools import cache
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -18,28 +16,16 @@ HIDDEN = "***"
 SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
 
 
-class Failure(Enum):
-    """How a request came to nothing."""
-
-    SLOW_CONNECTION = auto()
-    NO_CONNECTION = auto()
-    SILENT = auto()
-    CUT = auto()
-
-
 @contextmanager
-def failures(described: Callable[[Failure, Exception], Exception]) -> Iterator[None]:
-    """Turns what httpx raises inside into what `described` makes of it."""
+def failures(described: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Turns what httpx raises inside into what `described` makes of it.
+
+    A UnicodeError is among it: of a name that no host can have.
+    """
     try:
         yield
-    except httpx.ConnectTimeout as error:
-        raise described(Failure.SLOW_CONNECTION, error) from error
-    except httpx.TimeoutException as error:
-        raise described(Failure.SILENT, error) from error
-    except (httpx.ConnectError, UnicodeError) as error:  # the latter of a name that no host can have
-        raise described(Failure.NO_CONNECTION, error) from error
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL) as error:
-        raise described(Failure.CUT, error) from error
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
+        raise described(error) from error
 
 
 class Clock:
@@ -98,8 +84,8 @@ def is_loopback(name: str) -> bool:
     return name == "localhost" if address is None else address.is_loopback
 
 
-def parsed_url(url: str, flag: str) -> SplitResult:
-    """The parts of a server's URL, which has a host and a path alone.
+def parsed_url(url: str, flag: str) -> httpx.URL:
+    """A server's URL, which has a host and a path alone.
 
     Raises:
         GearbxError: no such URL; without what may be a password.
@@ -107,16 +93,13 @@ def parsed_url(url: str, flag: str) -> SplitResult:
     url = url.strip()
     shown = flag if set("@?#") & set(url) else f"{flag} {url[:100]!a}"
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
         raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or not url.isprintable():
+    if parts.port is not None and not 0 < parts.port < 2**16:
+        raise GearbxError(f"{shown} is no URL; {SUCH_AS}")
+    if parts.scheme not in ("http", "https") or not parts.host:
         raise GearbxError(f"{shown} is no http or https URL; {SUCH_AS}")
     if set("?#\\ ") & set(url):
         raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
-    try:
-        httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
     return parts

@@ -71,7 +71,7 @@ class Served:
 
     def key(self, mode: Mode) -> str:
         """What texts must have in common for one to go on from the other's KV cache: the gear that reads prompts."""
-        if isinstance(mode, Pair) or self.gearbox is None or isinstance(self.gearbox, Observer):
+        if self.gearbox is None or isinstance(self.gearbox, Observer):
             return ""
         return mode.name if self.controller is not None else mode.gears_of_text(self.gearbox)[0].name
 
@@ -106,30 +106,21 @@ class Served:
             found = default_thresholds(len(self.gears), self.vocabulary)
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
-    def one_gear(self, mode: Mode) -> str | None:
-        """The gear that computes a whole text; None where it changes."""
-        if mode.name == "telemetry-only" or self.gearbox is None:
-            return "" if self.gearbox is not None else None
-        if mode.name != "static":
-            return None
-        gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder
-        return ladder.top.name if gear is None else ladder.find(gear).name
-
     def same_in_company(self, mode: Mode) -> bool:
-        """Whether a text is the same whatever other texts share its passes."""
-        return mode.name == "lossless" or self.one_gear(mode) is not None
+        """Whether a text is the same whatever other texts share its passes: its gears do not depend on them."""
+        return mode.name in ("lossless", "static", "telemetry-only")
 
     def shared(self, mode: Mode) -> tuple[str, str] | None:
         """What texts have in common that share passes; None: they are not shared.
 
         Mode and gear, a mode alone, or all its settings, where these say what is drafted.
         """
-        gear = self.one_gear(mode)
-        if gear is not None:
-            return mode.name, gear
-        if mode.name == "lossless":
-            return mode.name, repr(mode)
-        return (mode.name, "") if mode.name == "route" and self.gearbox is not None else None
+        if self.gearbox is None or mode.name not in ("lossless", "static", "telemetry-only", "route"):
+            return None
+        if mode.name == "static":
+            gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder
+            return mode.name, ladder.top.name if gear is None else ladder.find(gear).name
+        return mode.name, repr(mode) if mode.name == "lossless" else ""
 
 
 class GearedProvider(ModelProvider):
@@ -213,15 +204,11 @@ class GearedProvider(ModelProvider):
 
     def current(self, key: tuple[str | None, str | None]) -> Served | None:
         """The model, if it is the one that is loaded."""
-        served = self.served
-        return served if self.model_key == key else None
-
-    def is_loaded(self, key: tuple[str | None, str | None]) -> bool:
-        return self.current(key) is not None
+        return self.served if self.model_key == key else None
 
     def load_key(self, key: tuple[str | None, str | None]) -> Served:
         """The model, loaded in place of the one before. Raises GearbxError as the command that opens a model."""
-        if not self.is_loaded(key):
+        if self.current(key) is None:
             load = self.prepare(*key)  # which may fail, and then the model before stays
             self.forget()
             self.take(key, load())
@@ -252,6 +239,3 @@ class GearedProvider(ModelProvider):
         self.is_batchable = served.draft_model is None and all(
             hasattr(part, "merge") for part in served.make_cache(None)
         )
-
-    def load_default(self) -> None:
-        """Nothing: the default model is loaded before the server listens."""

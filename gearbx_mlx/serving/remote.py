@@ -9,8 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any, ClassVar, TypeVar
-from urllib.parse import urlunsplit
+from typing import Any, TypeVar
 
 import httpx
 from httpx_sse import EventSource
@@ -19,7 +18,9 @@ from msgspec import Struct
 from ..errors import GearbxError, one_line
 from ..files.reading import parse_json, parse_python_json, typed
 from . import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI
-from .others import Clock, Failure, about_logprobs, brief, failures, hidden, is_loopback, parsed_url, said_in
+from .others import Clock, about_logprobs, brief, failures, hidden, is_loopback, parsed_url, said_in
+
+T = TypeVar("T")
 
 # What servers answer, as chunks of text with the log-probabilities of their tokens
 
@@ -228,7 +229,7 @@ def descending(values: Sequence[float]) -> tuple[float, ...]:
 
 LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
 BEGINNING = 2**16  # bytes that show what an answer is
-JSON = "application/json"
+SENT = {"Content-Type": "application/json"}
 
 
 class RemoteError(GearbxError):
@@ -261,12 +262,14 @@ class Connection:
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
-        self.base, self.shown, loopback = checked_url(url)
+        parts = parsed_url(url, "--server")
+        self.base = str(parts).rstrip("/")
+        self.shown = str(parts.copy_with(userinfo=b"")).rstrip("/")
         self.api_key, self.timeout = api_key or "", timeout
         if not (self.api_key.isascii() and self.api_key.isprintable()):
             raise GearbxError("the API key has characters that no HTTP header can have; check it")
         headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self.client = httpx.Client(timeout=timeout, headers=headers, trust_env=not loopback)
+        self.client = httpx.Client(timeout=timeout, headers=headers, trust_env=not is_loopback(parts.host))
 
     def __enter__(self) -> "Connection":
         return self
@@ -287,11 +290,11 @@ class Connection:
             RemoteError: no answer, or one that ends early; also while it is read inside.
             RefusedError: a status of 400 or more.
         """
-        request = self.client.build_request("GET", url)
-        if body is not None:  # as ASCII: a name may contain half of a surrogate pair
-            content = json.dumps(body).encode()
-            request = self.client.build_request("POST", url, content=content, headers={"Content-Type": JSON})
-        with failures(self.described), closing(self.client.send(request, stream=True)) as response:
+        content = None if body is None else json.dumps(body).encode()  # ASCII: a name may have half of a surrogate pair
+        with (
+            failures(self.described),
+            self.client.stream("GET" if body is None else "POST", url, content=content, headers=SENT) as response,
+        ):
             reply = Reply(self, response)
             if response.status_code >= 300:
                 raise self.refused(response.status_code, reply)
@@ -300,14 +303,7 @@ class Connection:
     def json(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is no JSON."""
         with self.opened(url, body) as reply:
-            return self.parsed(reply.text(), parse_json, reply.kind)
-
-    def parsed(self, text: str, parse: Callable[[str], Any], kind: str = "") -> Any:
-        """What `parse` makes of a part of an answer; a GearbxError of it becomes a RemoteError with the URL."""
-        try:
-            return parse(text)
-        except GearbxError as error:
-            raise self.error(f"answers {kind or 'something'} that is no answer of this API ({error})") from error
+            return reply.parsed(reply.text(), parse_json)
 
     def error(self, what: str, remedy: str = "check the address, which usually ends in /v1") -> RemoteError:
         return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
@@ -319,14 +315,17 @@ class Connection:
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
         return RefusedError(f"{self.shown}: answers {status} ({reason}); {remedy}", status, reason)
 
-    def described(self, failure: Failure, error: Exception) -> RemoteError:
+    def described(self, error: Exception) -> RemoteError:
         """Why a request came to nothing."""
         start = "start the server, or check --server"
-        if failure is Failure.SLOW_CONNECTION:
-            return self.error(f"no connection within {self.timeout:g} s", start)
-        if failure is Failure.NO_CONNECTION:
-            return self.error(f"no connection ({one_line(error)})", start)
-        return self.silent() if failure is Failure.SILENT else self.cut(one_line(error))
+        match error:
+            case httpx.ConnectTimeout():
+                return self.error(f"no connection within {self.timeout:g} s", start)
+            case httpx.TimeoutException():
+                return self.silent()
+            case httpx.ConnectError() | UnicodeError():
+                return self.error(f"no connection ({one_line(error)})", start)
+        return self.cut(one_line(error))
 
     def silent(self) -> RemoteError:
         return self.error(f"no token for {self.timeout:g} s", "give it more time with --server-timeout")
@@ -370,12 +369,7 @@ class Reply(httpx.SyncByteStream):
 
     def beginning(self) -> str:
         """The first bytes of the answer: enough of an error, or of a page, to say what it is."""
-        found = b""
-        for part in self.response.iter_bytes():
-            found += part
-            if len(found) >= BEGINNING:
-                break
-        return found[:BEGINNING].decode("utf-8", "replace")
+        return next(self.response.iter_bytes(BEGINNING), b"").decode("utf-8", "replace")
 
     def lines(self) -> Iterator[str]:
         """The lines of the answer that are not empty, each as soon as it is there."""
@@ -390,6 +384,14 @@ class Reply(httpx.SyncByteStream):
         """The data of its server-sent events."""
         return (event.data for event in EventSource(self.response).iter_sse() if event.data)
 
+    def parsed(self, text: str, parse: Callable[[str], T]) -> T:
+        """What `parse` makes of a part of the answer; a GearbxError of it becomes a RemoteError with the URL."""
+        try:
+            return parse(text)
+        except GearbxError as error:
+            what = f"answers {self.kind or 'something'} that is no answer of this API ({error})"
+            raise self.connection.error(what) from error
+
 
 def refusal(text: str) -> str:
     """Why a server refuses a request, in its own words: OpenAI's error object, mlx-lm's text, or the body's begin."""
@@ -400,21 +402,9 @@ def refusal(text: str) -> str:
     return brief(said_in(content.get("error", content) if isinstance(content, dict) else content))
 
 
-def checked_url(text: str) -> tuple[str, str, bool]:
-    """A URL without a slash at its end, the same without name and password, and whether it is on loopback.
-
-    Raises:
-        GearbxError: no URL of HTTP.
-    """
-    parts = parsed_url(text, "--server")
-    host, path = parts.hostname or "", parts.path.rstrip("/")
-    place = (f"[{host}]" if ":" in host else host) + (f":{parts.port}" if parts.port else "")
-    base = urlunsplit((parts.scheme, parts.netloc, path, "", ""))
-    return base, urlunsplit((parts.scheme, place, path, "", "")), is_loopback(host)
-
+# How to ask for log-probabilities
 
 ASK = (20, 11, 10, 5, 1)  # OpenAI's most, mlx_lm.server's, and what others stop at
-CHAT_FORMS, TEXT_FORMS = ("flag",), ("number", "flag", "n_probs")
 DONE = "[DONE]"
 
 
@@ -437,116 +427,71 @@ class Question:
 
 
 @dataclass(frozen=True)
-class OpenAIWay:
-    """How to ask an OpenAI-style server for `asked` log-probabilities of each token.
+class Way:
+    """How to ask a server for `asked` log-probabilities of each token.
 
-    form: which fields say so: "number" or "flag", or llama.cpp's "n_probs". streamed: mlx_lm.server and others give no
-    log-probabilities in streams.
+    form: which fields say so: "number" or "flag", llama.cpp's "n_probs", or "ollama": its own API, which streams one
+    JSON object a line. streamed: mlx_lm.server and others give no log-probabilities in streams.
     """
 
     asked: int
     form: str
-    streamed: bool
-    api: ClassVar[str] = OPENAI
+    streamed: bool = True
+
+    @property
+    def api(self) -> str:
+        return OLLAMA if self.form == OLLAMA else OPENAI
 
     @property
     def fields(self) -> dict[str, Any]:
         """Those of a request's body that ask for log-probabilities."""
-        forms = {
-            "number": {"logprobs": self.asked},
-            "flag": {"logprobs": True, "top_logprobs": self.asked},
-            "n_probs": {"n_probs": self.asked},
-        }
-        return forms[self.form]
+        others = {"number": {"logprobs": self.asked}, "n_probs": {"n_probs": self.asked}}
+        return others.get(self.form, {"logprobs": True, "top_logprobs": self.asked})
 
-    def request(self, question: Question) -> tuple[str, dict[str, Any]]:
-        """The path below the API's URL, and the body."""
+    def request(self, question: Question, max_tokens: int, temperature: float) -> tuple[str, dict[str, Any]]:
+        """The path below the URL of the API, or of the server for Ollama's, and the body."""
         body = {"stream": self.streamed, **self.fields}
-        if question.chat:
-            template = {"chat_template_kwargs": question.template} if question.template else {}
-            return "/chat/completions", body | template | {"messages": question.messages}
-        return "/completions", body | {"prompt": question.prompt}
-
-    def options(self, max_tokens: int, temperature: float) -> dict[str, Any]:
-        return {"max_tokens": max_tokens, "temperature": temperature}
+        body |= {"messages": question.messages} if question.chat else {"prompt": question.prompt}
+        if self.form == OLLAMA:
+            body["options"] = {"num_predict": max_tokens, "temperature": temperature}
+            return ("/api/chat", body) if question.chat else ("/api/generate", body | {"raw": True})
+        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        if question.chat and question.template:
+            body["chat_template_kwargs"] = question.template
+        return "/chat/completions" if question.chat else "/completions", body
 
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
-        """Raises RemoteError for what is no answer, or a stream without an end."""
-        if "event-stream" not in reply.kind:  # a whole answer, asked for or not; or a page
-            yield self.chunk(reply, reply.text())
-            return
-        finished = False
-        for data in reply.events():
-            if data.strip() == DONE:
+        """The parts of an answer. Raises RemoteError for what is no answer, or a stream without an end."""
+        ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
+        read, unit = (ollama_chunk, "line") if ollama else (openai_chunk, "event")
+        # Without events it is a whole answer, asked for or not; or a page.
+        parts = reply.lines() if ollama else reply.events() if streamed else [reply.text()]
+        finished = not (ollama or streamed)
+        for part in parts:
+            if part.strip() == DONE:
                 return
-            chunk = self.chunk(reply, data)
+            chunk = reply.parsed(part, lambda text: read(text, self.asked))
             finished = finished or chunk.finished
             yield chunk
         if not finished:
-            raise reply.connection.cut("the stream ends without its last event")
-
-    def chunk(self, reply: Reply, text: str) -> Chunk:
-        return reply.connection.parsed(text, lambda content: openai_chunk(content, self.asked), reply.kind)
+            raise reply.connection.cut(f"the stream ends without its last {unit}")
 
 
-@dataclass(frozen=True)
-class OllamaWay:
-    """How to ask Ollama by its own API, which streams one JSON object a line."""
-
-    asked: int
-    api: ClassVar[str] = OLLAMA
-
-    def request(self, question: Question) -> tuple[str, dict[str, Any]]:
-        """The path below the server's URL, and the body."""
-        body = {"stream": True, "logprobs": True, "top_logprobs": self.asked}
-        if question.chat:
-            return "/api/chat", body | {"messages": question.messages}
-        return "/api/generate", body | {"prompt": question.prompt, "raw": True}
-
-    def options(self, max_tokens: int, temperature: float) -> dict[str, Any]:
-        return {"options": {"num_predict": max_tokens, "temperature": temperature}}
-
-    def chunks(self, reply: Reply) -> Iterator[Chunk]:
-        """Raises RemoteError as `OpenAIWay.chunks`."""
-        for line in reply.lines():
-            chunk = reply.connection.parsed(line, lambda content: ollama_chunk(content, self.asked), reply.kind)
-            yield chunk
-            if chunk.finished:
-                return
-        raise reply.connection.cut("the stream ends without its last line")
+def ways_to_ask(chat: bool, openai: bool = True, ollama: bool = False) -> list[Way]:
+    """Every way to ask a server with these APIs for a chat, or for a text completion, the best first."""
+    forms = ("flag",) if chat else ("number", "flag", "n_probs")
+    own = [Way(asked, OLLAMA) for asked in ASK] if ollama else []
+    return own + [Way(asked, form, streamed) for asked in ASK for form in forms for streamed in (True, False) if openai]
 
 
-Way = OpenAIWay | OllamaWay
-AnyWay = TypeVar("AnyWay", bound=Way)
-
-
-def ways_to_ask(question: Question, openai: bool, ollama: bool) -> list[Way]:
-    """Every way to ask this of a server with these APIs, the best first."""
-    forms = CHAT_FORMS if question.chat else TEXT_FORMS
-    own: list[Way] = [OllamaWay(asked) for asked in ASK] if ollama else []
-    if not openai:
-        return own
-    return own + [OpenAIWay(asked, form, streamed) for asked in ASK for form in forms for streamed in (True, False)]
-
-
-def others(ways: Sequence[AnyWay], refused: Way) -> list[AnyWay]:
+def others(ways: Sequence[Way], refused: Way) -> list[Way]:
     """Those that ask with other fields than one that was refused."""
-    return [way for way in ways if fields_of(way) != fields_of(refused)]
+    return [way for way in ways if (way.asked, way.form) != (refused.asked, refused.form)]
 
 
-def after_silence(ways: Sequence[AnyWay]) -> list[AnyWay]:
+def after_silence(ways: Sequence[Way]) -> list[Way]:
     """Those to try after the first, which was answered without log-probabilities: asking for fewer brings none."""
-    return [way for way in ways if kind_of(way) != kind_of(ways[0])]
-
-
-def kind_of(way: Way) -> tuple[Any, ...]:
-    """Everything of a way except how many log-probabilities it asks for."""
-    return type(way), getattr(way, "form", ""), getattr(way, "streamed", True)
-
-
-def fields_of(way: Way) -> tuple[Any, ...]:
-    """What a server may refuse of a way: everything except whether the answer is streamed."""
-    return type(way), way.asked, getattr(way, "form", "")
+    return [way for way in ways if (way.form, way.streamed) != (ways[0].form, ways[0].streamed)]
 
 
 TRIED_TOKENS, TRIED_CHUNKS = 4, 64  # of the answer that shows what a server can do
@@ -605,7 +550,7 @@ class RemoteServer:
         Raises:
             RemoteError: it fails, or gives none.
         """
-        ways, words = ways_to_ask(question, self.openai, self.ollama), ""
+        ways, words = ways_to_ask(question.chat, self.openai, self.ollama), ""
         while ways:
             try:
                 with closing(self.asked(ways[0], question, TRIED_TOKENS, 0.0)) as chunks:
@@ -631,10 +576,9 @@ class RemoteServer:
 
     def asked(self, way: Way, question: Question, max_tokens: int, temperature: float) -> Chunks:
         """The answer to a question that is asked in this way; as `answer`."""
-        path, body = way.request(question)
-        place = self.connection.root if isinstance(way, OllamaWay) else self.connection.base
-        body = {"model": self.model, **body, **way.options(max_tokens, temperature)}
-        with self.connection.opened(place + path, body) as reply:
+        path, body = way.request(question, max_tokens, temperature)
+        place = self.connection.root if way.api == OLLAMA else self.connection.base
+        with self.connection.opened(place + path, {"model": self.model, **body}) as reply:
             for chunk in way.chunks(reply):
                 if chunk.tokens:
                     reply.heard()
@@ -664,12 +608,5 @@ def is_ollama(connection: Connection) -> bool:
 
 def sizes_in(fields: dict[str, Any]) -> int | None:
     """The size of a vocabulary among what a server says of a model: vocab_size, n_vocab, or llama.vocab_size."""
-    for name, value in fields.items():
-        if name.rpartition(".")[2] in VOCABULARY:
-            try:
-                size = typed(value, int)
-            except GearbxError:
-                continue
-            if size > 0:
-                return size
-    return None
+    sizes = (value for name, value in fields.items() if name.rpartition(".")[2] in VOCABULARY)
+    return next((size for size in sizes if type(size) is int and size > 0), None)

@@ -260,3 +260,54 @@ def parse(kind: type[R], body: Any) -> R:
         return kind.model_validate(body)
     except ValidationError as error:
         raise misfit(error.errors(), body) from error
+
+
+# Requests of other APIs, as chat completions.
+
+SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
+
+
+def chat_fields(
+    request: BaseModel,
+    messages: list[dict[str, Any]],
+    functions: list[dict[str, Any]],
+    thinks: bool | None,
+    **further: Any,
+) -> dict[str, Any]:
+    """The body of the chat completion that answers a request of another API.
+
+    Args:
+        functions: that may be called.
+        thinks: whether a model that can think before it answers does so; None: as its template has it.
+        further: other fields; what is None is left out.
+    """
+    body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True) | {"messages": messages}
+    if body.get("stream"):
+        body["stream_options"] = {"include_usage": True}
+    if functions:
+        body["tools"] = [{"type": "function", "function": function} for function in functions]
+    if thinks is not None:
+        body["chat_template_kwargs"] = {"enable_thinking": thinks}
+    return body | {name: value for name, value in further.items() if value is not None}
+
+
+def json_schema(name: str, schema: Any) -> dict[str, Any]:
+    """The `response_format` of a chat completion whose text has to fit a schema."""
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+
+
+def named_tool(name: str | None) -> dict[str, Any]:
+    """The `tool_choice` of a chat completion that has to call this function."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
+    """The content of a chat message; text alone as text, since not every chat template takes parts."""
+    if isinstance(content, str) or all(hasattr(part, "text") for part in content):
+        return text_of(content)
+    return [part.as_chat() for part in content]
+
+
+def text_of(content: str | list[Any]) -> str:
+    """The text of parts, of each on lines of its own."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

@@ -2,15 +2,27 @@
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, StrictBool
 from typing_extensions import TypedDict
 
-from .answers import BlockDialect, Event, GearsReport, named, with_tokens
-from .messages import ToolName, called, chat_content
-from .requests import ChatRequest, NotServed, Number, Options, Share, Tokens, parse
+from .answers import BlockDialect, Event, GearsReport
+from .messages import ToolName
+from .requests import (
+    ChatRequest,
+    NotServed,
+    Number,
+    Options,
+    Share,
+    Tokens,
+    chat_content,
+    chat_fields,
+    json_schema,
+    named_tool,
+    parse,
+)
 from .web import Refused
 
 # Requests.
@@ -120,33 +132,27 @@ class ResponsesRequest(BaseModel):
     top_logprobs: NotServed = None
 
 
-SAME = {"model", "stream", "temperature", "top_p", "gearbx"}  # as in a chat completion
-
-
 def chat_of_response(request: ResponsesRequest) -> ChatRequest:
     """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
-    body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True)
-    body["messages"] = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = request.input
     for item in [MessageItem(type="message", role="user", content=items)] if isinstance(items, str) else items:
-        add_item(body["messages"], item)
-    if request.max_output_tokens is not None:
-        body["max_tokens"] = request.max_output_tokens
-    if request.stream:
-        body["stream_options"] = {"include_usage": True}
-    if request.tools:
-        functions = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools]
-        body["tools"] = [{"type": "function", "function": function} for function in functions]
-    if isinstance(request.tool_choice, ChosenFunction):
-        body["tool_choice"] = {"type": "function", "function": {"name": request.tool_choice.name}}
-    elif request.tool_choice is not None:
-        body["tool_choice"] = request.tool_choice
-    if request.text is not None and (wanted := request.text.format) is not None:
-        body["response_format"] = {"type": wanted.type}
-        if wanted.type == "json_schema":
-            body["response_format"]["json_schema"] = {"name": wanted.name, "schema": wanted.schema_}
-    if request.reasoning is not None and request.reasoning.effort is not None:
-        body["chat_template_kwargs"] = {"enable_thinking": request.reasoning.effort != "none"}
+        add_item(messages, item)
+    choice, effort = request.tool_choice, request.reasoning
+    wanted = request.text.format if request.text is not None else None
+    response_format: dict[str, Any] | None = None
+    if wanted is not None:
+        is_schema = wanted.type == "json_schema"
+        response_format = json_schema(wanted.name, wanted.schema_) if is_schema else {"type": wanted.type}
+    body = chat_fields(
+        request,
+        messages,
+        [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools or ()],
+        None if effort is None or effort.effort is None else effort.effort != "none",
+        max_tokens=request.max_output_tokens,
+        tool_choice=named_tool(choice.name) if isinstance(choice, ChosenFunction) else choice,
+        response_format=response_format,
+    )
     return parse(ChatRequest, body)
 
 
@@ -188,130 +194,107 @@ class ResponseDialect(BlockDialect):
 
     def __init__(self, request: ResponsesRequest):
         super().__init__()
-        self._number = 0
-        self._identity = uuid.uuid4().hex
-        self._output: list[dict[str, Any]] = []
-        self._response: dict[str, Any] = {
-            "id": f"resp_{self._identity}",
+        self.identity, self.created, self.number = uuid.uuid4().hex, int(time.time()), 0
+        self.asked = request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"})
+        self.asked["tools"] = [tool.model_dump() for tool in request.tools or ()]
+        self.asked["tool_choice"] = request.model_dump(include={"tool_choice"})["tool_choice"] or "auto"
+
+    def answer(self) -> dict[str, Any]:
+        is_cut = self.ended_with.get("finish_reason") == "length"
+        return {
+            "id": f"resp_{self.identity}",
             "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
+            "created_at": self.created,
+            "status": "incomplete" if is_cut else "completed" if self.ended_with else "in_progress",
             "error": None,
-            "incomplete_details": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "parallel_tool_calls": True,
             "store": False,
-            **request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"}),
-            "tools": [tool.model_dump() for tool in request.tools or ()],
-            "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
-            "output": self._output,
-            "usage": None,
+            **self.asked,
+            "model": self.head.get("model", ""),
+            "output": list(self.blocks),
+            "usage": response_usage(self.usage) if self.usage else None,
+            **self.report,
         }
 
-    def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
-        for _ in self.written(completion["choices"][0]["message"]):
-            pass
-        for _ in self.close():
-            pass
-        self._note(completion)
-        return self._response
+    def opening(self) -> list[dict[str, Any]]:
+        return [{"type": kind, "response": self.answer()} for kind in ("response.created", "response.in_progress")]
 
-    def _note(self, completion: Mapping[str, Any]) -> None:
-        """What a completion or a chunk says beside its text."""
-        self._response["model"] = completion.get("model", "")
-        for choice in completion.get("choices") or ():
-            if choice.get("finish_reason") == "length":
-                cut = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-                self._response |= cut
-            elif choice.get("finish_reason"):
-                self._response["status"] = "completed"
-        if (counts := completion.get("usage")) is not None:
-            self._response["usage"] = {
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {
-                    "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counts["total_tokens"],
-            }
-        gearbx = {name: value for name, value in (completion.get("gearbx") or {}).items() if name != "tokens"}
-        self._response |= {"gearbx": self._response.get("gearbx", {}) | gearbx} if gearbx else {}
-
-    def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        found: list[dict[str, Any]] = []
-        if not self._number:
-            self._response["model"] = chunk.get("model", "")
-            kinds = "response.created", "response.in_progress"
-            found += ({"type": kind, "response": self._response | {"output": []}} for kind in kinds)
-        for choice in chunk.get("choices") or ():
-            found += with_tokens(self.written(choice.get("delta") or {}), chunk)
-        self._note(chunk)
-        return self._numbered(found)
-
-    def last(self) -> Iterable[Event]:
-        found = list(self.close())
-        return self._numbered([*found, {"type": f"response.{self._response['status']}", "response": self._response}])
+    def closing(self) -> list[dict[str, Any]]:
+        answer = self.answer()
+        return [{"type": f"response.{answer['status']}", "response": answer}]
 
     def failed(self, refused: Refused) -> Event:
         error = refused.body()["error"]
-        (event,) = self._numbered([{**error, "type": "error", "error": error}])
+        (event,) = self.named([{**error, "type": "error", "error": error}])
         return event
 
-    def _numbered(self, events: Iterable[dict[str, Any]]) -> list[Event]:
-        found = [event | {"sequence_number": number} for number, event in enumerate(events, self._number)]
-        self._number += len(found)
-        return list(named(found))
+    def named(self, events: Iterable[dict[str, Any]]) -> list[Event]:
+        found = [event | {"sequence_number": number} for number, event in enumerate(events, self.number)]
+        self.number += len(found)
+        return super().named(found)
 
     # A block is an item of the output, and text and thoughts are a part of one.
 
-    def started(self) -> Iterator[dict[str, Any]]:
-        yield {"type": "response.output_item.added", "output_index": self.place, "item": self._item("in_progress")}
-        if self.kind != "call":
-            yield {"type": "response.content_part.added", **self._place, "part": self._part}
+    def started(self) -> list[dict[str, Any]]:
+        item = self.block() | {"status": "in_progress"} | ({"content": []} if self.kind != "call" else {})
+        added = {"type": "response.output_item.added", "output_index": self.place, "item": item}
+        if self.kind == "call":
+            return [added]
+        return [added, {"type": "response.content_part.added", **self.where, "part": self.part}]
 
     def grown(self, text: str) -> dict[str, Any]:
-        return {"type": f"response.{self._part_name}.delta", **self._place, "delta": text, **self._logprobs}
+        return {"type": f"response.{self.part_name}.delta", **self.where, "delta": text, **self.logprobs}
 
-    def ended(self) -> Iterator[dict[str, Any]]:
+    def ended(self) -> list[dict[str, Any]]:
         said = {"arguments" if self.kind == "call" else "text": self.content}
-        yield {"type": f"response.{self._part_name}.done", **self._place, **said, **self._logprobs}
+        done = [{"type": f"response.{self.part_name}.done", **self.where, **said, **self.logprobs}]
         if self.kind != "call":
-            yield {"type": "response.content_part.done", **self._place, "part": self._part}
-        self._output.append(self._item("completed"))
-        yield {"type": "response.output_item.done", "output_index": self.place, "item": self._output[-1]}
+            done.append({"type": "response.content_part.done", **self.where, "part": self.part})
+        return [*done, {"type": "response.output_item.done", "output_index": self.place, "item": self.blocks[-1]}]
 
     @property
-    def _part_name(self) -> str:
+    def part_name(self) -> str:
         names = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
         return names[self.kind or ""]
 
     @property
-    def _part(self) -> dict[str, Any]:
+    def part(self) -> dict[str, Any]:
         annotations: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == "text" else {}
-        return {"type": self._part_name, "text": self.content, **annotations}
+        return {"type": self.part_name, "text": self.content, **annotations}
 
     @property
-    def _logprobs(self) -> dict[str, Any]:
+    def logprobs(self) -> dict[str, Any]:
         return {"logprobs": []} if self.kind == "text" else {}
 
     @property
-    def _place(self) -> dict[str, Any]:
+    def where(self) -> dict[str, Any]:
+        """Item and part to which an event belongs."""
         part = {} if self.kind == "call" else {"content_index": 0}
-        return {"item_id": self._item("")["id"], "output_index": self.place, **part}
+        return {"item_id": self.block()["id"], "output_index": self.place, **part}
 
-    def _item(self, status: str) -> dict[str, Any]:
-        """The block as an item of the output; parts of it once it is complete."""
-        content = [self._part] if status == "completed" else []
-        kinds: dict[str, dict[str, Any]] = {
-            "thinking": {"type": "reasoning", "summary": [], "content": content},
-            "text": {"type": "message", "role": "assistant", "content": content},
-            "call": {
-                "type": "function_call",
-                "call_id": self.call.get("id"),
-                "name": called(self.call),
-                "arguments": self.content,
-            },
+    def block(self) -> dict[str, Any]:
+        kinds: dict[str, tuple[str, dict[str, Any]]] = {
+            "thinking": ("rs", {"type": "reasoning", "summary": []}),
+            "text": ("msg", {"type": "message", "role": "assistant"}),
+            "call": ("fc", {"type": "function_call", "call_id": self.call.get("id")}),
         }
-        prefix = {"thinking": "rs", "text": "msg", "call": "fc"}[self.kind or ""]
-        return {"id": f"{prefix}_{self._identity}_{self.place}", **kinds[self.kind or ""], "status": status}
+        prefix, item = kinds[self.kind or ""]
+        if self.kind == "call":
+            item |= {"name": (self.call.get("function") or {}).get("name"), "arguments": self.content}
+        else:
+            item["content"] = [self.part]
+        return {"id": f"{prefix}_{self.identity}_{self.place}", **item, "status": "completed"}
+
+
+def response_usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
+            "cache_write_tokens": 0,
+        },
+        "output_tokens": counts["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts["total_tokens"],
+    }

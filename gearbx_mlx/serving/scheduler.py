@@ -8,7 +8,6 @@ import inspect
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,8 +45,7 @@ class Scheduler(ResponseGenerator):
 
     def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
         self.provider = provider
-        self.singles: list[Single] = []
-        self.batches: dict[Any, Batch] = {}
+        self.writers: dict[Any, Single | Batch] = {}  # batches by what their answers share, others by their jobs
         self.waiting: Asked | None = None  # for another model
         self.closed = False
         self.busy = time.monotonic()  # when something was last computed
@@ -86,7 +84,7 @@ class Scheduler(ResponseGenerator):
     @property
     def running(self) -> int:
         """How many answers are in the making."""
-        return len(self.singles) + sum(len(batch.members) for batch in list(self.batches.values()))
+        return sum(writer.running for writer in list(self.writers.values()))
 
     @property
     def queued(self) -> int:
@@ -123,7 +121,7 @@ class Scheduler(ResponseGenerator):
         if self.running:
             self.busy = time.monotonic()
         elif self.provider.served is not None and time.monotonic() - self.busy > self.provider.keep_alive:
-            self.close_batches()
+            self.close_writers()
             self.prompt_cache.trim_to(n_sequences=0)
             self.provider.forget()
 
@@ -151,10 +149,10 @@ class Scheduler(ResponseGenerator):
         """
         request = asked.request
         key = self.provider.key_of(request.model, request.adapters)
-        if not self.provider.is_loaded(key):
+        if self.provider.current(key) is None:
             if self.running:
                 return False
-            self.close_batches()
+            self.close_writers()
         served = self.provider.load_key(key)
         self.busy = time.monotonic()
         mode = served.mode(request.options, request.typed)
@@ -165,7 +163,7 @@ class Scheduler(ResponseGenerator):
         if self.shares(job):
             self.batch(served, mode).add(job, cache, cached)
         else:
-            self.singles.append(Single(job, cache, cached, self.cli_args, self.meanwhile))
+            self.writers[job] = Single(job, cache, cached, self.cli_args, self.keep, self.meanwhile)
         machine = text_machine(self, served.tokenizer)
         asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name_of(key)))
         return True
@@ -193,9 +191,10 @@ class Scheduler(ResponseGenerator):
 
     def batch(self, served: Served, mode: Mode) -> Batch:
         which = served.shared(mode)
-        if which not in self.batches:
-            self.batches[which] = Batch(served, mode, self.cli_args, self.keep)
-        return self.batches[which]
+        found = self.writers.get(which)
+        if not isinstance(found, Batch):
+            found = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
+        return found
 
     def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache for texts that go on from these tokens."""
@@ -203,15 +202,15 @@ class Scheduler(ResponseGenerator):
 
     def step_all(self) -> None:
         """One token for every answer, but for those that are being computed further down the stack."""
-        for which, batch in list(self.batches.items()):
+        for which, writer in list(self.writers.items()):
+            if writer.is_over or writer.computing:  # it may have ended while another one read its prompt
+                continue
             try:
-                batch.step()
+                writer.step()
             except Exception as error:
-                batch.fail(error)
-                del self.batches[which]
-        for single in list(self.singles):
-            if single in self.singles and not single.computing:  # it may have ended while another one read its prompt
-                self.step_single(single)
+                writer.fail(error)
+            if writer.is_over:
+                del self.writers[which]
 
     def meanwhile(self, reading: Single) -> bool:
         """Let others go on between two parts of a long prompt; returns whether the server stops."""
@@ -222,20 +221,6 @@ class Scheduler(ResponseGenerator):
         if gearbox is not None and gear is not None:
             gearbox.shift(gear)  # in which the prompt is being read
         return self._stop
-
-    def step_single(self, single: Single) -> None:
-        """One token of an answer."""
-        asked = single.job.asked
-        try:
-            if single.step():
-                return
-            single.end(self.keep)
-            asked.put(single.job.failed)
-        except Exception as error:
-            single.close()
-            traceback.clear_frames(error.__traceback__)  # a stream ends in the thread that began it
-            asked.put(error)
-        self.singles.remove(single)
 
     def cache_key(self, served: Served, mode: Mode) -> Any:
         return self.provider.model_key, served.key(mode)
@@ -251,25 +236,21 @@ class Scheduler(ResponseGenerator):
             return cache, tokens[-least:]
         return None, tokens
 
-    def close_batches(self) -> None:
-        for batch in self.batches.values():
-            batch.close()
-        self.batches = {}
+    def close_writers(self) -> None:
+        for writer in self.writers.values():
+            writer.close()
+        self.writers = {}
 
     def close(self) -> None:
         """End everything that is in the making, with an error; forget model and caches in the thread that used them."""
         self.closed = True
-        for single in self.singles:
-            single.close()
-            single.job.asked.put(STOPPED)
-        for batch in self.batches.values():
-            batch.fail(STOPPED)
+        for writer in self.writers.values():
+            writer.fail(STOPPED)
         if self.waiting is not None:
             self.waiting.put(STOPPED)
         while not self.requests.empty():
             self.requests.get().put(STOPPED)
-        self.singles = []
-        self.close_batches()
+        self.close_writers()
         del self.prompt_cache
 
 

@@ -1,7 +1,11 @@
-"""Answers that share each pass over the weights: those in one gear, or in a mode whose batches have a gear a step."""
+"""What computes answers: `Single` one alone, and `Batch` several, which share each pass over the weights.
 
+A batch has answers in one gear, or in a mode whose batches have a gear a step.
+"""
+
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.generate import make_stop_sequences
@@ -26,14 +30,21 @@ class Single:
     Args:
         cache: KV cache that has the prompt's first tokens already, `cached` of them; None: there is none.
         settings: mlx-lm's flags.
+        keep: takes the KV cache that later requests may go on from.
         meanwhile: called between two parts of the prompt; returns whether the server stops.
     """
 
     def __init__(
-        self, job: Job, cache: list[Any] | None, cached: int, settings: Any, meanwhile: Callable[["Single"], bool]
+        self,
+        job: Job,
+        cache: list[Any] | None,
+        cached: int,
+        settings: Any,
+        keep: "Keep",
+        meanwhile: Callable[["Single"], bool],
     ):
-        self.job, self.meanwhile = job, meanwhile
-        self.computing = False
+        self.job, self.keep, self.meanwhile = job, keep, meanwhile
+        self.computing = self.is_over = False
         self.cache = cache or job.served.make_cache(settings.max_kv_size)
         self.random = OwnRandomState(job.seed)
         self.responses: Any = stream_generate(
@@ -56,7 +67,20 @@ class Single:
         if (done < total and self.meanwhile(self)) or self.job.asked.left.is_set():
             raise Left
 
-    def step(self) -> bool:
+    @property
+    def running(self) -> int:
+        """How many answers are in the making."""
+        return int(not self.is_over)
+
+    def step(self) -> None:
+        """Compute one token and send it on; after the last one, keep what later texts may go on from."""
+        if self.has_more():
+            return
+        self.close()
+        keep_text(self.job, self.cache, self.keep)
+        self.job.asked.put(self.job.failed)
+
+    def has_more(self) -> bool:
         """Compute one token and send it on; returns whether there may be more."""
         if self.job.asked.left.is_set():
             return False
@@ -68,18 +92,18 @@ class Single:
             return False
         finally:
             self.computing = False
-        if response is None:
-            return False
-        return not self.job.emit(response, response.text, response.finish_reason)
+        return response is not None and not self.job.emit(response, response.text, response.finish_reason)
+
+    def fail(self, error: Exception) -> None:
+        """End the answer with an error."""
+        self.close()
+        traceback.clear_frames(error.__traceback__)  # a stream ends in the thread that began it
+        self.job.asked.put(error)
 
     def close(self) -> None:
         """End the stream, in the thread that computes: mlx-lm tidies its cache up."""
+        self.is_over = True
         self.responses.close()
-
-    def end(self, keep: Callable[[Job, list[int], list[Any]], None]) -> None:
-        """End the stream, and keep what later texts may go on from."""
-        self.close()
-        keep_text(self.job, self.cache, keep)
 
 
 def keywords_of(job: Job, cached: int, settings: Any) -> dict[str, Any]:
@@ -103,16 +127,10 @@ def seen_after(vision: Vision, cached: int) -> list[mx.array]:
     return vision.pixel_values[sum(start < cached for start in vision.starts) :]
 
 
-Keep = Callable[[Job, list[int], list[Any], str], None]
-"""Takes an answer, tokens, their KV cache, and what kind of text it is: system, user or assistant."""
+class Keep(Protocol):
+    """Takes an answer, tokens, their KV cache, and what kind of text it is: system, user or assistant."""
 
-
-class Member:
-    """An answer in a batch. kinds: of the prompt's parts that are still to be read."""
-
-    def __init__(self, job: Job, kinds: list[str]):
-        self.job, self.kinds = job, kinds[::-1]
-        self.detokenizer = job.served.tokenizer.detokenizer
+    def __call__(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None: ...
 
 
 class Batch:
@@ -124,9 +142,12 @@ class Batch:
         keep: takes KV caches that later requests may go on from.
     """
 
+    computing = False
+
     def __init__(self, served: Served, mode: Mode, settings: Any, keep: Keep):
         self.settings, self.keep = settings, keep
-        self.members: dict[int, Member] = {}
+        self.jobs: dict[int, Job] = {}
+        self.is_over = False
         self.generator = mode.batch_generator(
             served.model,
             served.tokenizer,
@@ -137,6 +158,11 @@ class Batch:
             prefill_step_size=settings.prefill_step_size,
             max_kv_size=settings.max_kv_size,
         )
+
+    @property
+    def running(self) -> int:
+        """How many answers are in the making."""
+        return len(self.jobs)
 
     def add(self, job: Job, cache: list[Any] | None, cached: int) -> None:
         """Begin an answer; `cache` has the prompt's first tokens, `cached` of them."""
@@ -152,32 +178,32 @@ class Batch:
             seeds=[job.seed],
             modes=[job.mode],
         )
-        self.members[uid] = Member(job, kinds)
+        job.detokenizer, job.unread = job.served.tokenizer.detokenizer, kinds[::-1]
+        self.jobs[uid] = job
 
     def step(self) -> None:
         """One token for every answer, and a part of prompts that are still to be read."""
-        self.remove([uid for uid, member in self.members.items() if member.job.asked.left.is_set()])
-        if not self.members:
+        self.remove([uid for uid, job in self.jobs.items() if job.asked.left.is_set()])
+        if not self.jobs:
             return
         prompts, tokens = self.generator.next()
         for read in prompts:
-            self.members[read.uid].job.asked.put(Progress(*read.progress))
+            self.jobs[read.uid].asked.put(Progress(*read.progress))
         self.keep_prompts([r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt])
         for token in tokens:
-            if token.uid not in self.members:  # a stop word has ended the answer before this one of several tokens
+            if token.uid not in self.jobs:  # a stop word has ended the answer before this one of several tokens
                 continue
             try:
                 self.emit(token)
             except Exception as error:  # of one answer; the others go on
-                self.members[token.uid].job.asked.put(error)
+                self.jobs[token.uid].asked.put(error)
                 self.remove([token.uid])
 
     def keep_prompts(self, uids: list[int]) -> None:
         """Keep the KV caches of prompts' parts that have just been read."""
-        uids = [uid for uid in uids if self.members[uid].kinds]
+        uids = [uid for uid in uids if self.jobs[uid].unread]
         for uid, (cache, tokens) in self.generator.extract_cache(uids).items():
-            member = self.members[uid]
-            self.store(member.job, tokens[:], cache, member.kinds.pop())
+            self.store(self.jobs[uid], tokens[:], cache, self.jobs[uid].unread.pop())
 
     def store(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache. It is copied out of the batch's arrays now: until then it has all of them in memory."""
@@ -188,15 +214,14 @@ class Batch:
         """Send a token on, and end its answer where it is the last. Raises what the token failed of."""
         if token.error is not None:
             raise token.error
-        member = self.members[token.uid]
-        job, detokenizer = member.job, member.detokenizer
+        job = self.jobs[token.uid]
         if token.finish_reason != "stop":
-            detokenizer.add_token(token.token)
+            job.detokenizer.add_token(token.token)
         if token.finish_reason is not None:
-            detokenizer.finalize()
+            job.detokenizer.finalize()
         response = as_single(token, "", len(job.prompt.tokens), len(job.tokens) + 1)
         response.logprobs = token.logprobs
-        if not job.emit(response, detokenizer.last_segment, token.finish_reason):
+        if not job.emit(response, job.detokenizer.last_segment, token.finish_reason):
             return
         if token.finish_reason is not None:
             keep_text(job, token.prompt_cache or [], self.store)
@@ -208,16 +233,17 @@ class Batch:
         if uids:
             self.generator.remove(uids)
         for uid in uids:
-            del self.members[uid]
+            del self.jobs[uid]
 
     def fail(self, error: Exception) -> None:
         """End all answers with an error, and the batch with them: what mlx-lm left of it is not known."""
-        for member in self.members.values():
-            member.job.asked.put(error)
-        self.members = {}
+        for job in self.jobs.values():
+            job.asked.put(error)
+        self.jobs = {}
         self.close()
 
     def close(self) -> None:
+        self.is_over = True
         self.generator.close()
 
 

@@ -28,7 +28,7 @@ LARGEST_FILE = 2**30
 PATIENCE = 20  # seconds in which an interrupted command ends
 IDLE, IDLE_SECONDS = 0.02, 4  # of a processor, and how long: a command that uses less waits for something
 REST = (".part", ".incomplete")  # ends of names that are not whole yet
-GOES_ON = "the same command goes on"  # says that what is left is of use
+GOES_ON = "the same command goes on"  # says that what is left can be used
 OUT, ERR = ".stdout", ".stderr"
 
 LOST = 255  # what multiprocessing says if its server of forks lost a process: nothing about the command

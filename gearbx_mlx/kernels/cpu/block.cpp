@@ -146,6 +146,56 @@ int64_t rows_of(const std::vector<Linear>& linears) {
   return rows;
 }
 
+namespace {
+
+template <class T>
+void advance(T*& pointer, int64_t bytes) {
+  if (pointer) pointer = reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + static_cast<uintptr_t>(bytes));
+}
+
+int64_t size_of(int type) { return type == GEARBX_FLOAT32 ? 4 : 2; }
+
+struct From {
+  int64_t first;
+
+  void operator()(gearbx_dense& m) const { advance(m.weights, first * m.columns * size_of(m.type)); }
+
+  void operator()(gearbx_stack& m) const {
+    const int64_t groups = m.kind == GEARBX_SYMMETRIC_ROWS ? 1 : m.columns / m.group;
+    for (int p = 0; p < m.planes; p++) {
+      advance(m.weights[p], first * (m.kind == GEARBX_AFFINE ? m.columns * m.widths[p] / 8 : m.row_bytes));
+      advance(m.biases[p], first * groups * size_of(m.scale_type));
+    }
+    advance(m.scales, first * groups * size_of(m.scale_type));
+  }
+
+  void operator()(gearbx_exact& m) const {
+    const int64_t groups = m.columns / m.group;
+    for (int p = 0; p < m.planes; p++) {
+      advance(m.weights[p], first * (m.columns / 8 * m.bits));
+      advance(m.biases[p], first * groups * 2);
+    }
+    advance(m.scales, first * groups * 2);
+    advance(m.low, first * (m.planes == 1 ? m.columns : m.columns / 8 * 5));
+    advance(m.offsets, first * 4);
+  }
+};
+
+}  // namespace
+
+Linear some_rows(const Linear& linear, int64_t first, int64_t count) {
+  Linear some = linear;
+  std::visit([&](auto& m) { From{first}(m), m.rows = count; }, some.matrix);
+  advance(some.bias, first * size_of(some.bias_type));
+  return some;
+}
+
+int64_t rows_at_once(const Linear& linear) {
+  if (const auto* stack = std::get_if<gearbx_stack>(&linear.matrix)) return std::max(stack->panel_rows, 1);
+  if (const auto* exact = std::get_if<gearbx_exact>(&linear.matrix)) return std::max(exact->panel_rows, 1);
+  return 1;
+}
+
 int64_t Linear::rows() const {
   return std::visit([](const auto& m) { return m.rows; }, matrix);
 }

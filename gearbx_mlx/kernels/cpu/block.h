@@ -27,6 +27,10 @@ struct Linear {
 
 int64_t rows_of(const std::vector<Linear>& linears);
 
+// A layer of some of another's rows, and of how many rows this has to be a multiple.
+Linear some_rows(const Linear& linear, int64_t first, int64_t count);
+int64_t rows_at_once(const Linear& linear);
+
 struct Norm {
   const void* weight = nullptr;  // none: there is no norm here
   int type = GEARBX_FLOAT32;

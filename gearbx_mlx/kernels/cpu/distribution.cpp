@@ -164,3 +164,23 @@ extern "C" void gearbx_extremes(const float* x, int64_t rows, int64_t count, flo
     y[0] = best[0], y[1] = best[1], y[2] = largest_one;
   }
 }
+
+extern "C" void gearbx_largest(const float* x, int64_t count, int most, int64_t* places) {
+  using namespace gearbx;
+  std::vector<float> found(static_cast<size_t>(most), -INFINITY);
+  for (int i = 0; i < most; i++) places[i] = i;
+  const auto take = [&](int64_t place) {
+    int at = most;
+    while (at > 0 && x[place] > found[static_cast<size_t>(at - 1)]) at--;
+    if (at == most) return;
+    std::copy_backward(found.begin() + at, found.end() - 1, found.end());
+    std::copy_backward(places + at, places + most - 1, places + most);
+    found[static_cast<size_t>(at)] = x[place], places[at] = place;
+  };
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {  // few numbers are among the largest so far
+    if (largest(load(x + i)) <= found.back()) continue;
+    for (int64_t lane = i; lane < i + LANES; lane++) take(lane);
+  }
+  for (; i < count; i++) take(i);
+}

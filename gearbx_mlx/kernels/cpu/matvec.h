@@ -60,6 +60,10 @@ void gearbx_logsumexp(const float* logits, int64_t rows, int64_t count, float* y
 // are equal count each; NaN counts as none.
 void gearbx_extremes(const float* x, int64_t rows, int64_t count, float* y);
 
+// Where the `most` largest of `count` numbers are, the largest first, and of equal ones the first. There are at least as
+// many numbers. NaN is larger than none.
+void gearbx_largest(const float* x, int64_t count, int most, int64_t* places);
+
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 

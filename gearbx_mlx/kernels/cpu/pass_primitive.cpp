@@ -2,8 +2,8 @@
 // blocks, the head. They are no operations of MLX's graph: no call waits for a thread to take them up, which a
 // system does milliseconds late where it puts that thread onto the core of one that still looks for work.
 //
-// A greedy draft is such a pass over each token in turn, with its best token and entropy. What it writes into the KV
-// cache stands behind the entries that count, so that nothing has to be undone.
+// A draft is such a pass over each token in turn. What it writes into the KV cache stands behind the entries that count,
+// so that nothing has to be undone. Its head may look twice: the largest few logits are then those of a second head.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -18,6 +18,7 @@ namespace gearbx {
 namespace {
 
 constexpr char PASSES[] = "gearbx_passes";
+constexpr int64_t SEEN_TWICE = 4;  // with more, hardly another token wins
 
 template <class T>
 void widen(const T* from, int64_t count, float* to) {
@@ -34,8 +35,9 @@ void look_up(const gearbx_dense& table, int64_t row, float* to) {
 // Passes that have begun. They keep what they read, and must not outlive the entries that they write.
 class Passes {
  public:
-  Passes(std::shared_ptr<const Chain> chain, Linear head, Kept kept, std::vector<Entries> entries)
-      : chain_(std::move(chain)), head_(head), kept_(std::move(kept)), entries_(std::move(entries)) {}
+  Passes(std::shared_ptr<const Chain> chain, Linear head, std::optional<Linear> second, Kept kept,
+         std::vector<Entries> entries)
+      : chain_(std::move(chain)), head_(head), second_(second), kept_(std::move(kept)), entries_(std::move(entries)) {}
 
   int64_t inputs() const { return chain_->inputs(); }
   int64_t vocabulary() const { return head_.rows(); }
@@ -57,23 +59,43 @@ class Passes {
     }
     if (chain_->norm.value.weight) norm(chain_->norm.value, from, count, inputs(), from);
     multiply(head_, from, count, logits);
+    state_ = from;
+  }
+
+  // Those of a draft (vocabulary), after the row.
+  void draft(int64_t offset, float* logits) {
+    run(1, offset, logits);
+    if (!second_) return;
+    int64_t best[SEEN_TWICE];
+    const int64_t count = std::min(SEEN_TWICE, vocabulary()), at_once = rows_at_once(*second_);
+    gearbx_largest(logits, vocabulary(), static_cast<int>(count), best);
+    again_.resize(static_cast<size_t>(at_once));
+    for (const int64_t* token = best; token < best + count; token++) {
+      const int64_t first = *token / at_once * at_once;
+      multiply(some_rows(*second_, first, at_once), state_, 1, again_.data());
+      logits[*token] = again_[static_cast<size_t>(*token - first)];
+    }
   }
 
   // The best token after the row, and the entropy (bits) of all.
   std::pair<int64_t, float> best(int64_t offset) {
     logits_.resize(static_cast<size_t>(vocabulary()));
-    run(1, offset, logits_.data());
+    draft(offset, logits_.data());
     float bits;
     gearbx_entropy_bits(logits_.data(), 1, vocabulary(), &bits);
-    return {std::max_element(logits_.begin(), logits_.end()) - logits_.begin(), bits};
+    int64_t token;
+    gearbx_largest(logits_.data(), vocabulary(), 1, &token);
+    return {token, bits};
   }
 
  private:
   std::shared_ptr<const Chain> chain_;
   Linear head_;
+  std::optional<Linear> second_;
   Kept kept_;
   std::vector<Entries> entries_;
-  std::vector<float> x_, y_, logits_;
+  std::vector<float> x_, y_, logits_, again_;
+  const float* state_ = nullptr;  // what the head read
 };
 
 // Where the entries of a cache are; none if an array has another owner, since then they must not be written in place.
@@ -85,14 +107,26 @@ std::optional<Entries> entries_of(mx::array& keys, mx::array& values) {
   return Entries{keys.data<float>(), values.data<float>(), keys.shape(2)};
 }
 
-// None where memory was given up, or other arrays share the entries of a cache.
+// None where memory was given up, or other arrays share the entries of a cache. `second_of`: the head at which drafts
+// look twice.
 std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule& head_of,
-                                 const std::vector<mx::array*>& keys, const std::vector<mx::array*>& values) {
+                                 const std::vector<mx::array*>& keys, const std::vector<mx::array*>& values,
+                                 const std::optional<nb::capsule>& second_of) {
   const auto& chain = from_capsule<std::shared_ptr<const Chain>>(CHAIN, chain_of);
   const auto& head = from_capsule<LinearPart>(LINEAR, head_of);
   auto kept = chain->keep(), of_head = locked(head.memory);
   if (!kept || !of_head) return std::nullopt;
   kept->insert(kept->end(), of_head->begin(), of_head->end());
+  std::optional<Linear> second;
+  if (second_of) {
+    const auto& part = from_capsule<LinearPart>(LINEAR, *second_of);
+    require(part.value.inputs() == head.value.inputs() && part.value.rows() == head.value.rows(),
+            "the two heads differ in shape");
+    if (const auto memory = locked(part.memory)) {
+      kept->insert(kept->end(), memory->begin(), memory->end());
+      second = part.value;
+    }
+  }
   require(head.value.inputs() == chain->inputs(), "the blocks and the head differ in width");
   require(keys.size() == chain->blocks.size() && values.size() == keys.size(), "each block has its keys and values");
   std::vector<Entries> entries;
@@ -106,7 +140,7 @@ std::optional<nb::capsule> begin(const nb::capsule& chain_of, const nb::capsule&
     if (!here) return std::nullopt;
     entries.push_back(*here);
   }
-  return in_capsule(PASSES, Passes(chain, head.value, std::move(*kept), std::move(entries)));
+  return in_capsule(PASSES, Passes(chain, head.value, second, std::move(*kept), std::move(entries)));
 }
 
 // Passes, with the rows of these tokens looked up. table: a row for each token.
@@ -132,6 +166,15 @@ std::pair<int64_t, float> next(const nb::capsule& passes_of, mx::array& table, i
   return passes.best(offset);
 }
 
+mx::array draft_logits(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
+  Passes& passes = looked_up(passes_of, table, {token}, offset);
+  const int size = static_cast<int>(passes.vocabulary());
+  mx::array made(mx::allocator::malloc(sizeof(float) * size), {1, size}, mx::float32);
+  const nb::gil_scoped_release released;
+  passes.draft(offset, made.data<float>());
+  return made;
+}
+
 mx::array logits(const nb::capsule& passes_of, mx::array& table, const std::vector<int64_t>& tokens, int64_t offset) {
   Passes& passes = looked_up(passes_of, table, tokens, offset);
   const int count = static_cast<int>(tokens.size()), size = static_cast<int>(passes.vocabulary());
@@ -144,8 +187,9 @@ mx::array logits(const nb::capsule& passes_of, mx::array& table, const std::vect
 }  // namespace
 
 void bind_passes(nb::module_& m) {
-  m.def("begin_passes", &begin, "chain"_a, "head"_a, "keys"_a, "values"_a);
+  m.def("begin_passes", &begin, "chain"_a, "head"_a, "keys"_a, "values"_a, "second"_a = nb::none());
   m.def("best_token", &next, "passes"_a, "table"_a, "token"_a, "offset"_a);
+  m.def("draft_logits", &draft_logits, "passes"_a, "table"_a, "token"_a, "offset"_a);
   m.def("pass_logits", &logits, "passes"_a, "table"_a, "tokens"_a, "offset"_a);
 }
 

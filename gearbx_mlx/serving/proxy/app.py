@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
-from ..web import Guard, JsonRoute, Refused, application, escaped, event_stream, page
+from ..web import Guard, Refused, application, escaped, event_stream, page
 from .judging import CHAT, TEXT
 from .route import Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
@@ -55,7 +55,7 @@ class ProxyMetrics:
             self.failures.labels(NAMES[route.uncounted.pop()]).inc()
 
 
-router = APIRouter(route_class=JsonRoute)
+router = APIRouter()
 
 
 def between_of(request: Request) -> Between:

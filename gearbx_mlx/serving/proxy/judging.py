@@ -19,7 +19,7 @@ from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
 from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, SMALL, pair_gate, pair_monitor
 from .. import ASSUMED_VOCABULARY
-from ..remote import Logprobs, OpenAIWay, Question, tokens_of, ways_to_ask
+from ..remote import Logprobs, Way, tokens_of, ways_to_ask
 
 CHAT, TEXT = "/chat/completions", "/completions"
 FORGET = 60.0  # seconds after which what a server could not do is tried again: it may be another one by then
@@ -81,26 +81,25 @@ class Ways:
     """The ways to ask that are not known to fail, for each path of a server."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, list[OpenAIWay]]] = {}
-        self._proven: set[tuple[str, OpenAIWay]] = set()
+        self._left: dict[str, tuple[float, list[Way]]] = {}
+        self._proven: set[tuple[str, Way]] = set()
 
-    def known(self, path: str) -> list[OpenAIWay]:
+    def known(self, path: str) -> list[Way]:
         """The ways that are left, the best first."""
         since, left = self._left.get(path, (-FORGET, []))
         if time.monotonic() - since < FORGET:
             return list(left)
-        ways = ways_to_ask(Question("", chat=path == CHAT), openai=True, ollama=False)
-        return [way for way in ways if isinstance(way, OpenAIWay)]
+        return ways_to_ask(chat=path == CHAT)
 
-    def keep(self, path: str, left: Sequence[OpenAIWay]) -> None:
+    def keep(self, path: str, left: Sequence[Way]) -> None:
         """Learn that no others work."""
         self._left[path] = time.monotonic(), [way for way in self.known(path) if way in left]
 
-    def prove(self, path: str, way: OpenAIWay) -> None:
+    def prove(self, path: str, way: Way) -> None:
         """An answer had log-probabilities."""
         self._proven.add((path, way))
 
-    def proven(self, path: str, way: OpenAIWay) -> bool:
+    def proven(self, path: str, way: Way) -> bool:
         """Whether some answer had log-probabilities, so that one without them says nothing of the server."""
         return (path, way) in self._proven
 

@@ -12,8 +12,8 @@ import msgspec
 
 from ...errors import GearbxError, one_line
 from ...routing.pair import LARGE, NAMES, SMALL
-from ..others import about_logprobs
-from ..remote import OpenAIWay, after_silence, others
+from ..others import Clock, about_logprobs
+from ..remote import Way, after_silence, others
 from .judging import (
     TEXT,
     FirstTokens,
@@ -27,9 +27,8 @@ from .judging import (
     lengths_of,
     part_of,
 )
-from .upstream import Declined, Failed, Upstream, data_of
+from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
 
-DONE = b"[DONE]"
 LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
 ASKED = {"continue_final_message": True, "add_generation_prompt": False}
 # Who a server says that owns its models -> the fields that make it go on with the assistant's message.
@@ -147,9 +146,9 @@ class ProxyRoute:
     failed: dict[int, str] = field(default_factory=dict)
     uncounted: list[int] = field(default_factory=list)
     tags: "Tags | None" = None
-    ways: list[OpenAIWay] = field(default_factory=list)
+    ways: list[Way] = field(default_factory=list)
     judged: int = 0
-    held: AsyncIterator[bytes] | None = None
+    held: AsyncIterator[Event] | None = None
 
     @property
     def begun(self) -> bool:
@@ -177,6 +176,7 @@ class ProxyRoute:
                     if self.begun:
                         self.note(server, error)
                         raise
+                    await self.open.aclose()
                     self.decision = self.instead_of(server, error)
 
     def without_tokens(self) -> Decision | None:
@@ -201,7 +201,7 @@ class ProxyRoute:
         try:
             if streamed:
                 events = await self.open.enter_async_context(small.events(self.path, {**self.body, **way.fields}))
-                held: list[bytes] = []
+                held: list[Event] = []
                 await self.decide(self.held_chunks(events, held), way)
                 self.held = after(held, events)
             else:
@@ -215,16 +215,29 @@ class ProxyRoute:
             self.held = None
             await self.open.aclose()
 
-    async def held_chunks(self, events: AsyncIterator[bytes], held: list[bytes]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream, whose events are kept."""
+    async def held_chunks(self, events: AsyncIterator[Event], held: list[Event]) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of a stream, whose events are kept.
+
+        Raises:
+            Failed: the events are too many, no token is seen for too long, or the stream ends.
+        """
         small = self.between.servers[SMALL]
-        async for event in small.with_tokens(events, lambda: self.judged):
+        clock, seen, size = Clock(small.place.timeout), 0, 0
+        async for event in events:
             held.append(event)
-            if (chunk := chunk_of(event, small)) is not None:
-                yield chunk
+            size += len(event.raw)
+            if event.chunk is not None:
+                yield event.chunk
+            if self.judged > seen:
+                seen = self.judged
+                clock.heard()
+            if clock.over:
+                raise small.failed(f"sent no token for {clock.seconds:g} s")
+            if size > LARGEST_ANSWER:
+                raise small.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
         raise small.failed("cut its stream short")
 
-    async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: OpenAIWay) -> None:
+    async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: Way) -> None:
         """Decide by the first tokens, unless they have no log-probabilities: then other ways are left."""
         first, text, plain = FirstTokens(self.between.rule), "", True
         part = None
@@ -244,7 +257,7 @@ class ProxyRoute:
         assert part is not None
         self.decision = self.by(first, text if plain else "", part.finish)
 
-    def part(self, answer: dict[str, Any], way: OpenAIWay) -> Part:
+    def part(self, answer: dict[str, Any], way: Way) -> Part:
         """Raises Failed for log-probabilities that no distribution has."""
         try:
             return part_of(answer, self.between.rule.vocab_size, way.asked)
@@ -269,7 +282,7 @@ class ProxyRoute:
     def asked_whole(self, fields: dict[str, Any]) -> dict[str, Any]:
         return asked_whole(self.body, self.between.rule.min_gear_duration, fields)
 
-    def silent(self, way: OpenAIWay, part: Part, first: FirstTokens) -> None:
+    def silent(self, way: Way, part: Part, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
         if part.plain and not first.seen:
             self.ways = after_silence(self.ways)
@@ -277,7 +290,7 @@ class ProxyRoute:
         else:
             self.ways = [] if self.between.ways.proven(self.path, way) else after_silence(self.ways)
 
-    async def learn_from(self, error: Declined, way: OpenAIWay, without: dict[str, Any]) -> None:
+    async def learn_from(self, error: Declined, way: Way, without: dict[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
 
         Args:
@@ -318,23 +331,15 @@ class ProxyRoute:
             yield part
 
     async def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> Parts:
-        server = self.between.servers[decision.server]
-        if self.held is not None:
-            held, self.held = self.held, None
-            self.tags = Tags(server, decision.as_json(0), without_logprobs=True)
-            async for part in self.tagged(held, self.tags):
-                yield part
-        elif self.body.get("stream") is True:
-            async with server.events(self.path, body) as events:
-                self.tags = Tags(server, decision.as_json(self.handed_over), text)
-                async for part in self.tagged(events, self.tags):
-                    yield part
-        else:
-            self.tags = Tags(server, decision.as_json(self.handed_over), text)
-            yield self.tags.whole(await server.ask(self.path, body))
-
-    async def tagged(self, events: AsyncIterator[bytes], tags: "Tags") -> Parts:
-        """The events as the client receives them. Raises Failed for a stream that ends before the answer does."""
+        """The answer of a server as the client receives it. Raises Failed for a stream that ends too early."""
+        server, events = self.between.servers[decision.server], self.held
+        self.held = None
+        self.tags = tags = Tags(decision.as_json(self.handed_over), text, without_logprobs=events is not None)
+        if events is None:
+            if self.body.get("stream") is not True:
+                yield tags.whole(await server.ask(self.path, body))
+                return
+            events = await self.open.enter_async_context(server.events(self.path, body))
         early = b""  # comments before the first chunk, which wait for it: the answer has not begun
         async for event in events:
             early += tags.event(event)
@@ -342,7 +347,7 @@ class ProxyRoute:
                 yield early
                 early = b""
         if not (tags.begun and tags.finished):
-            raise tags.server.failed("cut its stream short")
+            raise server.failed("cut its stream short")
 
     def instead_of(self, server: int, error: Failed) -> Decision:
         """The other server answers. Raises Failed where it must not, or failed too."""
@@ -363,7 +368,7 @@ async def only(answer: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
     yield answer
 
 
-async def after(held: list[bytes], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def after(held: list[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:
     """The events that were held back, then the others."""
     for event in held:
         yield event
@@ -375,14 +380,13 @@ class Tags:
     """What the proxy changes in the events of a stream, or in a whole answer.
 
     Args:
-        server: whose answer it is.
         gearbx: what the answer says of its way.
         text: that comes before the answer's own.
         without_logprobs: take them out: the client did not ask for them.
     """
 
-    def __init__(self, server: Upstream, gearbx: dict[str, Any], text: str = "", without_logprobs: bool = False):
-        self.server, self.gearbx, self.text, self.without_logprobs = server, gearbx, text, without_logprobs
+    def __init__(self, gearbx: dict[str, Any], text: str = "", without_logprobs: bool = False):
+        self.gearbx, self.text, self.without_logprobs = gearbx, text, without_logprobs
         self.begun = self.finished = False
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
@@ -391,22 +395,17 @@ class Tags:
         self.change(answer)
         return answer | {"gearbx": self.beside(answer)}
 
-    def event(self, event: bytes) -> bytes:
-        """An event: the bytes as they came, unless something in it is to be changed.
-
-        Raises:
-            Failed: the event reports an error, or is none of this API.
-        """
-        chunk = chunk_of(event, self.server)
-        if chunk is None:
-            self.finished = self.finished or data_of(event) == DONE
-            return event
+    def event(self, event: Event) -> bytes:
+        """An event: the bytes as they came, unless something in it is to be changed."""
+        if (chunk := event.chunk) is None:
+            self.finished = self.finished or event.is_end
+            return event.raw
         first, last = not self.begun, is_last(chunk)
         self.begun, self.finished = True, self.finished or last
         changed = self.change(chunk)
         if first or last:
             chunk["gearbx"] = self.beside(chunk)
-        return b"data: " + msgspec.json.encode(chunk) + b"\n\n" if first or last or changed else event
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n" if first or last or changed else event.raw
 
     def beside(self, answer: dict[str, Any]) -> dict[str, Any]:
         """What the answer says of its way, with what a server of models in gears has said of itself."""
@@ -441,23 +440,3 @@ def is_last(chunk: dict[str, Any]) -> bool:
     """Whether a chunk ends a text, or comes after it with the usage."""
     usage = not chunk.get("choices") and chunk.get("usage") is not None
     return usage or any(choice.get("finish_reason") is not None for choice in choices_of(chunk))
-
-
-def chunk_of(event: bytes, server: Upstream) -> dict[str, Any] | None:
-    """The chunk of an answer in an event; None of a comment and of the last event.
-
-    Raises:
-        Failed: the event reports an error, or has no chunk.
-    """
-    data = data_of(event)
-    if not data or data == DONE:
-        return None
-    try:
-        found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise server.failed("streams what is no JSON") from error
-    if not isinstance(found, dict):
-        raise server.failed("streams what is no JSON object")
-    if "choices" not in found:
-        raise server.reported(found["error"]) if found.get("error") else server.failed("streams no answer")
-    return found

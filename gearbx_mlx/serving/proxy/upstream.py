@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 
 from ...errors import GearbxError
-from ...files.reading import parse_python_json
-from ..others import Clock, Failure, brief, failures, hidden, parsed_url, said_in
+from ...files.reading import parse_json, parse_python_json
+from ..others import Clock, brief, failures, hidden, parsed_url, said_in
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -25,6 +25,7 @@ HEALTH_PATIENCE = 2.0  # seconds
 EVENTS, JSON = "text/event-stream", "application/json"
 EVENT_END = re.compile(rb"\r?\n\r?\n")
 LONGEST_END = 4  # bytes
+DONE = b"[DONE]"
 
 
 class Failed(Exception):
@@ -77,6 +78,18 @@ class ServerPlace:
     timeout: float = 600.0
 
 
+@dataclass(frozen=True)
+class Event:
+    """A server-sent event: its bytes, with the blank line that ends it, and the chunk of an answer in it.
+
+    A comment has no chunk, nor has the last event of a stream, which `is_end`.
+    """
+
+    raw: bytes
+    chunk: dict[str, Any] | None = None
+    is_end: bool = False
+
+
 class Upstream:
     """Requests to a server, over connections that are kept open; those whose client leaves are cancelled.
 
@@ -113,14 +126,14 @@ class Upstream:
 
     def answer(self, content: bytes) -> dict[str, Any]:
         """A whole answer. Raises Failed for what is none."""
-        answer = self.parsed(content)
+        answer = self.parsed(content, parse_python_json, "answers")
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
         return answer
 
     @asynccontextmanager
-    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The server-sent events of an answer, each as soon as it is there, bytes as they came. Raises as `ask`."""
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[Event]]:
+        """The server-sent events of an answer, each as soon as it is there. Raises as `ask`."""
         async with self.opened(path, body) as response:
             kind = kind_of(response)
             if kind not in (EVENTS, JSON):
@@ -153,9 +166,15 @@ class Upstream:
         later = hidden(response.headers.get("retry-after", ""), self.place.key)
         raise Declined(status, said, later if later.isascii() and later.isprintable() else "")
 
+    async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
+        """The bytes of an answer as they come. Raises Failed where they end early."""
+        with failures(self.described):
+            async for part in response.aiter_raw():
+                yield part
+
     async def whole(self, response: httpx.Response, seconds: float = math.inf) -> bytes:
         content, clock = bytearray(), Clock(seconds)
-        async for part in response.aiter_raw():
+        async for part in self.parts(response):
             if clock.over:
                 raise self.failed(f"takes more than {seconds:g} s")
             content += part
@@ -163,47 +182,44 @@ class Upstream:
                 raise self.failed(f"sends more than {LARGEST_ANSWER} bytes")
         return bytes(content)
 
-    async def split(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The events of a stream, with the blank line that ends each; what has none when the stream ends is dropped.
+    async def split(self, response: httpx.Response) -> AsyncIterator[Event]:
+        """The events of a stream; what has no blank line at its end when the stream ends is dropped.
 
         Raises:
-            Failed: an event is too long, or for the time to wait no data came, whatever else did.
+            Failed: an event is none of this API or too long, or for the time to wait only comments came.
         """
         clock, rest, comments = Clock(self.place.timeout), bytearray(), 0
-        async for part in response.aiter_raw():
+        async for part in self.parts(response):
             if clock.over:
                 raise self.failed(f"sent no data for {clock.seconds:g} s")
-            for event in events_in(rest, part):
+            for raw in events_in(rest, part):
+                event = self.event(raw)
                 yield event
-                comments += len(event)
-                if data_of(event):
+                comments += len(raw)
+                if event.chunk is not None or event.is_end:
                     clock.heard()
                     comments = 0
             if max(comments, len(rest)) > LARGEST_EVENT:
                 raise self.failed(f"sends an event of more than {LARGEST_EVENT} bytes")
 
-    async def with_tokens(self, events: AsyncIterator[bytes], seen: Callable[[], int]) -> AsyncIterator[bytes]:
-        """The events, which are kept. Raises Failed where they are too many, or no token is seen for too long."""
-        clock, known, size = Clock(self.place.timeout), 0, 0
-        async for event in events:
-            yield event
-            size += len(event)
-            if seen() > known:
-                known = seen()
-                clock.heard()
-            if clock.over:
-                raise self.failed(f"sent no token for {clock.seconds:g} s")
-            if size > LARGEST_ANSWER:
-                raise self.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
+    def event(self, raw: bytes) -> Event:
+        """An event by its bytes. Raises Failed for one that reports an error, or has no chunk."""
+        data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+        if not data or data == DONE:
+            return Event(raw, is_end=data == DONE)
+        chunk = self.parsed(data, parse_json, "streams")
+        if "choices" not in chunk:
+            raise self.failed("streams no answer")
+        return Event(raw, chunk)
 
-    def parsed(self, content: bytes) -> dict[str, Any]:
+    def parsed(self, content: bytes, parse: Callable[[str], Any], does: str) -> dict[str, Any]:
         """Raises Failed for what is no JSON object, or one that reports an error."""
         try:
-            found = parse_python_json(content.decode("utf-8"))
+            found = parse(content.decode("utf-8"))
         except (GearbxError, UnicodeError) as error:
-            raise self.failed("answers what is no JSON") from error
+            raise self.failed(f"{does} what is no JSON") from error
         if not isinstance(found, dict):
-            raise self.failed("answers what is no JSON object")
+            raise self.failed(f"{does} what is no JSON object")
         if found.get("error") and not found.get("choices"):
             raise self.reported(found["error"])
         return found
@@ -215,22 +231,23 @@ class Upstream:
     def failed(self, why: str) -> Failed:
         return Failed(f"the {self.name} server {why}")
 
-    def described(self, failure: Failure, error: Exception) -> Failed:
+    def described(self, error: Exception) -> Failed:
         """Why a request came to nothing."""
-        words = {
-            Failure.SLOW_CONNECTION: f"takes no connection within {self.place.connect_timeout:g} s",
-            Failure.SILENT: f"sent nothing for {self.place.timeout:g} s",
-            Failure.NO_CONNECTION: "is not there (no connection)",
-            Failure.CUT: f"cut its answer short ({type(error).__name__})",
-        }
-        return self.failed(words[failure])
+        match error:
+            case httpx.ConnectTimeout():
+                return self.failed(f"takes no connection within {self.place.connect_timeout:g} s")
+            case httpx.TimeoutException():
+                return self.failed(f"sent nothing for {self.place.timeout:g} s")
+            case httpx.ConnectError() | UnicodeError():
+                return self.failed("is not there (no connection)")
+        return self.failed(f"cut its answer short ({type(error).__name__})")
 
     async def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises Failed."""
         status, content = await self.get(self.place.base + "/models")
         if status != 200:
             raise Failed(f"the {self.name} server answers {status} where its models are", status)
-        rows = self.parsed(content).get("data")
+        rows = self.parsed(content, parse_python_json, "answers").get("data")
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     async def why_not_well(self) -> str | None:
@@ -258,12 +275,13 @@ def kind_of(response: httpx.Response) -> str:
     return kind[:80] if kind.isascii() and kind.isprintable() and kind else "something"
 
 
-async def as_events(answer: dict[str, Any]) -> AsyncIterator[bytes]:
+async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
     """A whole answer as a stream: what a server sends that does not know streams."""
     choices = [choice for choice in answer["choices"] if isinstance(choice, dict)]
     streamed = [{"delta" if name == "message" else name: value for name, value in one.items()} for one in choices]
-    yield b"data: " + json.dumps(answer | {"choices": streamed}).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
+    chunk = answer | {"choices": streamed}
+    yield Event(b"data: " + json.dumps(chunk).encode() + b"\n\n", chunk)
+    yield Event(b"data: " + DONE + b"\n\n", is_end=True)
 
 
 def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
@@ -276,16 +294,10 @@ def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
         searched = 0
 
 
-def data_of(event: bytes) -> bytes | None:
-    """The data of an event; None of a comment."""
-    lines = [line[5:].strip() for line in event.splitlines() if line.startswith(b"data:")]
-    return b"\n".join(lines) if lines else None
-
-
 def checked_url(url: str, flag: str) -> str:
     """The URL of an API: `/v1` is added where there is no path. Raises GearbxError, without what may be a password."""
     parts = parsed_url(url, flag)
-    if parts.username is not None or parts.password is not None:
+    if parts.userinfo:
         raise GearbxError(f"{flag} has a name or a password in it; give its key in the environment")
-    path = parts.path.rstrip("/") or "/v1"
-    return f"{parts.scheme}://{parts.netloc}{path}"
+    base = str(parts).rstrip("/")
+    return base if parts.path.rstrip("/") else f"{base}/v1"

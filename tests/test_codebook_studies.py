@@ -1,0 +1,88 @@
+"""Studies of XFP: a Llama as a mixture, codebooks of groups, and what the H-Process's table says."""
+
+from xml.etree import ElementTree
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import heavy, tiny_model
+
+from gearbx_mlx.formats import codebook
+from research.codebook import (
+    as_mixture,
+    bounded,
+    draw_points,
+    evenly,
+    grouped_error,
+    needed,
+    points_table,
+    row_curve,
+    squared_error,
+)
+from research.disk import residency_row
+
+TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
+
+
+def test_a_llama_as_a_mixture_computes_the_same():
+    model = tiny_model()
+    mixture = as_mixture(model, 2)
+    experts = mixture.layers[0].block_sparse_moe.switch_mlp
+    assert experts.up_proj.weight.shape[0] == 2
+    assert experts.up_proj.weight.shape[1] * 2 == model.layers[0].mlp.up_proj.weight.shape[0]
+    expected = np.array(model(TOKENS))
+    np.testing.assert_allclose(np.array(mixture(TOKENS)), expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_a_group_has_a_codebook_of_its_own(bits):
+    weight = heavy(16, 256)
+    size, error = grouped_error(weight, bits)
+    arrays = codebook.encode(weight.reshape(32, 128), bits)
+    made = codebook.decode(arrays, bits, 128).reshape(16, 256)
+    assert error == pytest.approx(squared_error(made, weight))
+    # 128 codes (ten to a word at 3 bits), 2^bits numbers of 16 bits, and outliers of 32.
+    codes = {2: 256, 3: 32 * 13}[bits]
+    outliers = 32 * arrays["outliers"].size / 32
+    assert size == pytest.approx((codes + 16 * 2**bits + outliers) / 128)
+    curve = row_curve(weight)
+    assert sorted(curve) == list(curve)
+    assert list(curve.values()) == sorted(curve.values(), reverse=True)
+
+
+def test_places_are_spread_evenly():
+    assert evenly(10, 4) == [0, 3, 6, 9]
+    assert evenly(3, 12) == [0, 1, 2]
+
+
+ROWS = [
+    {"strict": 0.99, "lazy": lazy, "steady": steady, "spike": 3 * 10**8, "reserve": 2 * 10**8, "effective_bits": 3.0}
+    | {"kl": kl, "looped": 0, "outcome": outcome}
+    for lazy, steady, kl, outcome in (
+        *((0.8, 10**8, 1.2, "KL 1.2 above 0.5"), (0.9, 2 * 10**8, 0.1, "fits")),
+        *((0.95, 3 * 10**8, 0.05, "fits"), (0.99, 4 * 10**8, 0.01, "fits")),
+    )
+]
+
+
+def test_the_table_has_the_reserve_and_both_boundaries(tmp_path):
+    assert [needed(row) for row in ROWS] == [3 * 10**8, 4 * 10**8, 5 * 10**8, 6 * 10**8]
+    tried = bounded(ROWS, 4.5e8)
+    assert [row["outcome"] for row in tried] == ["KL 1.2 above 0.5", "fits", "over budget"]
+    lines = points_table(tried).splitlines()
+    assert "reserve" in lines[0]
+    assert "0.2 GB" in lines[2]
+    assert "| - | - | over budget |" in lines[4]
+    assert bounded(ROWS, 1e9) == ROWS
+    draw_points(ROWS, 4.5e8, tmp_path / "x.svg")
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+
+
+def test_a_residency_has_a_row_and_one_gear_alone_has_no_shifts():
+    trial = {"memory": [2e8], "shift": [0.25], "token": [0.02]}
+    assert residency_row("4 bits alone", {"4": trial}) == [
+        *("4 bits alone", "200 (200 to 200)", "", "", "", "50 (50 to 50)", ""),
+    ]
+    both = residency_row("disk", {"4": trial, "16": {"memory": [4e8], "shift": [0.5], "token": [0.05]}})
+    assert both[1:5] == ["200 (200 to 200)", "400 (400 to 400)", "250.0 (250.0 to 250.0)", "500.0 (500.0 to 500.0)"]
+    assert both[5:] == ["50 (50 to 50)", "20 (20 to 20)"]

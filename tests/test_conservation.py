@@ -1,0 +1,107 @@
+"""AION's law: the products of the study multiply, and its predictions and its law are sums of what was timed."""
+
+import ctypes
+import re
+
+import numpy as np
+import pytest
+
+from gearbx_mlx.errors import GearbxError
+from research import conservation
+from research.conservation import Arrays, law, predictions, steps
+from research.conservation import conservation as study
+
+ROWS, COLUMNS = 8, 1024
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    try:
+        return conservation.compiled(tmp_path_factory.mktemp("terms"))
+    except GearbxError as why:
+        pytest.skip(str(why))
+
+
+def codes_of(bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random codes (ROWS, COLUMNS), and as they are stored."""
+    codes = np.random.default_rng(bits).integers(0, {4: 16, 8: 128}[bits], (ROWS, COLUMNS), np.uint8)
+    groups = codes.reshape(ROWS, -1, 2, 16)
+    return codes, (groups[:, :, 0] | groups[:, :, 1] << 4).reshape(ROWS, -1) if bits == 4 else codes
+
+
+def product(library, name: str, weights: np.ndarray, bits: int, scales: np.ndarray, x: np.ndarray) -> np.ndarray:
+    arrays = Arrays(weights, scales, x, bits)
+    matrix, out = arrays.matrix(ROWS)
+    getattr(library, name)(ctypes.byref(matrix))
+    return out * (arrays.step if name in conservation.ROUNDED else 1)
+
+
+@pytest.fixture
+def x():
+    return np.random.default_rng(0).standard_normal(COLUMNS).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4_floats", 4), ("w4a8", 4), ("int8_floats", 8), ("w8a8", 8)])
+def test_products_of_codes_multiply(library, x, name, bits):
+    codes, stored = codes_of(bits)
+    scales = np.random.default_rng(1).uniform(0.01, 0.02, (ROWS, COLUMNS // 32)).astype(np.float32)
+    dense = (codes.astype(np.float64) - {4: 8, 8: 64}[bits]) * np.repeat(scales, 32, axis=1)
+    wide = np.rint(x / (np.abs(x).max() / 127)) * (np.abs(x).max() / 127) if name in conservation.ROUNDED else x
+    found = product(library, name, stored, bits, scales, x)
+    assert np.allclose(found, dense @ wide.astype(np.float64), rtol=1e-4, atol=1e-3 * np.abs(dense).max())
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bfloat16", 16), ("float32", 32)])
+def test_products_of_floats_multiply(library, x, name, bits):
+    dense = np.random.default_rng(2).standard_normal((ROWS, COLUMNS)).astype(np.float32)
+    stored = dense.view(np.uint8)
+    if bits == 16:
+        upper = (dense.view(np.uint32) >> 16).astype(np.uint16)
+        dense, stored = (upper.astype(np.uint32) << 16).view(np.float32), upper.view(np.uint8)
+    found = product(library, name, stored, bits, np.zeros((ROWS, COLUMNS // 32), np.float32), x)
+    assert np.allclose(found, dense.astype(np.float64) @ x, rtol=1e-4, atol=1e-3)
+
+
+def test_activations_are_rounded_as_numpy_does(library, x):
+    arrays = Arrays(np.zeros((1, COLUMNS), np.uint8), np.zeros((1, COLUMNS // 32), np.float32), x, 8)
+    expected = arrays.bytes.copy()
+    arrays.bytes[:] = 0
+    matrix, _ = arrays.matrix(1, again=True)
+    library.quant_act(ctypes.byref(matrix))
+    assert np.abs(arrays.bytes.astype(int) - expected).max() <= 1  # a half may be rounded either way
+    assert (arrays.bytes == expected).mean() > 0.99
+
+
+def test_a_product_is_predicted_from_its_terms():
+    terms = {"read_4": 3.0, "unpack_4": 2.0, "sdot_x": 1.0, "scale_sums": 4.0, "quant_act": 2048.0}
+    found = predictions(terms, {"read_4": 6.0, "w4a8": 10.0}, "w4a8")
+    assert (found["sum"], found["larger"]) == (14.0, 8.0)
+    assert (found["sum_error"], found["larger_error"]) == (pytest.approx(0.4), pytest.approx(-0.2))
+
+
+def test_the_law_has_the_difference_of_both_products_in_it():
+    terms = {"fma_x": 8.0, "sdot_x": 1.0, "quant_act": 4096.0, "unpack_4": 2.0, "dequant_4": 5.0}
+    found = law(terms)
+    costs = {"equation 4": 4091.0, "with unpacking": 4093.0, "shared by the rows": -1.0}
+    assert found == {"arithmetic": 7.0} | costs | {"rows for which it would hold": pytest.approx(409.6)}
+    floats, integers = terms["dequant_4"] + terms["fma_x"], terms["unpack_4"] + terms["sdot_x"] + terms["quant_act"]
+    assert found["arithmetic"] - found["with unpacking"] == floats - integers
+
+
+def test_instructions_between_marks_are_found_without_comments():
+    text = "x\n# LLVM-MCA-BEGIN a\n\t#NO_APP\n\tadd $4, %rdx  # c\n\tsub w0, w0, #4 // d\n\t.loc 1\n# LLVM-MCA-END a\n"
+    assert steps(text) == {"a": ["add $4, %rdx", "sub w0, w0, #4"]}
+
+
+def test_the_study(library):
+    found = study(columns=512, megabytes=1, rounds=2)
+    assert [row["product"] for row in found.data["products"]] == [*conservation.PARTS] * 2
+    assert all(row["measured"] > 0 for row in found.data["products"])
+    assert len(re.findall("^. `", found.tables["law_terms"], re.MULTILINE)) == len(conservation.MEANINGS)
+    for counted in found.data["instructions"].values():
+        assert not counted or counted["fma_x"][0] > 0
+
+
+def test_columns_that_do_not_fit_are_refused():
+    with pytest.raises(GearbxError, match="--columns 100: is no multiple of 512"):
+        study(columns=100)
