@@ -3,6 +3,7 @@
 import copy
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from conftest import PROMPT, normal, tiny_model
@@ -11,9 +12,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits
-from gearbx_mlx.decoding.second_look import SEEN_TWICE, largest, looking, second_head
+from gearbx_mlx.decoding.second_look import SEEN_TWICE, SecondHead, largest, looking, second_head
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
-from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -258,6 +259,20 @@ def test_the_head_looks_twice_without_native_passes_too(change):
         np.testing.assert_allclose(twice[row], np.array(step.logits(token, row))[0], atol=1e-4)
     assert (twice != low).sum() == 3 * SEEN_TWICE
     assert np.array_equal(np.array(box.model(tokens, cache=copy.deepcopy(cache))[0]), low)
+
+
+def test_a_tied_head_whose_rows_are_packed_looks_twice_too():
+    mx.random.seed(1)
+    top = nn.Linear(64, 96, bias=False)
+    tied = QuantizedTied(nn.QuantizedLinear.from_linear(top, 32, 4), mx.float32)
+    x, tokens = mx.random.normal((1, 2, 64)), mx.array([[3, 5]])
+    low, rows = np.array(tied.as_linear(x)), np.array(tied(tokens))
+    with looking(SecondHead(top, tied, IN_DRAFTS)):
+        twice = np.array(tied.as_linear(x))
+        assert np.array_equal(np.array(tied(tokens)), rows)
+    assert (twice != low).sum() == 2 * SEEN_TWICE
+    np.testing.assert_allclose(twice[twice != low], np.array(top(x))[twice != low], atol=1e-5)
+    assert np.array_equal(np.array(tied.as_linear(x)), low)
 
 
 @settings(deadline=None)

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..formats.exact import ExactModule
-from ..formats.tied import TiedEmbedding, linear_of
+from ..formats.tied import IN_DRAFTS, TiedEmbedding, linear_of
 from ..gears.discovery import DENSE_LAYERS
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -27,7 +27,7 @@ CHUNK = 256  # logits, of which the largest is found first: to sort all of a voc
 
 @dataclass(frozen=True)
 class SecondHead:
-    """The head of the top gear, a linear layer or an embedding, and where that of the low gear is: `holder[name]`."""
+    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`."""
 
     top: nn.Module
     holder: nn.Module
@@ -43,7 +43,7 @@ def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
     if own is None or top is None or own is top:
         return None
     if isinstance(own, TiedEmbedding):
-        return SecondHead(top, own, "projection")
+        return SecondHead(top, own, IN_DRAFTS)
     place, _, name = path.rpartition(".")
     return SecondHead(top, dict(gearbox.model.named_modules())[place], name)
 
@@ -58,12 +58,16 @@ def looking(second: SecondHead | None) -> Iterator[None]:
     if second is None or rows is None:
         yield
         return
-    head = second.holder[second.name]
-    second.holder[second.name] = SecondLook(head, rows)
+    holder, name = second.holder, second.name
+    before = holder.get(name)  # none in a tied embedding, whose rows are looked up in its projection
+    holder[name] = SecondLook(holder["projection"] if before is None else before, rows)
     try:
         yield
     finally:
-        second.holder[second.name] = head
+        if before is None:
+            del holder[name]
+        else:
+            holder[name] = before
 
 
 def rows_of(head: nn.Module) -> Rows | None:

@@ -7,6 +7,8 @@ from ..compat.classes import bare
 from ..kernels.bit_planes import Planes
 from .native import NativeDense, NativeEmbedding, affine_planes
 
+IN_DRAFTS = "second"  # the head that takes the projection's place while a draft is written, if there is one
+
 
 class TiedEmbedding(nn.Embedding):
     """A token embedding whose output head is a linear layer that changes gear.
@@ -32,7 +34,8 @@ class TiedEmbedding(nn.Embedding):
         return weight[x].astype(self.dtype if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self.projection(x)
+        logits: mx.array = self.get(IN_DRAFTS, self["projection"])(x)
+        return logits
 
     def _extra_repr(self) -> str:
         return ""  # that of nn.Embedding reads the weight, which some of its kinds do not have
