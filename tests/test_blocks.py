@@ -299,7 +299,7 @@ class TestModules:
         mx.eval(box.model(PROMPT))
         high = mx.get_active_memory()
         box.shift(4)
-        assert mx.get_active_memory() == low
+        assert mx.get_active_memory() <= low  # less, where the pass before held what it made a moment longer
         assert high > low
         assert calls.native == 5 * len(box.model.layers)
 
