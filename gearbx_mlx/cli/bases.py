@@ -2,13 +2,14 @@
 
 A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
 planes under the names that mlx-lm gives them, the texts that were held back, and the drafting file made of these.
+While it is made, each block's planes are kept in a file of their own: an interrupted calibration goes on from there.
 """
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import mlx.nn as nn
 import msgspec
 import platformdirs
 
-from ..conversion.calibrated_base import calibrate_base, steps
+from ..conversion.calibrated_base import CalibratedBase, calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
 from ..errors import GearbxError
@@ -35,7 +36,8 @@ from .resolved import LOSSLESS, Resolved
 from .terminal import note, progress_bar, spinner
 
 HELD_BACK = 4  # of so many texts one is left for the curve: along the others, the gears agree more than elsewhere
-VERSION = "2"
+READ = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
+VERSION = "3"
 NAMES = ("weight", "scales", "biases")
 
 
@@ -84,7 +86,20 @@ class BaseKey:
 
     def keep(self, base: Base) -> None:
         """Write a base. Raises GearbxError where the cache cannot be written."""
-        make_directory(self.file.parent)
+        self.write(self.file, base)
+        for part in self.parts():
+            part.unlink(missing_ok=True)
+
+    def parts(self) -> list[Path]:
+        """The files of blocks that are done, while a base is made."""
+        return sorted(self.file.parent.glob(self.part("*").name))
+
+    def part(self, place: object) -> Path:
+        return self.file.with_name(f"block-{place}-{self.file.name}")
+
+    def write(self, file: Path, base: Base) -> None:
+        """Write a base, or a part of one. Raises GearbxError where the cache cannot be written."""
+        make_directory(file.parent)
         arrays = {
             f"{path}.{name}": array for path, planes in base.layers.items() for name, array in zip(NAMES, planes.arrays)
         }
@@ -92,7 +107,7 @@ class BaseKey:
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
         about["held_back"] = msgspec.json.encode(base.held_back).decode()
         about["drafting"] = "" if base.drafting is None else base.drafting.text()
-        with replacing(self.file) as place:
+        with replacing(file) as place:
             beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
             try:
                 mx.save_safetensors(str(beside), arrays, about)
@@ -148,11 +163,29 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
     task = progress.add_task("calibrating", total=steps(model))
     held_back = list(texts[::HELD_BACK])
     used = [text for i, text in enumerate(texts) if i % HELD_BACK or len(texts) < HELD_BACK]
-    advance = partial(progress.advance, task)
-    found = calibrate_base(model, layers, format, key.ladder, key.group_size, used, advance)
+    begun: dict[str, Planes] = {}
+    for part in key.parts():
+        done = read_base(part, key)
+        begun |= done.layers if done else {}
+    kept = {*begun}
+
+    def advance(found: CalibratedBase) -> None:
+        new = {path: planes for path, planes in found.layers.items() if path not in kept}
+        if new:
+            key.write(key.part(len(kept)), Base(new))
+            kept.update(new)
+        progress.advance(task)
+
+    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(used), advance, begun)
     base = Base(found.layers, found.rounded, held_back)
     key.keep(base)
     return base
+
+
+def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
+    """Texts of READ tokens in all, or a little more, from everywhere in them; all of them if they have fewer."""
+    share = min(1.0, READ / max(1, sum(map(len, texts))))
+    return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 
 
 def drafting_along(gearbox: Gearbox, texts: Sequence[Sequence[int]], name: str) -> DraftFile:

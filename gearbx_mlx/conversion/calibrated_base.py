@@ -1,13 +1,15 @@
 """A calibrated base: the lowest gear in codes that are chosen for the inputs that its layers see in a text (`gptq`).
 
-The model reads the text block by block with its original weights, and what each block made of it is kept: so one
-block's weights and Hessians are in memory at a time. A layer is rounded to the nearest codes where its format leaves no
+The model reads the text block by block, once as it is and once as the draft will, with the codes of the layers before:
+a layer's codes are chosen for what it will see. What each block made of the text is kept, so one block's inputs and
+Hessians are in memory at a time. A layer is rounded to the nearest codes where its format leaves no
 choice, where it has experts, or where its inputs are not finite.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,12 +19,14 @@ import numpy as np
 from ..compat.classes import of_classes
 from ..errors import GearbxError, one_line
 from ..formats.base import Format, WithBase, stored_bits
+from ..formats.fused import native_class
 from ..formats.native import NativeDense
 from ..formats.tied import linear_of
 from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
-from .gptq import Factored, Hessian, calibrated
+from ..kernels.dispatch import ATTENTION
+from .gptq import Hessian, calibrated
 
 LONGEST = 512  # tokens of a text that are read
 TOGETHER = 2048  # tokens that are read at a time, in texts of similar lengths
@@ -46,7 +50,8 @@ def calibrate_base(
     ladder: Sequence[int],
     group_size: int,
     texts: Sequence[Sequence[int]],
-    advance: Callable[[], object] = lambda: None,
+    advance: Callable[[CalibratedBase], object] = lambda found: None,
+    begun: Mapping[str, Planes] | None = None,
 ) -> CalibratedBase:
     """The lowest gear of a model, calibrated.
 
@@ -55,7 +60,8 @@ def calibrate_base(
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
         texts: tokens; at most 512 of each are read.
-        advance: called after every block, and after the head: `steps` times.
+        advance: called after every block, and after the head, with what has been found: `steps` times.
+        begun: path to plane of layers whose codes an earlier run, which was interrupted, chose.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free, no text of two tokens, or a model whose
@@ -66,7 +72,7 @@ def calibrate_base(
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
     if not isinstance(format, WithBase):
         raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
-    fit, found = list[Layer](), CalibratedBase()
+    fit, found = list[Layer](), CalibratedBase({**(begun or {})})
     for layer in layers:
         reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
         if reason:
@@ -81,8 +87,8 @@ def calibrate_base(
         block = number if number < len(walk.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
         if of_block or block is not None:
-            walk.read(number, BlockCodes(of_block, format, ladder, group_size, found))
-        advance()
+            walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
+        advance(found)
     return found
 
 
@@ -131,68 +137,126 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 class WasRead(Exception):
-    """A block has been read: what comes after it is not computed."""
+    """As much has been read as was wanted: what comes after it is not computed."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Watched:
-    """A linear layer while a text is read: its inputs are summed up, its products are numpy's.
+    """A linear layer while texts are read.
 
-    weight: (O, I) float32. rows: which of the inputs count.
+    weight: (O, I) float32. outputs: in the draft, of each batch, (tokens, O) float32; none before its codes are chosen.
     """
 
+    layer: Layer
     weight: np.ndarray
-    hessian: Hessian
-    rows: Any = None
+    outputs: list[np.ndarray] = field(default_factory=list)
 
-    def add(self, x: mx.array) -> np.ndarray:
-        """Sum up inputs, and return them, (n, I) float32."""
-        inputs = np.array(x.astype(mx.float32)).reshape(-1, x.shape[-1])
-        self.hessian.add(inputs[self.rows])
-        return inputs
 
-    def product(self, inputs: np.ndarray, module: nn.Module, x: mx.array) -> mx.array:
-        """The layer's outputs for x, whose numbers are `inputs`."""
-        y = mx.array(inputs @ self.weight.T).reshape(*x.shape[:-1], -1)
-        return y + module.bias if "bias" in module else y
+@dataclass(eq=False)
+class SharedInputs:
+    """Layers that multiply the same inputs, such as a block's queries, keys and values.
+
+    original, draft: what they see there of each batch, (tokens, I) float32.
+    """
+
+    layers: list[Watched]
+    original: list[np.ndarray] = field(default_factory=list)
+    draft: list[np.ndarray] = field(default_factory=list)
 
 
 class BlockCodes:
-    """The layers of a block, with their Hessians and codes.
+    """The layers of a block while texts are read, and their codes. Their products are numpy's.
 
     Args:
-        layers: of the block. found: gets their codes.
+        layers: of the block. found: gets their codes. is_head: no block follows, and no product is wanted.
+
+    Attributes:
+        inputs: of the layers, in the order in which the block multiplies them.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], format: WithBase, ladder: Sequence[int], group_size: int, found: CalibratedBase
+        self,
+        layers: Sequence[Layer],
+        format: WithBase,
+        ladder: Sequence[int],
+        group_size: int,
+        found: CalibratedBase,
+        is_head: bool,
     ):
-        self.layers, self.format, self.group_size, self.found = layers, format, group_size, found
-        self.ladders = {layer.path: ladder_of(layer, format, ladder) for layer in layers}
-        weights = {layer.path: weight_of(layer) for layer in layers}
-        self.watched = {path: Watched(weight, Hessian(weight.shape[1])) for path, weight in weights.items()}
+        self.format, self.ladder, self.group_size = format, ladder, group_size
+        self.found, self.is_head = found, is_head
+        self.watched = [Watched(layer, weight_of(layer)) for layer in layers]
+        self.inputs: list[SharedInputs] = []
+        self._last: tuple[Any, Any] = (None, None)
 
-    def takes(self, rows: np.ndarray) -> None:
-        """Which inputs of the next pass count."""
-        for watched in self.watched.values():
-            watched.rows = rows
+    def original(self, watched: Watched, x: mx.array, batch: int) -> mx.array:
+        """The original's product. Inputs are kept, and layers that share theirs are found.
 
-    def choose(self) -> None:
-        """Choose the codes of all layers."""
-        factored: dict[bytes, Factored | None] = {}  # layers of one input have one
-        for layer in self.layers:
-            watched = self.watched.pop(layer.path)
-            key = np.diag(watched.hessian.sum).tobytes()
-            if key not in factored:
-                factored[key] = watched.hessian.factored()
-            hessian = factored[key]
-            if hessian is None or not np.isfinite(watched.weight).all():
-                self.found.rounded[layer.path] = "its inputs, or its weights, are not finite, or all 0"
-                continue
-            weight = linear_of(layer.module).weight
-            planes = self.format.nearest(weight, self.ladders[layer.path], self.group_size)
-            assert planes is not None
-            self.found.layers[layer.path] = calibrated(watched.weight, planes, hessian, self.format.window)
+        Args:
+            batch: its number.
+        """
+        shared = x is self._last[0]
+        numbers = self._numbers(x)
+        place = next((inputs for inputs in self.inputs if watched in inputs.layers), None)
+        if place is None and shared:
+            self.inputs[-1].layers.append(watched)
+        elif place is None:
+            self.inputs.append(place := SharedInputs([watched]))
+        if place is not None and watched is place.layers[0] and len(place.original) == batch:
+            place.original.append(numbers)
+        if self.is_head:
+            raise WasRead
+        return shaped(numbers @ watched.weight.T, watched, x)
+
+    def draft(self, watched: Watched, x: mx.array, batch: int, wanted: SharedInputs | None = None) -> mx.array:
+        """The draft's product. The pass ends at layers whose inputs are `wanted`: they are kept."""
+        if wanted is not None and watched in wanted.layers:
+            wanted.draft.append(self._numbers(x))
+            raise WasRead
+        return shaped(watched.outputs[batch], watched, x)
+
+    def choose(self, inputs: SharedInputs, rows: Sequence[np.ndarray]) -> None:
+        """Choose the codes of the layers with these inputs.
+
+        Args:
+            rows: of each batch, which of its tokens count.
+        """
+        known, factored = self.found.layers, None
+        if any(watched.layer.path not in known for watched in inputs.layers):
+            hessian = Hessian(inputs.draft[0].shape[1])
+            for draft, original, counts in zip(inputs.draft, inputs.original, rows):
+                hessian.add(draft[counts], original[counts])
+            factored = hessian.factored()
+        for watched in inputs.layers:
+            path = watched.layer.path
+            if path not in known:
+                if factored is None or not np.isfinite(watched.weight).all():
+                    self.found.rounded[path] = "its inputs, or its weights, are not finite, or all 0"
+                else:
+                    known[path] = calibrated(watched.weight, self._nearest(watched), factored, self.format.window)
+            if not self.is_head:
+                used = np.array(known[path].dequantize().astype(mx.float32)) if path in known else watched.weight
+                watched.outputs = [draft @ used.T for draft in inputs.draft]
+        inputs.original, inputs.draft = [], []
+
+    def _nearest(self, watched: Watched) -> Planes:
+        layer = watched.layer
+        stored = ladder_of(layer, self.format, self.ladder)
+        planes = self.format.nearest(linear_of(layer.module).weight, stored, self.group_size)
+        assert planes is not None  # or it is `unfit`
+        return planes
+
+    def _numbers(self, x: mx.array) -> np.ndarray:
+        """(n, I) float32; layers that share their inputs have them once."""
+        if x is not self._last[0]:
+            self._last = x, np.array(x.astype(mx.float32)).reshape(-1, x.shape[-1])
+        return self._last[1]
+
+
+def shaped(y: np.ndarray, watched: Watched, x: mx.array) -> mx.array:
+    """A layer's product with x from its numbers (n, O), with its bias."""
+    module, out = watched.layer.module, mx.array(y).reshape(*x.shape[:-1], -1)
+    return out + module.bias if "bias" in module else out
 
 
 def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int, ...]:
@@ -218,25 +282,47 @@ def weight_of(layer: Layer) -> np.ndarray:
 
 
 class Walk:
-    """Reads texts block by block with the original weights.
+    """Reads texts block by block, in the original and in its draft: with the codes of the blocks before.
 
     The model's own code calls its blocks. Those before the current one hand out what they made before, and the current
     one ends the pass.
 
     Args:
         batches: of texts.
+
+    Attributes:
+        original, draft: what the last block made of each batch.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[TextBatch]):
         self.model, self.batches, self.blocks = model, batches, blocks_of(model)
-        self.states: list[Any] = []  # what the last block made of each batch
+        self.original: list[Any] = []
+        self.draft: list[Any] = []
 
     def read(self, number: int, codes: BlockCodes) -> None:
         """Read a block, or the head after all of them, and let `codes` choose its codes."""
+        original = self._pass(number, self.original, codes, codes.original)
+        for inputs in codes.inputs:
+            self._pass(number, self.draft, codes, partial(codes.draft, wanted=inputs))
+            codes.choose(inputs, [batch.rows for batch in self.batches])
+        if number < len(self.blocks):
+            self.original, self.draft = original, self._pass(number, self.draft, codes, codes.draft)
+
+    def _pass(
+        self, number: int, states: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array]
+    ) -> list[Any]:
+        """Read every batch up to block `number`, or until a product ends it.
+
+        Args:
+            states: what the block before made of each batch.
+            product: of a watched layer.
+
+        Returns:
+            What the block makes of each batch.
+        """
         made: list[Any] = []
         for index, batch in enumerate(self.batches):
-            codes.takes(batch.rows)
-            with self._changed(number, index, codes, made):
+            with self._changed(number, states[index : index + 1], codes, partial(product, batch=index), made):
                 try:
                     self.model(batch.tokens)
                 except WasRead:
@@ -244,19 +330,20 @@ class Walk:
                 except Exception as error:
                     raise unreadable(self.model, one_line(error)) from error
             raise unreadable(self.model, "it does not call them in order")
-        self.states = made
-        codes.choose()
+        return made
 
     @contextmanager
-    def _changed(self, number: int, index: int, codes: BlockCodes, made: list[Any]) -> Iterator[None]:
-        """The model while block `number` reads batch `index`: `made` gets its output."""
+    def _changed(
+        self, number: int, state: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array], made: list[Any]
+    ) -> Iterator[None]:
+        """The model while block `number` reads a batch: `made` gets its output."""
         changes: list[tuple[nn.Module, Any]] = []
 
         def past(block: nn.Module, h: Any, *others: Any, **named: Any) -> Any:
             return h
 
         def before(block: nn.Module, *others: Any, **named: Any) -> Any:
-            return self.states[index]
+            return state[0]
 
         def current(block: nn.Module, h: Any, *others: Any, **named: Any) -> Any:
             if number == 0 and isinstance(h, mx.array) and mx.issubdtype(h.dtype, mx.floating):
@@ -267,28 +354,24 @@ class Walk:
             raise WasRead
 
         kinds = [type(block) for block in self.blocks]
+        if mx.default_device() == mx.cpu and number < len(self.blocks):  # whose own attention takes most of the time
+            for module in self.blocks[number].modules():
+                stock: Any = type(module)
+                native = native_class(stock, (ATTENTION,))
+                changes += [] if native is None else [(module, native)]
         for place, block in enumerate(self.blocks[: number + 1]):
             call = current if place == number else before if place == number - 1 else past
             changes.append((block, type("Block", (kinds[place],), {"__call__": call})))
-        is_head = number == len(self.blocks)
-        for layer in codes.layers:
-            kind = type(layer.module)
-            changes.append((layer.module, watching(kind, codes.watched[layer.path], is_head)))
+        changes += [(watched.layer.module, watching(watched, product)) for watched in codes.watched]
         with of_classes(changes):
             yield
 
 
-def watching(kind: Any, watched: Watched, is_head: bool) -> type[nn.Module]:
-    """A subclass of a linear layer whose products are those of `watched`; after the head, nothing is computed."""
+def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Module]:
+    """A subclass of a linear layer that multiplies by `product`."""
+    kind: Any = type(watched.layer.module)
     name = "as_linear" if issubclass(kind, nn.Embedding) else "__call__"
-
-    def call(module: nn.Module, x: mx.array) -> mx.array:
-        inputs = watched.add(x)
-        if is_head:
-            raise WasRead
-        return watched.product(inputs, module, x)
-
-    return type(kind.__name__, (kind,), {name: call})
+    return type(kind.__name__, (kind,), {name: lambda module, x: product(watched, x)})
 
 
 def unreadable(model: nn.Module, why: str) -> GearbxError:

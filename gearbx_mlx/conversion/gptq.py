@@ -1,6 +1,9 @@
 """A matrix in codes that are chosen for its inputs: GPTQ (arXiv 2210.17323), with scales that fit the codes.
 
-The inputs X that a layer saw are summed up in its Hessian X^T X, and an error E of the weights costs E X^T X E^T.
+The inputs X that a layer saw are summed up in its Hessian X^T X, and an error E of the weights costs E X^T X E^T. In a
+draft, the layers before it have their codes too, so its inputs drift away from those of the original, Y. Weights
+W + a W (Y - X)^T X (X^T X)^-1 take back a part a of what this does to its outputs (GPTAQ, arXiv 2504.02692, all of it):
+these are what codes are to come near to.
 
 1. Scales: of some ranges of a group the one whose nearest codes cost the least, by the Hessian's diagonal (`searched`).
 2. Codes: columns are rounded one after the other, those with the largest inputs first. The columns that follow take
@@ -21,6 +24,7 @@ import numpy as np
 from ..formats.base import Window
 from ..kernels.bit_planes import Planes, pack_mlx_codes
 
+TAKEN_BACK = 0.5  # of the drift of outputs: all of it fits the text that calibrates, and others less
 DAMPING = 0.01  # of the mean of the Hessian's diagonal, which is added to it
 DAMPINGS = (DAMPING, 10 * DAMPING, 100 * DAMPING)  # tried in turn: a few tokens leave a Hessian singular
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8)  # parts of a group's range that its codes may span
@@ -34,25 +38,32 @@ class Factored(NamedTuple):
     """A Hessian, ready to use.
 
     damped: (I, I) float32. order: of its columns (I,), those with the largest inputs first. upper: the upper Cholesky
-    factor of its inverse in this order, (I, I) float32.
+    factor of its inverse in this order, (I, I) float32. correction: (I, I) float32, so that a weight (O, I) times it is
+    what takes a part of the drift back; None where there is none.
     """
 
     damped: np.ndarray
     order: np.ndarray
     upper: np.ndarray
+    correction: np.ndarray | None = None
 
 
 class Hessian:
-    """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had."""
+    """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had.
+
+    drift: (Y - X)^T X, where Y are the original's inputs; None where these are the same.
+    """
 
     def __init__(self, width: int):
         self.sum = np.zeros((width, width), np.float32)
-        self.tokens = 0
+        self.drift: np.ndarray | None = None
 
-    def add(self, inputs: np.ndarray) -> None:
-        """inputs: (tokens, I) float32."""
+    def add(self, inputs: np.ndarray, original: np.ndarray | None = None) -> None:
+        """inputs: (tokens, I) float32. original: what the layer sees in the original model, of the same shape."""
         self.sum += inputs.T @ inputs
-        self.tokens += len(inputs)
+        if original is not None:
+            drift = (original - inputs).T @ inputs
+            self.drift = drift if self.drift is None else self.drift + drift
 
     def factored(self) -> Factored | None:
         """None where the inputs say nothing."""
@@ -65,11 +76,13 @@ class Hessian:
             damped = self.sum.astype(np.float64)
             damped[np.diag_indices_from(damped)] += damping * mean + (diagonal == 0) * mean
             try:
-                upper = np.linalg.cholesky(np.linalg.inv(damped[np.ix_(order, order)])).T
+                inverse = np.linalg.inv(damped)
+                upper = np.linalg.cholesky(inverse[np.ix_(order, order)]).T
             except np.linalg.LinAlgError:
                 continue
             if np.isfinite(upper).all():
-                return Factored(damped.astype(np.float32), order, upper.astype(np.float32))
+                correction = None if self.drift is None else TAKEN_BACK * self.drift @ inverse.astype(np.float32)
+                return Factored(damped.astype(np.float32), order, upper.astype(np.float32), correction)
         return None
 
 
@@ -127,10 +140,13 @@ def calibrated_rows(weight: np.ndarray, nearest: Planes, hessian: Factored, wind
         return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
 
     grid = Grid(columns(nearest.scales), columns(nearest.biases[0]), bits, rounded)
-    grouped = np.ascontiguousarray(weight.T).reshape(len(grid.scales), nearest.group_size, -1)
+    wanted = weight if hessian.correction is None else weight + weight @ hessian.correction
+    grouped, wanted = (
+        np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
+    )
     grid = searched(grouped, grid, hessian, window)
-    codes = codes_of(grouped, grid, hessian, window)
-    grid = refitted(grouped, codes, grid, hessian, window)
+    codes = codes_of(grouped, wanted, grid, hessian, window)
+    grid = refitted(grouped, wanted, codes, grid, hessian, window)
     words = pack_mlx_codes(mx.array(np.ascontiguousarray(codes.reshape(-1, len(weight)).T, np.uint8)), bits)
     scales, biases = (mx.array(np.ascontiguousarray(array.T)).astype(dtype) for array in grid[:2])
     return nearest._replace(weights=[words], scales=scales, biases=[biases])
@@ -171,11 +187,13 @@ def lost(weight: np.ndarray, values: np.ndarray, grid: Grid, window: Window | No
     return np.where(usable.all(1), 0.0, np.inf)
 
 
-def codes_of(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> np.ndarray:
-    """GPTQ's codes (G, g, O) for a weight of that shape."""
+def codes_of(
+    weight: np.ndarray, wanted: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
+) -> np.ndarray:
+    """GPTQ's codes (G, g, O) for a weight of that shape, and what its codes are to come near to."""
     groups, size, rows = weight.shape
     original, near = weight.reshape(-1, rows), grid.nearest(weight).reshape(-1, rows)
-    left, codes = original[hessian.order], np.empty_like(original)
+    left, codes = wanted.reshape(-1, rows)[hessian.order], np.empty_like(original)
     for start in range(0, len(left), BLOCK):
         end = start + BLOCK
         block, errors = left[start:end].copy(), np.empty_like(left[start:end])
@@ -203,20 +221,22 @@ def within(
     return np.where(~usable | (dear & ~nearest_is_dear), nearest, code)
 
 
-def refitted(weight: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
+def refitted(
+    weight: np.ndarray, wanted: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
+) -> Grid:
     """The scales and biases with which these codes cost the least, in the groups whose weights still come back.
 
     A row's error changes by a step of each of its scales times the group's codes, and of its biases: the normal
     equations of 2 G unknowns. Codes count from the middle, since scales and biases would hang together otherwise.
 
     Args:
-        weight, codes: (G, g, O).
+        weight, codes: (G, g, O). wanted: what the codes are to come near to, of the same shape.
     """
     groups, size, rows = weight.shape
     middle = (2**grid.bits - 1) / 2
     centered = codes - np.float32(middle)
-    pull = (hessian.damped @ (weight - grid.values(codes)).reshape(-1, rows)).reshape(weight.shape)
-    wanted = np.concatenate([(centered * pull).sum(1), pull.sum(1)]).T
+    pull = (hessian.damped @ (wanted - grid.values(codes)).reshape(-1, rows)).reshape(weight.shape)
+    sides = np.concatenate([(centered * pull).sum(1), pull.sum(1)]).T
     normal = np.empty((rows, 2 * groups, 2 * groups), np.float32)
     normal[:, groups:, groups:] = hessian.damped.reshape(groups, size, groups, size).sum((1, 3))
     for group in range(groups):
@@ -227,7 +247,7 @@ def refitted(weight: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factore
     diagonal = np.einsum("oii->oi", normal)
     diagonal *= 1 + RIDGE
     diagonal += np.finfo(np.float32).tiny
-    steps = np.linalg.solve(normal.astype(np.float64), wanted[..., None].astype(np.float64))[..., 0].T
+    steps = np.linalg.solve(normal.astype(np.float64), sides[..., None].astype(np.float64))[..., 0].T
     scales = grid.rounded((grid.scales + steps[:groups]).astype(np.float32))
     at_middle = grid.biases + middle * grid.scales + steps[groups:]
     other = grid._replace(scales=scales, biases=grid.rounded((at_middle - middle * scales).astype(np.float32)))
