@@ -94,8 +94,10 @@ class Spec:
 
     @property
     def read_once(self) -> list[str]:
-        """The buffers of which a launch reads no byte twice. Codes below outliers are read again."""
-        return [] if self.layout.tables else self.planes
+        """The buffers of which a launch reads no byte twice. Codes below outliers are read again, and
+        those of an expert by each of its pairs.
+        """
+        return [] if self.layout.tables or self.experts else self.planes
 
     @property
     def planes(self) -> list[str]:

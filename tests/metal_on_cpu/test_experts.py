@@ -1,6 +1,7 @@
 """Mixtures of experts: each pair of a vector and an expert as the product with that expert alone."""
 
 import dataclasses
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -49,16 +50,15 @@ def stacked(experts: list[Problem]) -> dict[str, mx.array]:
     return {name: mx.stack(padded(name) if name in lists else [p.arrays[name] for p in experts]) for name in names}
 
 
-@pytest.mark.some(2)
-@pytest.mark.clang
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("shared", [True, False], ids=["a vector for both", "a vector each"])
-def test_a_pair_has_the_bits_of_the_expert_alone_and_reads_its_bytes(case, shared):
+def fault_of_experts(case: Case, shared: bool, change: Callable[[str], str] | None = None) -> str:
+    """What is wrong with the products of CHOSEN; "" if nothing is. shared: whether a token has one vector."""
     experts, indices = alone(case), mx.array(CHOSEN, mx.uint32)
     x = mx.random.normal((3, 1 if shared else 2, 1, case.columns), key=mx.random.key(1)).astype(case.dtype)
-    report = run_launch(launch(case, Problem(x, stacked(experts), None), indices))
-    assert report.error == ""
-    assert (report.writes["out"] == 1).all()
+    report = run_launch(launch(case, Problem(x, stacked(experts), None), indices), change=change)
+    if report.error:
+        return report.error
+    if not (report.writes["out"] == 1).all():
+        return "not written once"
     names = [name for name in report.reads if name not in ("x", "experts", "sizes", "out")]
     found = {name: np.split(report.reads[name], EXPERTS) for name in names}
     wanted = {name: [np.zeros_like(part) for part in parts] for name, parts in found.items()}
@@ -66,12 +66,49 @@ def test_a_pair_has_the_bits_of_the_expert_alone_and_reads_its_bytes(case, share
         for k, expert in enumerate(row):
             vector = x[token, 0 if shared else k]
             one = run_launch(launch(case, Problem(vector, experts[expert].arrays, None)))
-            assert np.array_equal(report.out[0][token, k], one.out[0])
+            if not np.array_equal(report.out[0][token, k], one.out[0]):
+                return f"token {token}, expert {expert}: other bits"
             for name in names:  # the lists of outliers are padded here
                 wanted[name][expert][: len(one.reads[name])] += one.reads[name]
-    for name in names:
-        assert all(map(np.array_equal, found[name], wanted[name])), name
-        assert not found[name][1].any()
+    wrong = [name for name in names if not all(map(np.array_equal, found[name], wanted[name]))]
+    return f"{', '.join(wrong)}: other bytes are read" if wrong else ""
+
+
+@pytest.mark.some(2)
+@pytest.mark.clang
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["a vector for both", "a vector each"])
+def test_a_pair_has_the_bits_of_the_expert_alone_and_reads_its_bytes(case, shared):
+    assert fault_of_experts(case, shared) == ""
+
+
+MUTATIONS = {
+    "codes of the first expert": ("PLANES(NEXT_PLANE)", ""),
+    "scales of the first expert": ("SCALE_ARRAYS(NEXT)", ""),
+    "rows of the other pair": ("threadgroup_position_in_grid.x % of_a_pair", "threadgroup_position_in_grid.x / 2"),
+    "vector of the other pair": ("size_t(pair / pairs_of_a_vector)", "size_t(pair / 3)"),
+    "written over": ("out += size_t(pair) * rows;", ""),
+    "the next expert": ("= experts[pair];", "= (experts[pair] + 1) % 4;"),
+    "experts closer together": ("expert * (count);", "expert * (count) / 2;"),
+}
+
+
+@pytest.mark.clang
+@pytest.mark.metal_mutations
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize(
+    "case",
+    [Case((4, 4), 13, 640), Case(6, 13, 85, format="rowwise"), Case(4, 13, 85, format="groupwise")],
+    ids=str,
+)
+def test_a_mistake_is_caught(case, name):
+    old, new = MUTATIONS[name]
+
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    assert fault_of_experts(case, False, change) != ""
 
 
 @pytest.mark.parametrize(
