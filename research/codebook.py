@@ -277,7 +277,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 # The H-Process on a mixture of experts
 
-PARTS_OF_AN_MLP = 4
+CUT, PARTS_OF_AN_MLP = "smollm2", 4
 STRICT = 0.995  # held, as XFP holds 0.96: in this model 0.98 gives garbage by itself
 LAZY_GRID = (0.80, 0.92, 0.96, 0.98, 0.99, 0.995)
 
@@ -338,10 +338,14 @@ def draw_points(rows: list[dict[str, Any]], budget: float, path: Path) -> None:
     save(figure, path)
 
 
-def mixture_points(name: str) -> list[dict[str, Any]]:
-    """Points of a Llama as a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
+def has_experts(model: Any) -> bool:
+    return any(isinstance(module, SwitchLinear) for module in model.modules())
+
+
+def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict[str, Any]]:
+    """Points of a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
     original, tokenizer = load(name)
-    mixture = as_mixture(original)
+    mixture = original if has_experts(original) else as_mixture(original)
     starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
     texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
@@ -354,26 +358,37 @@ def mixture_points(name: str) -> list[dict[str, Any]]:
         def advance(_: object) -> None:
             progress.advance(task)
 
-        grid = [(STRICT, lazy) for lazy in LAZY_GRID]
-        return point_rows(fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, grid))
+        floors = [(strict, lazy) for lazy in grid]
+        return point_rows(
+            fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, floors)
+        )
 
 
-@study("docs/codebook.md", writes="images/h_process.svg", minutes=10)
-def h_process(model: str = "smollm2", megabytes: float | None = None, redraw: Path | None = None) -> Found:
+@study("docs/codebook.md", writes="images/h_process.svg, images/h_process_trained.svg", minutes=10)
+def h_process(
+    model: str = CUT,
+    megabytes: float | None = None,
+    strict: float = STRICT,
+    lazy: list[float] = [*LAZY_GRID],  # noqa: B006 - nothing changes it
+    redraw: Path | None = None,
+) -> Found:
     """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
 
-    A Llama becomes a mixture by cutting its MLPs into experts. All points are judged, for the curve; the table ends
-    where the budget does.
+    All points are judged, for the curve; the table ends where the budget does.
 
     Args:
+        model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
         megabytes: The budget; if not given, between what the last two points need.
+        strict: Floor of what are no routed experts.
+        lazy: Floors of the experts, ascending.
         redraw: Measure nothing; take the points of this file, which --json wrote.
     """
-    rows = read_report(redraw)["rows"] if redraw else mixture_points(model)
+    rows = read_report(redraw)["rows"] if redraw else mixture_points(model, strict, lazy)
     budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])
-    words = f"A budget of {budget / 1e6:.0f} MB.\n\n"
-    drawn = {"h_process.svg": partial(draw_points, rows, budget)}
-    return Found({"points_mixture": words + points_table(bounded(rows, budget))}, rows, drawn)
+    words = f"A budget of {budget / 1e6:.3g} MB.\n\n"
+    name, picture = ("mixture", "h_process") if model == CUT else ("trained", "h_process_trained")
+    drawn = {f"{picture}.svg": partial(draw_points, rows, budget)}
+    return Found({f"points_{name}": words + points_table(bounded(rows, budget))}, rows, drawn)
 
 
 # A codebook per row, or per group of a row (XFP's abstract and 6.3)
