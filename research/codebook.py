@@ -1,7 +1,9 @@
 """The codebook formats: error, KL, points of a budget, and XFP's tables, for docs/codebook.md."""
 
+import ctypes
 import inspect
 import json
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -45,6 +47,7 @@ from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
+from .conservation import compiled
 from .studies import HELD_OUT, Found, native_kernels, read_report, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
@@ -450,6 +453,60 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
 def evenly(count: int, most: int) -> list[int]:
     """At most so many places of a list, spread evenly."""
     return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
+
+
+# Activations of 8 bits
+
+BYTES_SIZE, BYTES_COPIES = 2048, 24  # of a matrix, and as many as do not fit a cache
+
+
+def bytes_call(library: Any, arrays: dict[str, mx.array], x: np.ndarray, y: np.ndarray) -> Callable[[], None]:
+    """The product of x (V, I) with a matrix of 4-bit codes, into y (V, O), by codebook_bytes.cpp."""
+    names = ("weight", "codebook", "outlier_offsets", "outliers", "outlier_columns")
+    given = [np.array(arrays[n].view(mx.uint16) if arrays[n].dtype == mx.float16 else arrays[n]) for n in names]
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*given, x, y)]
+    sizes = [ctypes.c_int64(size) for size in (*x.shape, y.shape[1])]
+
+    def call(kept: object = given) -> None:
+        library.codebook_bytes(*pointers[:6], *sizes, pointers[6])
+
+    return call
+
+
+def bytes_row(library: Any, matrices: list[dict[str, mx.array]], vectors: int, trials: int) -> list[object]:
+    """Vectors, the ratios of time of floats to bytes, and how far bytes are from floats."""
+    native, x = native_kernels(), mx.random.normal((vectors, BYTES_SIZE))
+    given, y = np.array(x), np.zeros((vectors, BYTES_SIZE), np.float32)
+    calls = [bytes_call(library, arrays, given, y) for arrays in matrices]
+    found = []
+    for _ in range(trials + 1):
+        start = time.perf_counter()
+        products = [native.codebook_matvec(x, **arrays, bits=4) for arrays in matrices]
+        mx.eval(products)
+        floats = time.perf_counter() - start
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        found.append(floats / (time.perf_counter() - start))
+    wanted = np.array(products[-1])
+    error = np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2))
+    return [vectors, spread(found[1:], quartiles=True), f"{error:.2%}"]
+
+
+@study("docs/codebook.md", minutes=1)
+def codebook_bytes(trials: int = 15) -> Found:
+    """What activations of 8 bits would gain for codebooks of 4 bits: entries of int8, beside the kernel of floats.
+
+    One thread: GEARBX_THREADS=1.
+    """
+    native_kernels()
+    weight = mx.random.normal((BYTES_SIZE, BYTES_SIZE), key=mx.random.key(0))
+    base = codebook.encode(weight, 4)
+    matrices = [{name: mx.array(np.array(array)) for name, array in base.items()} for _ in range(BYTES_COPIES)]
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(Path(folder), Path(__file__).with_name("codebook_bytes.cpp"))
+        rows = [bytes_row(library, matrices, count, trials) for count in (1, 4, 8)]
+    return Found({"bytes": table_here(["vectors", "times as fast", "difference, of the result's size"], rows)}, rows)
 
 
 EXPERTS, CHOSEN, OUTPUTS, INPUTS = 64, 4, 1024, 512
