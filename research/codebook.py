@@ -348,6 +348,8 @@ def has_experts(model: Any) -> bool:
 def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict[str, Any]]:
     """Points of a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
     original, tokenizer = load(name)
+    if has_experts(original):
+        original.set_dtype(mx.float32)  # the only type in which MLX multiplies experts on a CPU
     mixture = original if has_experts(original) else as_mixture(original)
     starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
