@@ -16,15 +16,17 @@
 // Buffers: x (VECTORS, columns) T; those that the macros name; bias (rows) if HAS_BIAS; sizes: rows, columns and row_words;
 //     out (VECTORS, rows) T. Of TABLES: codebook (ALL_TABLES, ENTRIES), outliers and outlier_columns, and outlier_offsets
 //     (rows + 1), where each row's begin. Of EXPERTS: experts (pairs), x (pairs / pairs_of_a_vector, columns) and out
-//     (pairs, rows), VECTORS is 1, and sizes goes on with pairs_of_a_vector and the length of an expert's list of outliers.
-// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (only with TABLES), RAGGED (columns is no
-//     multiple of CODES), CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP, X_DEVICE; STAGED,
-//     VECTORS * columns if X_THREADGROUP.
+//     (pairs, rows), VECTORS is 1, and sizes goes on with pairs_of_a_vector and, of TABLES, the length of an expert's list of
+//     outliers.
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, EXPERTS (without a bias), RAGGED (columns is
+//     no multiple of CODES), CODES, PLANE_COUNT, TABLES (how many a threadgroup has, or 0), one of X_REGISTERS, X_THREADGROUP,
+//     X_DEVICE; STAGED, VECTORS * columns if X_THREADGROUP.
 // Macros, set by kernels/metal_products.py: PLANES(DO), which is DO(w0, WIDTH, SHIFT) for every plane; ROW_WORDS(WIDTH),
 //     words from a row to the next; SIGN_BITS, of a word of codes that are stored signed; GROUP_SIZE; GROUP_SCALE and
-//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row). Of TABLES: BITS and PLACE(i) of a
-//     code; ENTRIES of a table; ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins;
-//     GROUP_ARRAYS(DO), which is DO(array, its elements of a matrix) for each array of groups; STEP_WORDS, that hold CODES; OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
+//     GROUP_OFFSET, of `group` and `scale`; ROW_SCALE(row); SCALE_ARRAYS(DO), which is DO(array, its elements of a matrix) for
+//     each array of scales and of what else rows or groups have. Of TABLES: BITS and PLACE(i) of a code; ENTRIES of a table;
+//     ALL_TABLES and the FIRST_TABLE of a threadgroup; TABLE(row, group), where one begins; STEP_WORDS, that hold CODES;
+//     OWN_CODE, whether an outlier has a code of its own, or all of a row that of the first.
 // T is the type of x and out.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
@@ -39,14 +41,17 @@ const int threadgroup_number = threadgroup_position_in_grid.x % of_a_pair;
 const int pair = threadgroup_position_in_grid.x / of_a_pair;
 const size_t expert = experts[pair];
 const int pairs_of_a_vector = sizes[3];
-const int most_outliers = sizes[4];
 #define NEXT(array, count) array += expert * (count);
-w0 += expert * rows * row_words * 2 / sizeof(*w0);
+#define NEXT_PLANE(w, WIDTH, SHIFT) NEXT(w, rows * ROW_WORDS(WIDTH) * 2 / sizeof(*w))
+PLANES(NEXT_PLANE)
+SCALE_ARRAYS(NEXT)
+#if TABLES
+const int most_outliers = sizes[4];
 NEXT(codebook, ALL_TABLES * ENTRIES)
 NEXT(outliers, most_outliers)
 NEXT(outlier_columns, most_outliers)
 NEXT(outlier_offsets, rows + 1)
-GROUP_ARRAYS(NEXT)
+#endif
 x += size_t(pair / pairs_of_a_vector) * columns;
 out += size_t(pair) * rows;
 #else

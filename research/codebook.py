@@ -1,7 +1,9 @@
 """The codebook formats: error, KL, points of a budget, and XFP's tables, for docs/codebook.md."""
 
+import ctypes
 import inspect
 import json
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -45,6 +47,7 @@ from gearbx_mlx.loading import model_name
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
+from .conservation import compiled
 from .studies import HELD_OUT, Found, native_kernels, read_report, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
@@ -277,7 +280,7 @@ def tables(found: dict[str, Any]) -> dict[str, str]:
 
 # The H-Process on a mixture of experts
 
-PARTS_OF_AN_MLP = 4
+CUT, PARTS_OF_AN_MLP = "smollm2", 4
 STRICT = 0.995  # held, as XFP holds 0.96: in this model 0.98 gives garbage by itself
 LAZY_GRID = (0.80, 0.92, 0.96, 0.98, 0.99, 0.995)
 
@@ -338,10 +341,16 @@ def draw_points(rows: list[dict[str, Any]], budget: float, path: Path) -> None:
     save(figure, path)
 
 
-def mixture_points(name: str) -> list[dict[str, Any]]:
-    """Points of a Llama as a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
+def has_experts(model: Any) -> bool:
+    return any(isinstance(module, SwitchLinear) for module in model.modules())
+
+
+def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict[str, Any]]:
+    """Points of a mixture of experts, all judged: the strict floor is held, the lazy one goes up."""
     original, tokenizer = load(name)
-    mixture = as_mixture(original)
+    if has_experts(original):
+        original.set_dtype(mx.float32)  # the only type in which MLX multiplies experts on a CPU
+    mixture = original if has_experts(original) else as_mixture(original)
     starts = [tokenizer.encode(prompt) for prompt in (SHORT_PROMPTS + TRIVIAL + HARD)[:H_PROMPTS]]
     ends = tokenizer.eos_token_ids
     texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
@@ -354,26 +363,37 @@ def mixture_points(name: str) -> list[dict[str, Any]]:
         def advance(_: object) -> None:
             progress.advance(task)
 
-        grid = [(STRICT, lazy) for lazy in LAZY_GRID]
-        return point_rows(fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, grid))
+        floors = [(strict, lazy) for lazy in grid]
+        return point_rows(
+            fit_budget(mixture, texts, Codebook(), "all", limits, ends, KL_BOUND, advance, advance, floors)
+        )
 
 
-@study("docs/codebook.md", writes="images/h_process.svg", minutes=10)
-def h_process(model: str = "smollm2", megabytes: float | None = None, redraw: Path | None = None) -> Found:
+@study("docs/codebook.md", writes="images/h_process.svg, images/h_process_trained.svg", minutes=10)
+def h_process(
+    model: str = CUT,
+    megabytes: float | None = None,
+    strict: float = STRICT,
+    lazy: list[float] = [*LAZY_GRID],  # noqa: B006 - nothing changes it
+    redraw: Path | None = None,
+) -> Found:
     """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
 
-    A Llama becomes a mixture by cutting its MLPs into experts. All points are judged, for the curve; the table ends
-    where the budget does.
+    All points are judged, for the curve; the table ends where the budget does.
 
     Args:
+        model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
         megabytes: The budget; if not given, between what the last two points need.
+        strict: Floor of what are no routed experts.
+        lazy: Floors of the experts, ascending.
         redraw: Measure nothing; take the points of this file, which --json wrote.
     """
-    rows = read_report(redraw)["rows"] if redraw else mixture_points(model)
+    rows = read_report(redraw)["rows"] if redraw else mixture_points(model, strict, lazy)
     budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])
-    words = f"A budget of {budget / 1e6:.0f} MB.\n\n"
-    drawn = {"h_process.svg": partial(draw_points, rows, budget)}
-    return Found({"points_mixture": words + points_table(bounded(rows, budget))}, rows, drawn)
+    words = f"A budget of {budget / 1e6:.3g} MB.\n\n"
+    name, picture = ("mixture", "h_process") if model == CUT else ("trained", "h_process_trained")
+    drawn = {f"{picture}.svg": partial(draw_points, rows, budget)}
+    return Found({f"points_{name}": words + points_table(bounded(rows, budget))}, rows, drawn)
 
 
 # A codebook per row, or per group of a row (XFP's abstract and 6.3)
@@ -435,6 +455,60 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
 def evenly(count: int, most: int) -> list[int]:
     """At most so many places of a list, spread evenly."""
     return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
+
+
+# Activations of 8 bits
+
+BYTES_SIZE, BYTES_COPIES = 2048, 24  # of a matrix, and as many as do not fit a cache
+
+
+def bytes_call(library: Any, arrays: dict[str, mx.array], x: np.ndarray, y: np.ndarray) -> Callable[[], None]:
+    """The product of x (V, I) with a matrix of 4-bit codes, into y (V, O), by codebook_bytes.cpp."""
+    names = ("weight", "codebook", "outlier_offsets", "outliers", "outlier_columns")
+    given = [np.array(arrays[n].view(mx.uint16) if arrays[n].dtype == mx.float16 else arrays[n]) for n in names]
+    pointers = [ctypes.c_void_p(array.ctypes.data) for array in (*given, x, y)]
+    sizes = [ctypes.c_int64(size) for size in (*x.shape, y.shape[1])]
+
+    def call(kept: object = given) -> None:
+        library.codebook_bytes(*pointers[:6], *sizes, pointers[6])
+
+    return call
+
+
+def bytes_row(library: Any, matrices: list[dict[str, mx.array]], vectors: int, trials: int) -> list[object]:
+    """Vectors, the ratios of time of floats to bytes, and how far bytes are from floats."""
+    native, x = native_kernels(), mx.random.normal((vectors, BYTES_SIZE))
+    given, y = np.array(x), np.zeros((vectors, BYTES_SIZE), np.float32)
+    calls = [bytes_call(library, arrays, given, y) for arrays in matrices]
+    found = []
+    for _ in range(trials + 1):
+        start = time.perf_counter()
+        products = [native.codebook_matvec(x, **arrays, bits=4) for arrays in matrices]
+        mx.eval(products)
+        floats = time.perf_counter() - start
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        found.append(floats / (time.perf_counter() - start))
+    wanted = np.array(products[-1])
+    error = np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2))
+    return [vectors, spread(found[1:], quartiles=True), f"{error:.2%}"]
+
+
+@study("docs/codebook.md", minutes=1)
+def codebook_bytes(trials: int = 15) -> Found:
+    """What activations of 8 bits would gain for codebooks of 4 bits: entries of int8, beside the kernel of floats.
+
+    One thread: GEARBX_THREADS=1.
+    """
+    native_kernels()
+    weight = mx.random.normal((BYTES_SIZE, BYTES_SIZE), key=mx.random.key(0))
+    base = codebook.encode(weight, 4)
+    matrices = [{name: mx.array(np.array(array)) for name, array in base.items()} for _ in range(BYTES_COPIES)]
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(Path(folder), Path(__file__).with_name("codebook_bytes.cpp"))
+        rows = [bytes_row(library, matrices, count, trials) for count in (1, 4, 8)]
+    return Found({"bytes": table_here(["vectors", "times as fast", "difference, of the result's size"], rows)}, rows)
 
 
 EXPERTS, CHOSEN, OUTPUTS, INPUTS = 64, 4, 1024, 512

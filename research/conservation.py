@@ -116,18 +116,18 @@ class Arrays:
         return Matrix(*(each.ctypes.data for each in arrays), rows, len(self.x), *distances), out
 
 
-def compiled(folder: Path) -> Any:
-    """terms.cpp as a library. Raises GearbxError where there is no compiler, or a processor without dot products."""
-    library = folder / "terms.so"
+def compiled(folder: Path, source: Path = SOURCE) -> Any:
+    """A source as a library. Raises GearbxError where there is no compiler, or a processor without its instructions."""
+    library = folder / f"{source.stem}.so"
     try:
         compiler = [clang] if (clang := tool("clang++")) else find_compiler()  # clang, whose instructions are counted
     except Unavailable as why:
         raise GearbxError(str(why)) from None
-    how = (*STANDARD, this_target().processor_flag, "-fPIC", "-shared", "-o", str(library), str(SOURCE))
+    how = (*STANDARD, this_target().processor_flag, "-fPIC", "-shared", "-o", str(library), str(source))
     done = subprocess.run([*compiler, *how], capture_output=True, text=True)
     if done.returncode:
         words = next((line for line in done.stderr.splitlines() if "error" in line), "the compiler failed")
-        raise GearbxError(f"{SOURCE.name}: {words.partition('error: ')[2] or words}")
+        raise GearbxError(f"{source.name}: {words.partition('error: ')[2] or words}")
     return ctypes.CDLL(str(library))
 
 

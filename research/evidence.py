@@ -32,6 +32,7 @@ from .exact import exact, lossless_table
 from .studies import STUDIES, Found, publish, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
+REPORTS = MODELS | {"smollm2": "smollm2-report"}  # the last has a table, and no part in what is advised
 MIXTURES = ("random", "route", "position", "kickdown")  # those that know no more than a user's model does
 SIGNIFICANT = 2  # standard errors
 
@@ -143,7 +144,7 @@ def megabytes(count):
 
 
 def policies(results, model):
-    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
+    report = json.loads((results / REPORTS[model] / "evaluation.json").read_text())
     rows = [
         [
             row["name"],
@@ -156,8 +157,8 @@ def policies(results, model):
         ]
         for row in report["policies"]
     ]
-    floor = report["noise_floor"]
-    rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
+    if floor := report["noise_floor"]:
+        rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
     return table(["policy", "share", "MB/token", "mean KL", "agreement", "vs chance", "better static"], rows)
 
 

@@ -1,5 +1,6 @@
 """Studies of XFP: a Llama as a mixture, codebooks of groups, and what the H-Process's table says."""
 
+from pathlib import Path
 from xml.etree import ElementTree
 
 import mlx.core as mx
@@ -7,18 +8,22 @@ import numpy as np
 import pytest
 from conftest import heavy, tiny_model
 
+from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook
+from research import codebook as codebook_study
 from research.codebook import (
     as_mixture,
     bounded,
     draw_points,
     evenly,
     grouped_error,
+    has_experts,
     needed,
     points_table,
     row_curve,
     squared_error,
 )
+from research.conservation import compiled
 from research.disk import residency_row
 
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
@@ -48,6 +53,24 @@ def test_a_group_has_a_codebook_of_its_own(bits):
     curve = row_curve(weight)
     assert sorted(curve) == list(curve)
     assert list(curve.values()) == sorted(curve.values(), reverse=True)
+
+
+def test_a_product_of_bytes_is_nearly_that_of_the_weights(tmp_path):
+    try:
+        library = compiled(tmp_path, Path(codebook_study.__file__).with_name("codebook_bytes.cpp"))
+    except GearbxError as why:
+        pytest.skip(str(why))
+    arrays = codebook.encode(heavy(24, 256), 4)
+    assert arrays["outliers"].size > 0
+    x, y = np.array(mx.random.normal((3, 256), key=mx.random.key(2))), np.zeros((3, 24), np.float32)
+    codebook_study.bytes_call(library, arrays, x, y)()
+    wanted = x @ np.array(codebook.decode(arrays, 4, 256)).T
+    assert 0 < np.abs(y - wanted).max() < 0.05 * np.abs(wanted).max()
+
+
+def test_a_mixture_is_taken_as_it_is():
+    assert has_experts(tiny_model("qwen3_moe"))
+    assert not has_experts(tiny_model())
 
 
 def test_places_are_spread_evenly():

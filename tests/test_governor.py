@@ -12,6 +12,7 @@ from conftest import tiny_model
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.discovery import default_sensitivity
+from gearbx_mlx.kernels import device
 from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"
@@ -28,14 +29,24 @@ def told(responses) -> list:
 
 
 class Ticking:
-    """A clock that shows a millisecond more whenever it is looked at."""
+    """A clock that shows some seconds more whenever it is looked at."""
 
-    def __init__(self):
-        self.time = 0.0
+    def __init__(self, seconds: float = 0.001):
+        self.time, self.seconds = 0.0, seconds
 
     def __call__(self) -> float:
-        self.time += 0.001
+        self.time += self.seconds
         return self.time
+
+
+@pytest.fixture
+def on_simulated_gpu(monkeypatch) -> list:
+    """MLX's default device is said to be a GPU, as a Mac's is; each wait for the whole device is noted."""
+    waits = []
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(device, "check_generation", lambda name: None)  # mlx-lm was imported on the CPU
+    monkeypatch.setattr(mx, "synchronize", lambda *_: waits.append(True))
+    return waits
 
 
 @pytest.fixture
@@ -152,6 +163,20 @@ class TestGoverned:
             "heat cannot be read",
             "no table meets 1e+07 tokens/s: every layer is at its fewest bits",
         ]
+
+    def test_a_spike_of_latency_on_a_gpu_lowers_caps_without_a_wait(self, fresh_demo, on_simulated_gpu):
+        gearbox = Gearbox(fresh_demo.model, "4,8", widths=[5, 6], kernels="auto")
+        assert gearbox.device == "gpu"
+        clock = Ticking(seconds=0.05)
+        options = {"gearbox": gearbox, "mode": Route([0.0001]), "controller": Governor(gearbox, 20.0, clock=clock)}
+        for number, response in enumerate(stream_generate(gearbox.model, fresh_demo.tokenizer, PROMPT, 90, **options)):
+            if response.decision and response.decision.moved:
+                break
+            if number == 44:
+                clock.seconds = 0.075
+        assert 44 < number <= 44 + 15
+        assert max(step.after for step in response.decision.moved) < 8
+        assert on_simulated_gpu == []
 
     @pytest.mark.parametrize(
         ("options", "message"),

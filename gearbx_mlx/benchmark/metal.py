@@ -39,7 +39,7 @@ from . import MOST_VECTORS, DecodeBenchmark, KernelBenchmark, MetalBenchmark, pa
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
-from .metal_checks import all_kernels, examine, operation_checks, product_checks
+from .metal_checks import all_kernels, examine, mixture_checks, operation_checks, product_checks
 
 Report = dict[str, Any]
 TOP = "top gear"
@@ -157,8 +157,9 @@ def derived(row: dict[str, Any]) -> dict[str, Any]:
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
     """A row for each kernel; none for one whose checks an error ends, which the report names as failed."""
     vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
-    products = {kernel.name: product_checks(kernel, vectors) for kernel in all_kernels(settings.group_size)}
-    checks = [*(products | operation_checks(vectors)).items()]
+    kernels = all_kernels(settings.group_size)
+    products = {kernel.name: product_checks(kernel, vectors) for kernel in kernels}
+    checks = [*(products | mixture_checks(kernels, vectors) | operation_checks(vectors)).items()]
     with progress_bar() as progress:
         for name, some in progress.track(checks, description="kernels checked"):
             with noting_failures(report, name):

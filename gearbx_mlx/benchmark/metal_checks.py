@@ -56,17 +56,19 @@ class MetalProduct:
     pack: a matrix (O, I) to arrays, in the order of a launch. dense: arrays and I to the dequantized matrix (O, I),
     float32. prepare: x (V, I), arrays and a variant to the product of these, or of others of their shapes and types.
     multiple: the columns have to be a multiple of it. variants: that there are; "" where there is one. decoded: arrays
-    to the weight, bit for bit, by a launch; None: there is no such kernel.
+    to the weight, bit for bit, by a launch; None: there is no such kernel. of_experts: whether there is a kernel of
+    experts, for which `prepare` takes arrays with a leading dimension, and their indices as a last argument.
     """
 
     format: str
     bits: str
     pack: Callable[[mx.array], Arrays]
     dense: Callable[[Arrays, int], mx.array]
-    prepare: Callable[[mx.array, Arrays, str], Product]
+    prepare: Callable[..., Product]
     multiple: int = 1
     variants: tuple[str, ...] = VARIANTS
     decoded: Callable[[Arrays], mx.array] | None = None
+    of_experts: bool = False
 
     @property
     def name(self) -> str:
@@ -89,10 +91,12 @@ def stack_kernel(
     def dense(a: Arrays, columns: int) -> mx.array:
         return planes(a).dequantize()
 
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return planes_launch(x, planes(a), variant=variant).prepared
+    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
+        return planes_launch(x, planes(a), None, variant, indices).prepared
 
-    return MetalProduct(format, bits, lambda weight: list(make(weight).arrays), dense, prepare, group_size)
+    return MetalProduct(
+        format, bits, lambda weight: list(make(weight).arrays), dense, prepare, group_size, of_experts=True
+    )
 
 
 def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
@@ -130,10 +134,10 @@ def rowwise_kernel(bits: int) -> MetalProduct:
     def dense(a: Arrays, columns: int) -> mx.array:
         return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
 
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], variant=variant).prepared
+    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
+        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], None, variant, indices).prepared
 
-    return MetalProduct("rowwise", str(bits), pack, dense, prepare)
+    return MetalProduct("rowwise", str(bits), pack, dense, prepare, of_experts=True)
 
 
 def groupwise_kernel() -> MetalProduct:
@@ -145,10 +149,10 @@ def groupwise_kernel() -> MetalProduct:
         codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
         return groupwise.dequantize(codes, a[1], columns)
 
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return groupwise_launch(x, a[0], a[1], x.shape[-1], variant=variant).prepared
+    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
+        return groupwise_launch(x, a[0], a[1], x.shape[-1], None, variant, indices).prepared
 
-    return MetalProduct("groupwise", str(groupwise.BITS), pack, dense, prepare)
+    return MetalProduct("groupwise", str(groupwise.BITS), pack, dense, prepare, of_experts=True)
 
 
 def codebook_kernel(format: str, bits: int) -> MetalProduct:
@@ -162,10 +166,10 @@ def codebook_kernel(format: str, bits: int) -> MetalProduct:
     def dense(a: Arrays, columns: int) -> mx.array:
         return codebook.decode(dict(zip(names, a)), bits, columns)
 
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return launch(x, dict(zip(names, a)), bits, variant=variant).prepared
+    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
+        return launch(x, dict(zip(names, a)), bits, None, variant, indices).prepared
 
-    return MetalProduct(format, str(bits), pack, dense, prepare)
+    return MetalProduct(format, str(bits), pack, dense, prepare, of_experts=True)
 
 
 def exact_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
@@ -303,13 +307,75 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
 def product_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:
     """How far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
     with mx.stream(mx.cpu):
-        wide = [array.astype(mx.float32) if is_scale(array) else array for array in arrays]
-        expected = x.astype(mx.float32) @ kernel.dense(wide, x.shape[-1]).T
+        expected = x.astype(mx.float32) @ kernel.dense(widened(arrays), x.shape[-1]).T
     return difference(kernel.product(x, arrays, variant), expected)
+
+
+def widened(arrays: Arrays) -> Arrays:
+    """The same with scales of float32."""
+    return [array.astype(mx.float32) if is_scale(array) else array for array in arrays]
 
 
 def is_scale(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
+
+
+EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
+
+
+def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
+    """The checks of each kernel of experts."""
+    return {f"experts of {each.name}": experts_checks(each, vectors) for each in kernels if each.of_experts}
+
+
+def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
+    """Every shape, type, number of vectors and variant of a product with experts."""
+    for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
+        if columns % kernel.multiple:
+            continue
+        each = [kernel.pack(random_matrix(rows, columns, dtype)) for _ in range(EXPERTS)]
+        for count in vectors:
+            x = mx.random.normal((count, 1, 1, columns)).astype(dtype)
+            indices = mx.random.randint(0, EXPERTS, (count, CHOSEN)).astype(mx.uint32)
+            for variant in variants_for(kernel, columns, 1, dtype):
+                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+                yield Check(text, TOLERANCE[dtype], partial(experts_error, kernel, each, x, indices, variant))
+                yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
+
+
+def stacked(each: Sequence[Arrays]) -> Arrays:
+    """The arrays of experts as those of a mixture; lists of outliers are padded to the longest."""
+    arrays = []
+    for same in zip(*each):
+        most = max(map(len, same))
+        padded = [mx.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in same]
+        arrays.append(mx.stack(padded))
+    return arrays
+
+
+def product_of_experts(
+    kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str
+) -> mx.array:
+    """x (V, 1, 1, I) times the experts that indices (V, n) name, (V, n, 1, O)."""
+    arrays = stacked(each)
+    return kernel.prepare(x, arrays, variant, indices)(x, *arrays, indices)
+
+
+def experts_error(kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str) -> float:
+    """How far a product with experts is from one in float32, on the CPU."""
+    with mx.stream(mx.cpu):
+        weights = mx.stack([kernel.dense(widened(arrays), x.shape[-1]) for arrays in each])
+        expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
+    return difference(product_of_experts(kernel, each, x, indices, variant), expected)
+
+
+def expert_alone_error(
+    kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str
+) -> float:
+    """How far the last pair's product is from the product with that expert's matrix."""
+    among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
+    expert = each[int(np.asarray(indices[-1, -1]))]
+    return difference(among, kernel.product(x[-1, 0], expert, variant))
 
 
 def company_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:

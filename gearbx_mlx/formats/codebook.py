@@ -54,7 +54,7 @@ from .codebook_fitting import (
     row_blocks,
     take_out,
 )
-from .native import Native, with_expert_bias
+from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 LAYOUT = {2: (16, mx.uint32), 3: (10, mx.uint32), 4: (8, mx.uint32), 5: (3, mx.uint16), 6: (5, mx.uint32)}
 ALIGNMENT = 4  # bytes: words of 5-bit codes come in pairs
@@ -192,6 +192,12 @@ class CodebookLinear(CodebookModule, ReconstructedLinear):
     """A linear layer over codebooks."""
 
 
+def codebook_kind(module: CodebookModule) -> Kind:
+    """Of products with a layer over codebooks."""
+    form = "codebook library" if "library" in module else "codebook"
+    return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, rounded=False)
+
+
 class NativeCodebookLinear(Native, CodebookLinear):
     """A linear layer over codebooks, with native kernels that read the packed rows."""
 
@@ -200,20 +206,22 @@ class NativeCodebookLinear(Native, CodebookLinear):
         return codebook_product(x, *packed, self.get("bias"), self.chosen)
 
     def kind(self) -> Kind:
-        form = "codebook library" if "library" in self else "codebook"
-        return Kind(f"{form} {self.bits}", self.weight_shape, stock=False, rounded=False)
+        return codebook_kind(self)
 
 
 class CodebookSwitchLinear(CodebookModule, ReconstructedSwitchLinear):
     """A SwitchLinear over codebooks; each expert has its own."""
 
 
-class NativeCodebookSwitchLinear(Native, CodebookSwitchLinear):
+class NativeCodebookSwitchLinear(NativeExperts, CodebookSwitchLinear):
     """A SwitchLinear over codebooks, with native kernels that read the packed rows of the experts in use."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = codebook_experts(x, self.packed(), self.bits, indices)
+        y = codebook_experts(x, self.packed(), self.bits, indices, self.chosen)
         return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
+
+    def kind(self) -> Kind | None:
+        return experts_kind(codebook_kind(self))
 
 
 class CodebookMultiLinear(CodebookModule, ReconstructedMultiLinear):

@@ -21,7 +21,8 @@ from .base import (
     StoredArray,
 )
 from .rowwise import (
-    NativeSymmetric,
+    NativeSymmetricExperts,
+    NativeSymmetricLinear,
     SymmetricFormat,
     pack_symmetric_codes,
     symmetric_part,
@@ -67,7 +68,7 @@ class GroupwiseLinear(GroupwiseModule, ReconstructedLinear):
     """A linear layer over groupwise codes."""
 
 
-class NativeGroupwiseLinear(NativeSymmetric, GroupwiseLinear):
+class NativeGroupwiseLinear(NativeSymmetricLinear, GroupwiseLinear):
     """A linear layer over groupwise codes, with native kernels."""
 
     form, part = "groupwise", symmetric_part
@@ -75,6 +76,12 @@ class NativeGroupwiseLinear(NativeSymmetric, GroupwiseLinear):
 
 class GroupwiseSwitchLinear(GroupwiseModule, ReconstructedSwitchLinear):
     """A SwitchLinear over groupwise codes."""
+
+
+class NativeGroupwiseSwitchLinear(NativeSymmetricExperts, GroupwiseSwitchLinear):
+    """A SwitchLinear over groupwise codes, with native kernels."""
+
+    form = "groupwise"
 
 
 class GroupwiseMultiLinear(GroupwiseModule, ReconstructedMultiLinear):
@@ -86,8 +93,8 @@ class Groupwise(SymmetricFormat):
 
     name = "groupwise"
     scales: frozenset[str] = frozenset()  # always float32
-    linear, native_linear = GroupwiseLinear, NativeGroupwiseLinear
-    experts, heads = GroupwiseSwitchLinear, GroupwiseMultiLinear
+    kinds = GroupwiseLinear, GroupwiseSwitchLinear, GroupwiseMultiLinear
+    native_kinds = NativeGroupwiseLinear, NativeGroupwiseSwitchLinear, GroupwiseMultiLinear
 
     def check(self, bits: int) -> None:
         if bits != BITS:

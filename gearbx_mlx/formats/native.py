@@ -1,6 +1,7 @@
 """MLX's layers with native kernels, over the same arrays; `kernels/dispatch.py` chooses the kernel."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
@@ -22,10 +23,17 @@ from ..kernels.bit_planes import (
     side_by_side,
     split_affine,
 )
+from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
-from ..kernels.dispatch import OPERATIONS, ChosenKernels, Kind, cpu_kernels
 from ..kernels.exact import ExactMatrix
-from ..kernels.products import dense_experts, dense_product, panel_rows, stack_experts, stack_product
+from ..kernels.products import (
+    MOST_PAIRS,
+    dense_experts,
+    dense_product,
+    panel_rows,
+    stack_experts,
+    stack_product,
+)
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -93,6 +101,22 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
         return kernels.stack_part(*affine_planes(self), self.x_bits, self.get("bias"))
 
 
+class NativeExperts(Native):
+    """What packed experts (E, O, I) with native kernels share: on Metal their kernels are chosen (`Native.kind`)."""
+
+    def product(self, x: mx.array) -> mx.array:
+        """The product (V, n, 1, O) of vectors x (V, I) with the first n experts: all, or as many as a kernel takes."""
+        layer: Any = self
+        indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
+        y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))
+        return y
+
+
+def experts_kind(kind: Kind) -> Kind | None:
+    """Of products with packed experts. On a CPU there is nothing to choose."""
+    return replace(kind, form=f"experts of {kind.form}") if device() == METAL else None
+
+
 class NativeSwitchLinear(Native, SwitchLinear):
     """A SwitchLinear with native kernels: E experts of one shape, one of them for each vector."""
 
@@ -100,12 +124,15 @@ class NativeSwitchLinear(Native, SwitchLinear):
         return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices), indices)
 
 
-class NativeQuantizedSwitchLinear(Native, QuantizedSwitchLinear):
+class NativeQuantizedSwitchLinear(NativeExperts, QuantizedSwitchLinear):
     """An affine QuantizedSwitchLinear with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = stack_experts(x, affine_planes(self), indices, sorted_indices, self.x_bits)
+        y = stack_experts(x, affine_planes(self), indices, sorted_indices, self.x_bits, self.chosen)
         return with_expert_bias(self, y, indices)
+
+    def kind(self) -> Kind | None:
+        return experts_kind(planes_kind(affine_planes(self)))
 
     def dense_weight(self) -> mx.array:
         """The weights (E, O, I) that these codes stand for, of the scales' type."""

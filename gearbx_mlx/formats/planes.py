@@ -38,8 +38,10 @@ from . import CODES
 from .base import Copies, StoredArray, kind_for, whole_groups
 from .native import (
     Native,
+    NativeExperts,
     NativeQuantizedLinear,
     NativeQuantizedSwitchLinear,
+    experts_kind,
     for_kernels,
     planes_kind,
     stored_planes,
@@ -197,11 +199,15 @@ class PlanesSwitchLinear(PlanesModule):
         return self.weight_shape[0]
 
 
-class NativePlanesSwitchLinear(Native, PlanesSwitchLinear):
+class NativePlanesSwitchLinear(NativeExperts, PlanesSwitchLinear):
     """A SwitchLinear over a prefix of bit planes, with native kernels."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        return with_expert_bias(self, stack_experts(x, self.planes, indices, sorted_indices, self.x_bits), indices)
+        y = stack_experts(x, self.planes, indices, sorted_indices, self.x_bits, self.chosen)
+        return with_expert_bias(self, y, indices)
+
+    def kind(self) -> Kind | None:
+        return experts_kind(planes_kind(self.planes))
 
 
 class PlanesMultiLinear(PlanesModule):

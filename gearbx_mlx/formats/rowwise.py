@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..kernels.dispatch import Kind
-from ..kernels.products import SymmetricCodes, symmetric_product
+from ..kernels.products import SymmetricCodes, symmetric_experts, symmetric_product
 from .base import (
     Arrays,
     Copies,
@@ -26,7 +26,7 @@ from .base import (
     StoredArray,
     kind_for,
 )
-from .native import Native, NativeDense
+from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
 Q_MAX = {8: 127, 6: 31, 4: 7, 2: 1}
 OFFSET = {6: 32, 4: 8, 2: 2}
@@ -105,28 +105,44 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
     return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
 
 
-def symmetric_part(module: "NativeSymmetric", kernels: ModuleType) -> Any:
+def symmetric_part(module: "NativeSymmetricLinear", kernels: ModuleType) -> Any:
     """`Native.part` of linear layers over symmetric codes."""
     weight, scales, bits, width = module.codes
     return kernels.symmetric_part(weight, scales, width, bits, module.x_bits, module.get("bias"))
 
 
-class NativeSymmetric(Native, ReconstructedLinear):
-    """What native kernels add to a linear layer over symmetric codes: they read the packed rows."""
+class NativeSymmetric(Native, Reconstructed):
+    """What native kernels add to a layer over symmetric codes: they read the packed rows."""
 
     form = ""
-
-    def __call__(self, x: mx.array) -> mx.array:
-        y = symmetric_product(x, self.codes, self.get("bias"), self.x_bits, self.chosen)
-        return super().__call__(x) if y is None else y
 
     @property
     def codes(self) -> SymmetricCodes:
         """The arrays as they are now."""
         return SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
 
-    def kind(self) -> Kind:
+    def kind(self) -> Kind | None:
         return Kind(f"{self.form} {self.bits}", self.weight_shape, stock=False)
+
+
+class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
+    """The same of a linear layer."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = symmetric_product(x, self.codes, self.get("bias"), self.x_bits, self.chosen)
+        return super().__call__(x) if y is None else y
+
+
+class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitchLinear):
+    """The same of a SwitchLinear, on Metal; a CPU reconstructs the weights of experts."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = symmetric_experts(x, self.codes, indices, self.chosen)
+        return super().__call__(x, indices, sorted_indices) if y is None else with_expert_bias(self, y, indices)
+
+    def kind(self) -> Kind | None:
+        kind = super().kind()
+        return kind and experts_kind(kind)
 
 
 class RowwiseModule(Reconstructed):
@@ -140,7 +156,7 @@ class RowwiseLinear(RowwiseModule, ReconstructedLinear):
     """A linear layer over per-channel codes."""
 
 
-class NativeRowwiseLinear(NativeSymmetric, RowwiseLinear):
+class NativeRowwiseLinear(NativeSymmetricLinear, RowwiseLinear):
     """A linear layer over per-channel codes, with native kernels."""
 
     form, part = "rowwise", symmetric_part
@@ -148,6 +164,12 @@ class NativeRowwiseLinear(NativeSymmetric, RowwiseLinear):
 
 class RowwiseSwitchLinear(RowwiseModule, ReconstructedSwitchLinear):
     """A SwitchLinear over per-channel codes."""
+
+
+class NativeRowwiseSwitchLinear(NativeSymmetricExperts, RowwiseSwitchLinear):
+    """A SwitchLinear over per-channel codes, with native kernels."""
+
+    form = "rowwise"
 
 
 class RowwiseMultiLinear(RowwiseModule, ReconstructedMultiLinear):
@@ -163,10 +185,8 @@ class SymmetricFormat(Copies):
 
     layer_bits: tuple[int, ...] = ()
     native, native_experts, rounds = True, False, True
-    linear: type[Reconstructed]
-    native_linear: type[Reconstructed]
-    experts: type[Reconstructed]
-    heads: type[Reconstructed]
+    kinds: tuple[type[Reconstructed], type[Reconstructed], type[Reconstructed]]  # of linear layers, experts, heads
+    native_kinds: tuple[type[Reconstructed], type[Reconstructed], type[Reconstructed]]
 
     def __init__(self, cache: bool = False):
         self.cache = cache
@@ -177,8 +197,8 @@ class SymmetricFormat(Copies):
     def module(
         self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
     ) -> nn.Module:
-        linear = self.native_linear if isinstance(dense, NativeDense) else self.linear
-        return kind_for(dense, linear, self.experts, self.heads)(dense, bits, arrays, self.cache)
+        kinds = self.native_kinds if isinstance(dense, Native) else self.kinds
+        return kind_for(dense, *kinds)(dense, bits, arrays, self.cache)
 
 
 class Rowwise(SymmetricFormat):
@@ -186,8 +206,8 @@ class Rowwise(SymmetricFormat):
 
     name = "rowwise"
     scales = frozenset({"scales"})
-    linear, native_linear = RowwiseLinear, NativeRowwiseLinear
-    experts, heads = RowwiseSwitchLinear, RowwiseMultiLinear
+    kinds = RowwiseLinear, RowwiseSwitchLinear, RowwiseMultiLinear
+    native_kinds = NativeRowwiseLinear, NativeRowwiseSwitchLinear, RowwiseMultiLinear
 
     def check(self, bits: int) -> None:
         if bits not in Q_MAX:

@@ -26,7 +26,7 @@ import mlx.nn as nn
 from ..errors import GearbxWarning
 from ..formats.base import Format, stored_bits
 from ..formats.native import Native, NativeSwitchLinear
-from ..kernels.dispatch import KernelChoice
+from ..kernels.dispatch import METAL, KernelChoice, device
 from .activations import layer_bytes, stored_bytes
 from .adapters import holders_of, layers_of, own_arrays
 from .discovery import Layer, at_least, in_tower, is_table
@@ -227,7 +227,8 @@ def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -
     if not isinstance(module, Native):
         return "mlx", f"no native kernel for {type(module).__name__}"
     experts = isinstance(module, NativeSwitchLinear)
-    if format is not None and not (format.native_experts if experts else format.native):
+    without_metal = experts and device() != METAL
+    if format is not None and not (format.native_experts if without_metal else format.native):
         what = f"experts in {format.name}" if experts else format.name
         return "mlx, native at 16 bits", f"no native kernel for {what}"
     return "native", choice.why(format is None or format.rounds)

@@ -6,7 +6,7 @@
 | product of more vectors (prefill, a batch), Linux  | native, 16 vectors at a time, or 512 rounded ones            |
 | product of more vectors, macOS                     | MLX's, which use Accelerate or the GPU's matrix units        |
 | mixture of experts, CPU                            | as a product of as many vectors                              |
-| mixture of experts over codebooks, Metal           | native, for up to 256 pairs of a vector and an expert        |
+| mixture of experts, packed but not exact, Metal    | as a product, for up to 256 pairs of a vector and an expert  |
 | attention, rotary positions; Metal: with `native`  | native; on Metal up to 16 tokens                             |
 | norm, SwiGLU, GeGLU, CPU                           | native                                                       |
 | a whole transformer block of a known form, CPU     | native                                                       |
@@ -20,8 +20,8 @@ Linux have the reference BLAS and scalar quantized products, which take 25 to 40
 `choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
 product (`Kind.candidates`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number
 of vectors. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them
-in the last. For other operations the number of vectors decides at each call (experts: `products.py`; on Metal all but
-those of codebooks stay with MLX).
+in the last. For other operations the number of vectors decides at each call (experts: `products.py`). Experts are
+measured on Metal alone, once for any number of vectors.
 """
 
 import os
@@ -133,8 +133,9 @@ def cpu_kernels_for(x: mx.array) -> ModuleType | None:
 class Kind:
     """What the speed of a layer's product depends on.
 
-    form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight. stock: whether MLX has a
-    kernel for this form. variants: names of our Metal kernel's. rounded: whether CPU kernels may round activations.
+    form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight, or (E, O, I) of experts.
+    stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. rounded: whether CPU kernels
+    may round activations.
     """
 
     form: str
@@ -165,7 +166,7 @@ class Kind:
             return (NATIVE,) if cpu.native() is not None else ()
         if device() == GPU or vectors > metal.MAX_VECTORS:
             return ()
-        fits = metal.fits_threadgroup(self.shape[1], vectors, dtype)
+        fits = metal.fits_threadgroup(self.shape[-1], vectors, dtype)
         possible = [name for name in self.variants if name != "threadgroup" or fits]
         return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
 

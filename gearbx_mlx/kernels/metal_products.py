@@ -94,8 +94,10 @@ class Spec:
 
     @property
     def read_once(self) -> list[str]:
-        """The buffers of which a launch reads no byte twice. Codes below outliers are read again."""
-        return [] if self.layout.tables else self.planes
+        """The buffers of which a launch reads no byte twice. Codes below outliers are read again, and
+        those of an expert by each of its pairs.
+        """
+        return [] if self.layout.tables or self.experts else self.planes
 
     @property
     def planes(self) -> list[str]:
@@ -128,25 +130,76 @@ def prepare(
     row_words: int,
     bias: mx.array | None = None,
     variant: str | None = None,
+    indices: mx.array | None = None,
+    most_outliers: int | None = None,
 ) -> Launch:
     """Prepare the launch for x W^T + bias, with sums in float32 and one rounding, to the type of x.
 
     Args:
-        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once.
+        x: (..., columns) float16, bfloat16 or float32; 1 to 16 vectors, for which the weights are read once. Of
+            experts (..., 1, columns), a vector for each of the indices, or for all that differ in the last dimension.
         layout: of the weights. arrays: its buffers, whose shapes the caller has checked.
         rows, columns: of W. row_words: 16-bit words from one row to the next; for planes, words for each bit.
-        bias: (rows,), or None.
+        bias: (rows,), or None. Of experts None.
         variant: `registers`, `threadgroup` or `device`; None lets `choose_variant` decide.
+        indices: (...), of experts, below their number, which nothing checks. The arrays then have them as their first
+            dimension, and the result is (..., 1, rows). A product has the bits that it has with the expert's matrix
+            alone.
+        most_outliers: the length of an expert's lists of outliers, of layouts that have some.
 
     Raises:
-        GearbxError: the activations or the bias do not fit the weights.
+        GearbxError: the activations, the indices or the bias do not fit the weights.
     """
+    if indices is not None and bias is not None:
+        raise GearbxError("experts take no output bias; add it to their products")
+    if indices is not None:
+        return experts_launch(x, layout, arrays, (rows, columns, row_words), indices, variant, most_outliers)
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
     chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
     staged = vectors * columns if chosen.name == "threadgroup" else 0
     spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, columns % layout.codes != 0, staged)
     return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, row_words])
+
+
+def experts_launch(
+    x: mx.array,
+    layout: PackedLayout,
+    arrays: Sequence[mx.array],
+    sizes: tuple[int, int, int],
+    indices: mx.array,
+    variant: str | None,
+    most_outliers: int | None,
+) -> Launch:
+    """`prepare` for experts. sizes: rows, columns and row_words."""
+    rows, columns, _ = sizes
+    if not takes_experts(x, indices) or x.shape[-1] != columns:
+        raise GearbxError(
+            f"activations {x.shape} {x.dtype} and indices {indices.shape} are not vectors (1, {columns}) of float16, "
+            "bfloat16 or float32, one for each index or for all that differ in the last dimension"
+        )
+    chosen = choose_variant(layout.bits, columns, 1, x.dtype, variant)
+    staged = columns if chosen.name == "threadgroup" else 0
+    spec = Spec(layout, 1, chosen, False, x.dtype, columns % layout.codes != 0, staged, experts=True)
+    all_threads, threadgroup = threads(chosen, rows)
+    how = options(all_threads * indices.size, threadgroup, (*indices.shape, 1, rows), x.dtype)
+    inputs = (x, *arrays, indices)
+    numbers = [*sizes, pairs_of_a_vector(x, indices), *([] if most_outliers is None else [most_outliers])]
+    return Launch(Prepared(spec, how, (mx.array(numbers, mx.int32),), places_of_few(inputs)), inputs)
+
+
+def takes_experts(x: mx.array, indices: mx.array) -> bool:
+    """Whether kernels take these activations and indices of experts: how they lie, and the type."""
+    return x.dtype in DTYPES and pairs_of_a_vector(x, indices) is not None
+
+
+def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
+    """How many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like that."""
+    if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
+        return None
+    if x.shape[:-2] == indices.shape:
+        return 1
+    return indices.shape[-1] if x.shape[:-2] == (*indices.shape[:-1], 1) else None
 
 
 def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -> None:
@@ -182,7 +235,7 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
         "ROW_SCALE": "(row)",
         "PLACE": "(i)",
         "TABLE": "(row, group)",
-        "GROUP_ARRAYS": "(DO)",
+        "SCALE_ARRAYS": "(DO)",
     }
     return tuple((name + parameters.get(name, ""), value) for name, value in macros.items())
 
@@ -207,16 +260,25 @@ def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: i
             GROUP_SCALE="float(scales[group])",
             GROUP_OFFSET=f"({' + '.join(offsets)})",
             ROW_SCALE="1.0f",
+            SCALE_ARRAYS=" ".join(
+                f"DO({name}, rows * groups)" for name in ("scales", *(f"b{i}" for i in range(biases)))
+            ),
         ),
     )
 
 
-def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, variant: str | None = None) -> Launch:
+def planes_launch(
+    x: mx.array,
+    planes: Planes,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+    indices: mx.array | None = None,
+) -> Launch:
     """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
 
     Args:
-        x, bias, variant: as for `prepare`.
-        planes: (O, I), 8 bits at most together, in groups of 32, 64 or 128.
+        x, bias, variant, indices: as for `prepare`.
+        planes: (O, I), or of experts (E, O, I), 8 bits at most together, in groups of 32, 64 or 128.
 
     Raises:
         GearbxError: the arguments do not fit each other.
@@ -228,19 +290,25 @@ def planes_launch(x: mx.array, planes: Planes, bias: mx.array | None = None, var
         raise GearbxError(f"group size {group_size} is none of 32, 64, 128")
     if not widths or min(widths) < 1 or sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are not 1 to 8 bits together")
-    if scales.ndim != 2 or len(weights) != len(widths) or not 1 <= len(biases) <= len(widths):
+    if scales.ndim != dimensions(indices) or len(weights) != len(widths) or not 1 <= len(biases) <= len(widths):
         raise GearbxError(
-            f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of two dimensions"
+            f"{len(widths)} planes need as many weights, 1 to as many biases, and scales of {dimensions(indices)} "
+            "dimensions"
         )
-    rows, columns = planes.shape
+    *experts, rows, columns = planes.shape
     for i, (weight, width) in enumerate(zip(weights, widths)):
-        if weight.shape != (rows, columns * width // 32) or weight.dtype != mx.uint32:
+        if weight.shape != (*experts, rows, columns * width // 32) or weight.dtype != mx.uint32:
             raise GearbxError(f"plane {i} is {weight.shape} {weight.dtype}, not {rows} rows of {width}-bit codes")
     for i, bias_of_plane in enumerate(biases):
         if bias_of_plane.shape != scales.shape:
             raise GearbxError(f"biases of plane {i} are {bias_of_plane.shape}, scales {scales.shape}")
     layout = planes_layout(tuple(widths), group_size, len(biases), rest)
-    return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant)
+    return prepare(x, layout, planes.arrays, rows, columns, columns // 16, bias, variant, indices)
+
+
+def dimensions(indices: mx.array | None) -> int:
+    """Of a weight: experts have one more."""
+    return 2 if indices is None else 3
 
 
 @functools.cache
@@ -258,6 +326,7 @@ def rowwise_layout(bits: int) -> PackedLayout:
             GROUP_SCALE="1.0f",
             GROUP_OFFSET=f"-{ROWWISE_OFFSET[bits]}.0f",
             ROW_SCALE="float(scales[row])",
+            SCALE_ARRAYS="DO(scales, rows)",
         ),
     )
 
@@ -270,12 +339,14 @@ def rowwise_launch(
     width: int,
     bias: mx.array | None = None,
     variant: str | None = None,
+    indices: mx.array | None = None,
 ) -> Launch:
     """The launch for x @ W^T + bias over per-channel codes; the product is (..., O).
 
     Args:
-        x, bias, variant: as for `prepare`.
-        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8.
+        x, bias, variant, indices: as for `prepare`.
+        weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8. Of experts, this
+            and `scales` have a leading dimension E.
         scales: (O,).
         bits: 8, 6, 4 or 2.
         width: codes of a row without padding.
@@ -287,11 +358,12 @@ def rowwise_launch(
     """
     if bits not in ROWWISE_OFFSET:
         raise GearbxError(f"per-channel codes of {bits} bits are none of 8, 6, 4, 2")
-    _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width)
-    rows = weight.shape[0]
-    if scales.shape != (rows,):
+    _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width, dimensions(indices))
+    rows, row_bytes = weight.shape[-2:]
+    if scales.shape != weight.shape[:-1]:
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows")
-    return prepare(x, rowwise_layout(bits), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
+    layout = rowwise_layout(bits)
+    return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
 @functools.cache
@@ -309,6 +381,7 @@ def groupwise_layout() -> PackedLayout:
             GROUP_SCALE="float(scales[group])",
             GROUP_OFFSET=f"(-{GROUPWISE_OFFSET}.0f * scale)",
             ROW_SCALE="1.0f",
+            SCALE_ARRAYS="DO(scales, rows * groups)",
         ),
     )
 
@@ -320,12 +393,14 @@ def groupwise_launch(
     width: int,
     bias: mx.array | None = None,
     variant: str | None = None,
+    indices: mx.array | None = None,
 ) -> Launch:
     """The launch for x @ W^T + bias over groupwise codes; the product is (..., O).
 
     Args:
-        x, bias, variant: as for `prepare`.
-        weight: (O, G * 16) uint8 as `formats.groupwise` packs it, G = width / 32 rounded up.
+        x, bias, variant, indices: as for `prepare`.
+        weight: (O, G * 16) uint8 as `formats.groupwise` packs it, G = width / 32 rounded up. Of experts, this and
+            `scales` have a leading dimension E.
         scales: (O, G).
         width: codes of a row without padding.
 
@@ -334,17 +409,18 @@ def groupwise_launch(
 
     Source: AION 3.2; GEARBX 8.1 for the variants.
     """
-    _check_rows(weight, mx.uint8, GROUPWISE_BITS, width)
-    rows, groups = weight.shape[0], -(-width // GROUPWISE_SIZE)
-    if scales.shape != (rows, groups):
+    _check_rows(weight, mx.uint8, GROUPWISE_BITS, width, dimensions(indices))
+    (rows, row_bytes), groups = weight.shape[-2:], -(-width // GROUPWISE_SIZE)
+    if scales.shape != (*weight.shape[:-1], groups):
         raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows of {groups} groups")
-    return prepare(x, groupwise_layout(), [weight, scales], rows, width, weight.shape[1] // 2, bias, variant)
+    layout = groupwise_layout()
+    return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
-def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int) -> None:
+def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: int) -> None:
     """Raise GearbxError unless rows are aligned, and have room for `width` codes and little padding."""
-    fits = weight.ndim == 2 and weight.dtype == dtype and weight.shape[1] % ALIGNMENT == 0
-    if not (fits and width > 0 and 0 <= weight.shape[1] * 8 - width * bits < 8 * 2 * ALIGNMENT):
+    fits = weight.ndim == ndim and weight.dtype == dtype and weight.shape[-1] % ALIGNMENT == 0
+    if not (fits and width > 0 and 0 <= weight.shape[-1] * 8 - width * bits < 8 * 2 * ALIGNMENT):
         raise GearbxError(f"weights {weight.shape} {weight.dtype} are not rows of {width} {bits}-bit codes")
 
 
@@ -406,7 +482,7 @@ def codebook_layout(bits: int) -> PackedLayout:
         macros=named(
             PLANES="DO(w0, 2, 0)",
             STEP_WORDS=2,
-            GROUP_ARRAYS="",
+            SCALE_ARRAYS="",
             ROW_WORDS="row_words",
             SIGN_BITS=0,
             BITS=bits,
@@ -435,7 +511,7 @@ def library_layout(bits: int) -> PackedLayout:
         macros=named(
             PLANES=f"DO(w0, {bits}, 0)",
             STEP_WORDS=bits,
-            GROUP_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
+            SCALE_ARRAYS=" ".join(f"DO({name}, rows * groups)" for name in OF_GROUPS),
             ROW_WORDS="row_words",
             SIGN_BITS=0,
             BITS=bits,
@@ -459,13 +535,19 @@ def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
 
 
 def codebook_launch(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
+    x: mx.array,
+    arrays: Mapping[str, mx.array],
+    bits: int,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+    indices: mx.array | None = None,
 ) -> Launch:
     """The launch for x @ W^T + bias over one codebook per row; the product is (..., O).
 
     Args:
-        x, bias, variant: as for `prepare`.
+        x, bias, variant, indices: as for `prepare`.
         arrays: from `formats.codebook.encode`: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
+            Of experts, all have a leading dimension E.
         bits: 2 to 6.
 
     Raises:
@@ -473,19 +555,26 @@ def codebook_launch(
 
     Source: XFP 3.3, 5.
     """
-    rows, width, row_words = _sizes_of_codebook(x, arrays, bits)
-    return prepare(x, codebook_layout(bits), inputs_of(arrays), rows, width, row_words, bias, variant)
+    sizes = _sizes_of_codebook(x, arrays, bits, () if indices is None else arrays["weight"].shape[:1])
+    most_outliers = arrays["outliers"].shape[-1]
+    return prepare(x, codebook_layout(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
 
 
 def library_launch(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, bias: mx.array | None = None, variant: str | None = None
+    x: mx.array,
+    arrays: Mapping[str, mx.array],
+    bits: int,
+    bias: mx.array | None = None,
+    variant: str | None = None,
+    indices: mx.array | None = None,
 ) -> Launch:
     """The launch for x @ W^T + bias over a library of 32 codebooks; the product is (..., O).
 
     Args:
-        x, bias, variant: as for `prepare`.
+        x, bias, variant, indices: as for `prepare`.
         arrays: from `formats.codebook_library.encode`: `weight` (O, words), `library` (32, 2^bits) float16; `entries`,
-            `scales` and `midpoints` (O, I / 128 rounded up); and the outliers.
+            `scales` and `midpoints` (O, I / 128 rounded up); and the outliers. Of experts, all have a leading
+            dimension E.
         bits: 2, 3 or 4.
 
     Raises:
@@ -493,52 +582,9 @@ def library_launch(
 
     Source: XFP 3.4, 5.
     """
-    rows, width, row_words = _sizes_of_library(x, arrays, bits)
-    return prepare(x, library_layout(bits), inputs_of(arrays), rows, width, row_words, bias, variant)
-
-
-def experts_launch(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array, variant: str | None = None
-) -> Launch | None:
-    """The launch for the product of each vector with its expert's matrix; (..., 1, O).
-
-    A product has the bits that it has with the expert's matrix alone.
-
-    Args:
-        x: (..., 1, I), a vector for each of the indices, or for all those that differ in the last dimension.
-        arrays: as of `codebook_launch`, or, with a `library`, of `library_launch`, with a leading dimension E.
-        indices: (...), below E, which nothing checks.
-
-    Returns:
-        None for vectors and indices that are broadcast in another way.
-
-    Raises:
-        GearbxError: the arguments do not fit each other.
-    """
-    together = pairs_of_a_vector(x, indices)
-    if together is None or x.dtype not in DTYPES:
-        return None
-    library = "library" in arrays
-    sizes = (_sizes_of_library if library else _sizes_of_codebook)(x, arrays, bits, arrays["weight"].shape[:1])
-    rows, width, _ = sizes
-    layout = (library_layout if library else codebook_layout)(bits)
-    chosen = choose_variant(bits, width, 1, x.dtype, variant)
-    staged = width if chosen.name == "threadgroup" else 0
-    spec = Spec(layout, 1, chosen, False, x.dtype, width % layout.codes != 0, staged, experts=True)
-    all_threads, threadgroup = threads(chosen, rows)
-    how = options(all_threads * indices.size, threadgroup, (*indices.shape, 1, rows), x.dtype)
-    inputs = (x, *inputs_of(arrays), indices)
-    numbers = mx.array([*sizes, together, arrays["outliers"].shape[-1]], mx.int32)
-    return Launch(Prepared(spec, how, (numbers,), places_of_few(inputs)), inputs)
-
-
-def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
-    """How many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like that."""
-    if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
-        return None
-    if x.shape[:-2] == indices.shape:
-        return 1
-    return indices.shape[-1] if x.shape[:-2] == (*indices.shape[:-1], 1) else None
+    sizes = _sizes_of_library(x, arrays, bits, () if indices is None else arrays["weight"].shape[:1])
+    most_outliers = arrays["outliers"].shape[-1]
+    return prepare(x, library_layout(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
 
 
 def _sizes_of_codebook(

@@ -18,16 +18,17 @@ from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
     codebook_launch,
     dense_launch,
-    experts_launch,
     groupwise_launch,
     inputs_of,
     library_launch,
     planes_launch,
     rowwise_launch,
     takes_dense,
+    takes_experts,
 )
 
 MOST_EXPERTS = 16  # of a token
+MOST_PAIRS = metal.MAX_VECTORS * MOST_EXPERTS  # of a vector and an expert, that a Metal kernel takes
 
 
 class SymmetricCodes(NamedTuple):
@@ -161,13 +162,42 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 
 
 def stack_experts(
-    x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False, x_bits: int = 0
+    x: mx.array,
+    planes: Planes,
+    indices: mx.array,
+    sorted_indices: bool = False,
+    x_bits: int = 0,
+    chosen: ChosenKernels | None = None,
 ) -> mx.array:
     """As `stack_product`, for stacked experts."""
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
+    y = again(x, planes.arrays, indices, chosen)
+    if y is not None:
+        return y
+    kernel = kernel_for_experts(x, indices, chosen)
+    if kernel in STOCK:
         return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
-    return module.stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
+    if metal.available():
+        return launched(planes_launch(x, planes, None, variant_of(kernel), indices), indices, chosen)
+    return compiled().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
+
+
+def symmetric_experts(
+    x: mx.array, codes: SymmetricCodes, indices: mx.array, chosen: ChosenKernels | None = None
+) -> mx.array | None:
+    """As `symmetric_product`, for stacked experts; on Metal alone."""
+    y = again(x, codes[:2], indices, chosen)
+    if y is not None:
+        return y
+    kernel = kernel_for_experts(x, indices, chosen) if metal.available() else MLX
+    if kernel in STOCK:
+        return None
+    weight, scales, bits, width = codes
+    how = None, variant_of(kernel), indices
+    if scales.ndim == 2:
+        launch = rowwise_launch(x, weight, scales, bits, width, *how)
+    else:
+        launch = groupwise_launch(x, weight, scales, width, *how)
+    return launched(launch, indices, chosen)
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -178,15 +208,25 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
     return module.dense_experts(x, weight, indices).astype(x.dtype)
 
 
-def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
+def codebook_experts(
+    x: mx.array,
+    arrays: Mapping[str, mx.array],
+    bits: int,
+    indices: mx.array,
+    chosen: ChosenKernels | None = None,
+) -> mx.array | None:
     """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
-    if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
-        launch = experts_launch(x, arrays, bits, indices)
-        return None if launch is None else launch.run()
-    module = cpu_kernels_for_experts(x, indices)
-    if module is None:
+    y = again(x, inputs_of(arrays), indices, chosen)
+    if y is not None:
+        return y
+    library = "library" in arrays
+    kernel = kernel_for_experts(x, indices, chosen)
+    if kernel in STOCK:
         return None
-    product = module.library_experts if "library" in arrays else module.codebook_experts
+    if metal.available():
+        launch = library_launch if library else codebook_launch
+        return launched(launch(x, arrays, bits, None, variant_of(kernel), indices), indices, chosen)
+    product = compiled().library_experts if library else compiled().codebook_experts
     return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
@@ -224,6 +264,18 @@ def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
     return name if ours or name in STOCK else MLX
 
 
+def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | None) -> str:
+    """The candidate that computes the product with stacked experts; arguments as for `kernel_for`.
+
+    On Metal one candidate serves any number of pairs, or a pair's bits would depend on the others.
+    """
+    if not metal.available():
+        return MLX if cpu_kernels_for_experts(x, indices) is None else NATIVE
+    if indices.size > MOST_PAIRS or not takes_experts(x, indices):
+        return MLX
+    return NATIVE if chosen is None else chosen(1)
+
+
 def compiled() -> ModuleType:
     """The native CPU kernels, where `kernel_for` names them."""
     module = cpu.native()
@@ -251,29 +303,32 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
 
     For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
     """
-    return sorted_indices and not (metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS)
+    return sorted_indices and not (metal.available() and indices.size <= MOST_PAIRS)
 
 
 def again(
-    x: mx.array, inputs: Sequence[mx.array], bias: mx.array | None, chosen: ChosenKernels | None
+    x: mx.array, inputs: Sequence[mx.array], last: mx.array | None, chosen: ChosenKernels | None
 ) -> mx.array | None:
     """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
 
     This is the way of every token on a Mac, where each microsecond counts.
+
+    Args:
+        last: the bias, or the indices of experts.
     """
     if chosen is None or not chosen.prepared:
         return None
-    prepared = chosen.prepared.get((x.shape, x.dtype, bias is None, mx.default_device().type))
+    prepared = chosen.prepared.get((x.shape, x.dtype, last if last is None else last.shape, mx.default_device().type))
     if prepared is None:
         return None
-    return prepared(x, *inputs) if bias is None else prepared(x, *inputs, bias)
+    return prepared(x, *inputs) if last is None else prepared(x, *inputs, last)
 
 
-def launched(launch: metal.Launch, bias: mx.array | None, chosen: ChosenKernels | None) -> mx.array:
+def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels | None) -> mx.array:
     """The product by a Metal kernel, whose launch is kept for the layer."""
     if chosen is not None:
-        x = launch.inputs[0]
-        chosen.prepared[x.shape, x.dtype, bias is None, mx.default_device().type] = launch.prepared
+        x, shape = launch.inputs[0], last if last is None else last.shape
+        chosen.prepared[x.shape, x.dtype, shape, mx.default_device().type] = launch.prepared
     return launch.run()
 
 

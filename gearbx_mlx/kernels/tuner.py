@@ -244,14 +244,14 @@ class Tuner:
         settled = {each for each in known if not self.anew or (name, each) in self._compared}
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
-            x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(1))
+            x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(1))
             found = differences({each: products(each) for each in [MLX, *missing]}, x)
             if not found:
                 raise CannotMeasure(candidates[0] if device() == CPU else MLX)
             known = known | found
             self._compared |= {(name, each) for each in found}
             self.cache.keep_differences(name, known)
-        bound = tolerance(self.dtype, kind.shape[1], self.x_bits if kind.rounded and device() == CPU else 0)
+        bound = tolerance(self.dtype, kind.shape[-1], self.x_bits if kind.rounded and device() == CPU else 0)
         wrong = {each: known[each] for each in candidates if known.get(each, 0) > bound}
         if wrong:
             self.wrong[name] = self.wrong.get(name, {}) | wrong
@@ -276,7 +276,7 @@ class Tuner:
         if known := self.known(name, candidates):
             return known
         begun = time.perf_counter()
-        x = mx.random.normal((vectors, kind.shape[1]), self.dtype, key=mx.random.key(0))
+        x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(0))
         try:
             found = measure({each: products(each) for each in candidates}, x)
         except GearbxError:
@@ -295,11 +295,11 @@ class Tuner:
 
         exactly: they do not.
         """
-        rows, columns = kind.shape if exactly else (min(size_class(size), LARGEST_SIZE) for size in kind.shape)
+        sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
         rounded = f", activations of {self.x_bits} bits" if self.x_bits and kind.rounded and device() == CPU else ""
         number = vectors if exactly else size_class(vectors)
         dtype = str(self.dtype).removeprefix("mlx.core.")
-        return f"{kind.form}, {rows} x {columns}, {dtype}{rounded}, {number} vector{'s' * (number > 1)}"
+        return f"{kind.form}, {' x '.join(map(str, sizes))}, {dtype}{rounded}, {number} vector{'s' * (number > 1)}"
 
 
 def is_worth_it(kind: Kind) -> bool:

@@ -111,8 +111,9 @@ def codebook_arrays(case: Case, p: Problem) -> dict[str, mx.array]:
     return {formats.get(name, name): array for name, array in p.arrays.items()}
 
 
-def launch(case: Case, p: Problem) -> Launch:
-    scales, how = p.arrays.get("scales"), {"bias": p.bias, "variant": case.variant}
+def launch(case: Case, p: Problem, indices: mx.array | None = None) -> Launch:
+    """indices: of experts, whose arrays have them as their first dimension."""
+    scales, how = p.arrays.get("scales"), {"bias": p.bias, "variant": case.variant, "indices": indices}
     if case.format in CODEBOOKS:
         return CODEBOOKS[case.format][1](p.x, codebook_arrays(case, p), case.bits, **how)
     if case.format == "planes":

@@ -47,10 +47,12 @@ def only(monkeypatch, *which: str) -> None:
         return [kernel for kernel in every(group_size) if kernel.name in which]
 
     monkeypatch.setattr(subject, "all_kernels", some)
-    every_check = subject.operation_checks
-    monkeypatch.setattr(
-        subject, "operation_checks", lambda v: {name: one for name, one in every_check(v).items() if name in which}
-    )
+    for every_check in (subject.operation_checks, subject.mixture_checks):
+
+        def named(*arguments, every=every_check) -> dict:
+            return {name: one for name, one in every(*arguments).items() if name in which}
+
+        monkeypatch.setattr(subject, every_check.__name__, named)
 
 
 def only_timed(monkeypatch) -> None:
@@ -129,6 +131,8 @@ def test_checks_every_kernel(short, launches):
     assert report["complete"]
     assert report["kernels"] == []
     assert all(row["checked"] and 0 < row["largest_error"] <= 1 and not row["wrong"] for row in report["checks"])
+    packed = {launch.spec.layout.name for launch in launches if getattr(launch.spec, "experts", False)}
+    assert packed == {name for name in wanted if not name.startswith("exact")}
 
 
 @pytest.mark.slow
@@ -166,7 +170,7 @@ def test_a_wrong_kernel_is_named(short, monkeypatch):
         return right(self, *inputs)
 
     monkeypatch.setattr(Prepared, "__call__", run)
-    only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4")
+    only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4", "experts of rowwise 6")
     result = short("--check-only", *SHORT)
     assert result.status == 1
     assert "wrong: rowwise 6, 13x533, 2 vectors, float32, metal registers: off by 1" in result.out
@@ -174,7 +178,7 @@ def test_a_wrong_kernel_is_named(short, monkeypatch):
     assert "wrong: groupwise 4, 37x640, 2 vectors, float32, metal device: Metal's compiler says no" in result.out
     report = written()
     wrong = {row["what"]: len(row["wrong"]) for row in report["checks"]}
-    assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12}
+    assert wrong == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12, "experts of rowwise 6": 3}
 
 
 @pytest.mark.clang
