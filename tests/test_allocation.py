@@ -192,7 +192,7 @@ TEXT = ("--num-samples", 2, "--sequence-length", 24)
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    """Of the demo model, with KLs that nobody measured."""
+    """A manifest of the demo model, with invented KLs."""
     model, _ = load()
     layers, _ = discover(model, "attention", 64)
     held = {

@@ -54,7 +54,7 @@ def content_of(made: PrecisionManifest) -> dict:
 
 @pytest.fixture(scope="module")
 def for_demo() -> dict:
-    """A manifest of the demo model, with numbers that nobody measured; as JSON holds it."""
+    """A manifest of the demo model, with invented numbers; as JSON holds it."""
     model, _ = load()
     layers, _ = discover(model, "all", 64)
     held = {e.path: LayerPrecision("mlp", e.module.weight.size, 3, 16, KL) for e in layers}

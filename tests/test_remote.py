@@ -1,4 +1,4 @@
-"""Servers of others as sources of tokens with log-probabilities: what is asked of them, and what is made of answers."""
+"""Other servers as sources of tokens with log-probabilities: what is asked of them, and what is made of answers."""
 
 import json
 import math

@@ -127,7 +127,7 @@ class ConversionSettings(Settings):
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
-        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as of GSM8K. The "
+        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as in GSM8K. The "
         "base is better in as many bits, and drafts agree more often. Without TEXT: what ships.",
         nargs="?",
         const="",

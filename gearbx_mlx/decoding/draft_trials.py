@@ -195,7 +195,7 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     if on_cpu() or not is_tuning() or not isinstance(gearbox.residency, Resident):
         return default_depth()
     tuner, name = gearbox.kernel_choices.tuner, name_of(gearbox, draft)
-    known = tuner.measured if gearbox.kernels.anew else tuner.cache.times
+    known = tuner.measured if gearbox.kernels.again else tuner.cache.times
     if not known.get(name, {}).keys() >= {*map(str, DEPTHS)}:
         try:
             found = few_round_times(gearbox, draft)

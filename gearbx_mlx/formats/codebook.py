@@ -254,7 +254,7 @@ class CodebookFormat(Copies, abc.ABC):
         return outlier_bytes(shape, self.options.gaussian_share if share is None else share)
 
     def check_places(self, arrays: Arrays, width: int) -> None:
-        """Raises GearbxError for arrays with which a kernel would read outside of others."""
+        """Raises GearbxError for arrays with which a kernel would read outside of an array."""
         Outliers.of(arrays).check(width)
 
     @abc.abstractmethod

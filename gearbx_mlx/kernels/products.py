@@ -249,7 +249,7 @@ def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
     """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
 
-    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
+    For the tokens of one verification it is not: each vector is multiplied alone, like that of a single token.
     """
     return sorted_indices and not (metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS)
 

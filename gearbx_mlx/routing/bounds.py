@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from ..errors import GearbxError
 from .gates import Monitor, Reading, ThresholdGate
 
-LEAST = -1e4  # nats: e to this power is 0 in any type, as of the -9999 that OpenAI writes for "very unlikely"
+LEAST = -1e4  # nats: e to this power is 0 in any type, like e to the -9999 that OpenAI writes for "very unlikely"
 FLOAT_ERROR = 1e-9  # of sums of probabilities, here
 SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are

@@ -80,7 +80,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: for ever. Raises GearbxError for anything else."""
+    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: without end. Raises GearbxError for anything else."""
     unit = UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
@@ -131,8 +131,8 @@ class ListenSettings(Settings):
     )
     keep_alive: float | None = flag(
         None,
-        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: for ever. Default: 5m with "
-        "--models, else for ever",
+        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: until the end. Default: 5m with "
+        "--models, else -1",
         parse=parse_span,
         metavar="TIME",
     )
@@ -213,7 +213,7 @@ class ServerSettings:
         else:
             for name in given(self.proxy, ProxySettings()):
                 raise GearbxError(
-                    f"{flag_of(name)} is of a proxy; name its servers with --small-server, --large-server"
+                    f"{flag_of(name)} belongs to a proxy; name its servers with --small-server, --large-server"
                 )
 
     def check_proxy(self) -> None:

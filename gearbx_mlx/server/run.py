@@ -84,7 +84,7 @@ def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSetting
 
 
 def place_of(settings: ProxySettings, server: int) -> ServerPlace:
-    """Where a server is, and how to ask it. Raises GearbxError for a URL that is none."""
+    """Where a server is, and how to ask it. Raises GearbxError for what is not a URL."""
     flag = f"{NAMES[server]}_server"
     url = getattr(settings, flag)
     return ServerPlace(

@@ -1,4 +1,4 @@
-"""What requests to servers of others have in common: addresses, keys, and how they fail."""
+"""What requests to other servers have in common: addresses, keys, and how they fail."""
 
 import ipaddress
 import re

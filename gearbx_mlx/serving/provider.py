@@ -84,7 +84,7 @@ class Served:
         again = self.controller is None and is_read_again(mode, self.gearbox)
         return prompt - 1 if again else prompt + answer
 
-    def read_anew(self, mode: Mode) -> int:
+    def read_again(self, mode: Mode) -> int:
         """The fewest tokens of a prompt that are read although their KV cache is there.
 
         Mode kickdown computes a single token in the low gear, wherever it stands: so there are two before the last one.

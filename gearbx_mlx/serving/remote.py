@@ -1,4 +1,4 @@
-"""A server of others as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API.
+"""Another server as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API.
 
 A `Connection` makes requests; every way in which they fail is one line that names the URL and the remedy. A `Way` is
 how to ask a server for log-probabilities; which one it understands is found out with the first tokens of an answer.

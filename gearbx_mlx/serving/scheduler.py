@@ -158,7 +158,7 @@ class Scheduler(ResponseGenerator):
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
         tokens = job.prompt.key
-        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_anew(mode))
+        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_again(mode))
         cached = len(tokens) - len(rest)
         if self.shares(job):
             self.batch(served, mode).add(job, cache, cached)

@@ -239,7 +239,7 @@ class Gatekeeper:
         if not length or b"transfer-encoding" in headers:  # whose chunks may be more than the length says
             raise Refused(411, "the request has no Content-Length, or has a Transfer-Encoding; send the length alone")
         if len(length) > 18:
-            raise Refused(400, "Content-Length is no number of bytes")
+            raise Refused(400, "Content-Length is not a number of bytes")
         if int(length) > self.guard.largest_body:
             raise Refused(413, f"the body has {int(length)} bytes; send {self.guard.largest_body} at most")
         kept = [header for header in scope["headers"] if header[0] != b"content-type"]

@@ -172,7 +172,7 @@ class ReportedToken(Struct):
 
 
 def reported(answer: dict[str, Any], vocab_size: int) -> tuple[tuple[float, float], ...]:
-    """The entropies that one of our servers reports, which need no bounds; none of others."""
+    """The entropies that one of our servers reports, which need no bounds; empty for any other server."""
     own = answer.get("gearbx")
     tokens = own.get("tokens") if isinstance(own, dict) else None
     if not isinstance(tokens, list):
