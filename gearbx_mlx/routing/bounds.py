@@ -1,10 +1,10 @@
 """Bounds of an entropy of which only the k largest log-probabilities are known, and routing by such bounds.
 
-A server lists the k largest of V probabilities, p_1 >= ... >= p_k. Their part of the entropy is K = -sum p_i log2 p_i. The
-others have r = 1 - sum p_i together, and at most p_k each. By Jensen's inequality the entropy is largest where they are all
-alike: H <= K + r log2((V - k) / r). It is smallest in a corner of 0 <= q_i <= p_k, sum q_i = r, where m = floor(r / p_k)
-tokens have p_k and one has the rest, s = r - m p_k: H >= K - m p_k log2 p_k - s log2 s. Where a list is shorter than asked
-for, p_k becomes 1. Every listed value is an interval, as wide as its type or its digits round.
+A server lists the k largest of V probabilities, p_1 >= ... >= p_k. Their part of the entropy is K = -sum p_i log2 p_i.
+The others have r = 1 - sum p_i together, and at most p_k each. By Jensen's inequality the entropy is largest where they
+are all alike: H <= K + r log2((V - k) / r). It is smallest in a corner of 0 <= q_i <= p_k, sum q_i = r, where
+m = floor(r / p_k) tokens have p_k and one has the rest, s = r - m p_k: H >= K - m p_k log2 p_k - s log2 s. If a list is
+shorter than asked for, p_k becomes 1. Every listed value is an interval, as wide as its type or its digits round.
 
 Routing gives the gear by each bound, and every gear that is possible.
 """

@@ -80,7 +80,7 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: without end. Raises GearbxError for anything else."""
+    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for anything else."""
     unit = UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
@@ -131,7 +131,7 @@ class ListenSettings(Settings):
     )
     keep_alive: float | None = flag(
         None,
-        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: until the end. Default: 5m with "
+        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: always. Default: 5m with "
         "--models, else -1",
         parse=parse_span,
         metavar="TIME",

@@ -1,4 +1,4 @@
-"""A server of models in gears, a proxy between two servers, and other servers as sources of tokens. Knows no command and no flag.
+"""A server of models in gears, a proxy between two servers, and other servers as sources of tokens. Knows no flag.
 
 Here are the names and defaults that flags show: importing them costs nothing.
 """
