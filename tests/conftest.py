@@ -147,7 +147,7 @@ def on_gpu(monkeypatch):
 
 @pytest.fixture
 def on_metal(on_gpu):
-    """As `on_gpu`, where the GPU is a Mac's."""
+    """Like `on_gpu`, where the GPU is a Mac's."""
     if not metal.available():
         pytest.skip(f"not run on Metal: {metal.available().reason}")
 

@@ -272,7 +272,7 @@ class TestCommand:
             (("--gears", "4,16", "--target-bpw", "4,5"), "give 1, one for each of --gears 4,16 but 16"),
             (("--target-kl", "0,1"), "give numbers above 0"),
             (("--target-kl", "little,less"), "are not numbers with commas between"),
-            (("--target-bytes", "much,more"), "'much' is no size"),
+            (("--target-bytes", "much,more"), "'much' is not a size"),
             (("--exchanges", -1), "--exchanges is -1"),
             (("--out", ""), "--out is empty"),
             (("--manifest", ""), "--manifest is empty"),

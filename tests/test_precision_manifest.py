@@ -196,7 +196,7 @@ class TestGenerate:
         [
             (("fingerprint",), "f" * 32, "made for another model (demo), whose weights are not these"),
             (("version",), 9, "has version 9, and this gearbx-mlx reads 1"),
-            (("layers", "model.layers.9.mlp.up_proj"), None, "model.layers.9.mlp.up_proj, which is no layer of this"),
+            (("layers", "model.layers.9.mlp.up_proj"), None, "mlp.up_proj, which is not a layer of this"),
             (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; give a range'),
             (("layers", UP, "kl"), {"4": float("nan")}, "NaN is not a finite number"),
             (("layers", UP, "perplexity_change"), {"4": float("inf")}, "Infinity is not a finite number"),

@@ -40,7 +40,7 @@ TWO = ("--small-server", "http://127.0.0.1:1", "--large-server", "http://127.0.0
         ((*TWO, "--allowed-origins", "example.org"), "'example.org' is no origin of a page"),
         ((*TWO, "--allowed-origins", "https://example.org/page"), "is no origin of a page"),
         (("--keep-alive", "soon"), "--keep-alive: 'soon' is no time; give seconds, 5m or 1h"),
-        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is no size"),
+        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is not a size"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(flags, words, command):

@@ -75,7 +75,7 @@ def check_answer(answer: httpx.Response) -> None:
 
 
 class Client:
-    """Asks one server, a request after the other. Raises GearbxError for an answer that is none."""
+    """Asks one server, a request after the other. Raises GearbxError for what is not an answer."""
 
     def __init__(self, url: str):
         refusing: dict[str, Any] = {"response": [check_answer]}

@@ -258,7 +258,7 @@ class GearFlags(Settings):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether format exact is no default: other codes, originals that are read again, MLX's kernels."""
+        """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
         return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
 
 

@@ -226,7 +226,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
         saved: the gears of the checkpoint, if it is a geared one.
 
     Raises:
-        GearbxError: flags that exclude each other, a flag of another mode, a file that is no drafting file.
+        GearbxError: flags that exclude each other, a flag of another mode, a file that is not a drafting file.
     """
     own, routing, layout = settings.mode, settings.routing, settings.layout
     mode, by, curve = TELEMETRY_ONLY if own.observes else own.mode, "", own.curve

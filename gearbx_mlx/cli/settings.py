@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
-        raise GearbxError(f"'{text}' is no size; give bytes such as 3GB, 500MB or 2GiB")
+        raise GearbxError(f"'{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
     return round(count)
 
 

@@ -249,7 +249,7 @@ class BatchGenerator(StagedGenerator):
         return uids
 
     def insert(self, prompts: list[list[int]], *arguments: Any, **keywords: Any) -> list[int]:
-        """As `insert_segments`, of prompts that are not in parts."""
+        """Like `insert_segments`, of prompts that are not in parts."""
         return self.insert_segments([[prompt] for prompt in prompts], *arguments, **keywords)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
@@ -398,7 +398,7 @@ def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
 
 
 def check_processors(name: str, processors: Any) -> None:
-    """Raises GearbxError for what is no list of logits processors, and not None."""
+    """Raises GearbxError for what is not a list of logits processors, and not None."""
     if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
         raise GearbxError(f"{name} is {processors!r}; give a list of functions, or None")
 

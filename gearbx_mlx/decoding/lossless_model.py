@@ -166,7 +166,7 @@ class LosslessModel(ModelWrapper):
         if self._drafting:
             try:
                 if self.gearbox.make(self.draft):
-                    self.stretches.begin()  # the time that this took is no token's
+                    self.stretches.begin()  # the time that this took belongs to no token
                 start = time.perf_counter()
                 proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
                 return self._verify(proposals, cache, start + proposals.seconds)

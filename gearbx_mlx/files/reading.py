@@ -190,7 +190,7 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
         largest: size, in characters.
 
     Raises:
-        GearbxError: it cannot be opened, is no UTF-8 text, or is too large.
+        GearbxError: it cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -106,7 +106,7 @@ class CodebookOptions:
 
     @classmethod
     def parse(cls, text: str) -> "CodebookOptions":
-        """The inverse of `str`. Raises GearbxError for text that is none."""
+        """The inverse of `str`. Raises GearbxError for other text."""
         kinds = {item.name: item.type for item in fields(cls)}
         found: dict[str, float] = {}
         for part in filter(None, text.split(",")):

@@ -133,7 +133,7 @@ class WithBase(Format, Protocol):
         ...
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
-        """As `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
+        """Like `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
         ...
 
 

@@ -261,7 +261,7 @@ class CodebookFormat(Copies, abc.ABC):
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[str, StoredArray]:
-        """As Format.stored_arrays."""
+        """Like Format.stored_arrays."""
 
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:

@@ -129,7 +129,7 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
     """Path to reason of the matrices that a module has and no gear changes.
 
     Args:
-        module: of a class that is no linear layer that a gearbox knows.
+        module: of a class that is not a linear layer that a gearbox knows.
 
     Returns:
         the path of the module for its `weight`, and those of other parameters of two axes, except biases.
@@ -274,7 +274,7 @@ def vocabulary(model: nn.Module) -> int:
     """
     try:
         return logits_length(model)
-    except Exception as error:  # a class that looks at values while it runs, or that is no language model
+    except Exception as error:  # a class that looks at values while it runs, or that is not a language model
         rows = [len(table.weight) for table in tables(model).values()]
         if not rows:
             raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error

@@ -165,7 +165,7 @@ def fact(value: Any) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """As `digest`, of a file that may be larger than the memory."""
+    """Like `digest`, of a file that may be larger than the memory."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(PIECE):

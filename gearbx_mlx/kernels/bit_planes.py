@@ -187,7 +187,7 @@ def planes_dense(planes: Planes) -> mx.array:
 
 
 def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
+    """Like `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         return mx.gather_qmm(

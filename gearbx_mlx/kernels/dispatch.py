@@ -307,7 +307,7 @@ def attention(
 def nested_attention(
     queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """As `attention`, with keys and values of which the first ones are read from planes; None if there is no kernel."""
+    """Like `attention`, with the first keys and values read from planes; None if there is no kernel."""
     if metal.available() and metal_attention.takes_nested(queries, nested, mask):
         return metal_attention.nested_attention(queries, nested, scale, mask)
     keys, values = nested.entries

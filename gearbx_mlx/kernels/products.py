@@ -163,7 +163,7 @@ def decoded(matrix: ExactMatrix) -> mx.array:
 def stack_experts(
     x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False, x_bits: int = 0
 ) -> mx.array:
-    """As `stack_product`, for stacked experts."""
+    """Like `stack_product`, for stacked experts."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
@@ -171,7 +171,7 @@ def stack_experts(
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `dense_product`, for stacked experts."""
+    """Like `dense_product`, for stacked experts."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)
@@ -179,7 +179,7 @@ def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indic
 
 
 def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, indices: mx.array) -> mx.array | None:
-    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    """Like `codebook_product`, for stacked experts, each with its tables and outliers; None if there is no kernel."""
     if metal.available() and indices.size <= metal.MAX_VECTORS * MOST_EXPERTS:
         launch = experts_launch(x, arrays, bits, indices)
         return None if launch is None else launch.run()
@@ -191,7 +191,7 @@ def codebook_experts(x: mx.array, arrays: Mapping[str, mx.array], bits: int, ind
 
 
 def exact_experts(x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool) -> mx.array:
-    """As `exact_product`, for stacked experts. native: whether native kernels may compute it."""
+    """Like `exact_product`, for stacked experts. native: whether native kernels may compute it."""
     module = cpu_kernels_for_experts(x, indices) if native else None
     if module is not None:
         return module.exact_experts(x, *matrix, indices).astype(x.dtype)

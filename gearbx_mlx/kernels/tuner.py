@@ -330,7 +330,7 @@ def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Diffe
 
 
 def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
-    """The largest one from what is wanted, in root mean squares of that; FAILED if it is no number."""
+    """The largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
         mx.eval(y)

@@ -41,7 +41,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place, or None where it runs alone.
 
     Raises:
-        GearbxError: variables that contradict each other, or a hostfile that is none.
+        GearbxError: variables that contradict each other, or what is not a hostfile.
     """
     if RANK in environment and environment.get(HOSTFILE):
         addresses = read_hostfile(Path(environment[HOSTFILE]))

@@ -109,7 +109,7 @@ def rest_at_most(least: float, most: float, others: int) -> float:
 
 
 def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Rounding) -> None:
-    """Raises GearbxError for numbers that are no log-probabilities, none, or more than there are tokens."""
+    """Raises GearbxError for numbers that are not log-probabilities, none, or more than there are tokens."""
     if not logprobs:
         raise GearbxError("there are no log-probabilities")
     if len(logprobs) > vocab_size:

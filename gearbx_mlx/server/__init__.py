@@ -92,7 +92,7 @@ def parse_span(text: str) -> float:
 
 
 def parse_cache(text: str) -> int:
-    """--prompt-cache-bytes. Raises GearbxError for what is no size."""
+    """--prompt-cache-bytes. Raises GearbxError for what is not a size."""
     with about("--prompt-cache-bytes"):
         return parse_bytes(text)
 
@@ -106,7 +106,7 @@ class ListenSettings(Settings):
 
     title: ClassVar[str] = "server"
 
-    host: str = flag("127.0.0.1", "Host for the HTTP server. Others than this machine reach 0.0.0.0.", named=True)
+    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 lets other machines in.", named=True)
     port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
     allowed_origins: str = flag(
         "",

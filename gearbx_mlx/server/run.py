@@ -64,7 +64,7 @@ def serving_proxy(
     """A proxy that answers while the context lasts.
 
     Raises:
-        GearbxError: an address that is taken, a URL or a key that is none, flags that no pair can have.
+        GearbxError: an address that is taken, what is not a URL or a key, flags that no pair can have.
     """
     rule = rule_of(settings, routing, gate)
     small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
@@ -113,7 +113,7 @@ def guard_of(settings: ServerSettings) -> Guard:
     hosts = tuple(host_name(host) for host in parts(listen.allowed_hosts))
     if "" in hosts:
         raise GearbxError(
-            f"--allowed-hosts {listen.allowed_hosts!a} has what is no name of a host; give example.org, say"
+            f"--allowed-hosts {listen.allowed_hosts!a} has what is not the name of a host; give example.org, say"
         )
     key = listen.api_key or os.environ.get(API_KEY) or None
     return Guard(key, origins, listen.max_body_bytes, listen.request_timeout, listen.host, hosts)

@@ -105,7 +105,7 @@ def call_of(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):  # some models write the JSON as text
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError("its arguments are no object")
+        raise ValueError("its arguments are not an object")
     identity = call.get("id")
     return {
         "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)},

@@ -95,9 +95,9 @@ def parsed_url(url: str, flag: str) -> httpx.URL:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}") from error
     if parts.port is not None and not 0 < parts.port < 2**16:
-        raise GearbxError(f"{shown} is no URL; {SUCH_AS}")
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}")
     if parts.scheme not in ("http", "https") or not parts.host:
         raise GearbxError(f"{shown} is no http or https URL; {SUCH_AS}")
     if set("?#\\ ") & set(url):

@@ -225,7 +225,7 @@ class GearedProvider(ModelProvider):
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
-        """Raises GearbxError for a --chat-template that is none."""
+        """Raises GearbxError for a --chat-template that is not a template."""
         if self.cli_args.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])

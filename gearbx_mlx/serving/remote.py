@@ -258,7 +258,7 @@ class Connection:
         timeout: seconds to wait for the connection, for an answer's next bytes, and from one token to the next.
 
     Raises:
-        GearbxError: a URL that is none, or a key that no header can have.
+        GearbxError: what is not a URL, or a key that no header can have.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
@@ -301,7 +301,7 @@ class Connection:
             yield reply
 
     def json(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is no JSON."""
+        """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is not JSON."""
         with self.opened(url, body) as reply:
             return reply.parsed(reply.text(), parse_json)
 

@@ -55,7 +55,7 @@ class Scheduler(ResponseGenerator):
         """Take a request.
 
         Raises:
-            Refused: nothing is computed any more; a prompt or a model that is none.
+            Refused: nothing is computed any more; what is not a prompt or a model.
             GearbxError: a response_format that no text can have.
         """
         served = self.current(asked.request)

@@ -148,7 +148,7 @@ def misfit(errors: Any, body: Any) -> Refused:
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
     if not field:
-        said = "the body is no JSON object"
+        said = "the body is not a JSON object"
     return Refused(400, said, param=re.split(r"[.\[]", field)[0] or None)
 
 
@@ -248,7 +248,7 @@ class Gatekeeper:
         try:
             parse_json(body)  # stricter than FastAPI: no NaN, no half of a surrogate pair, no depth that is too much
         except GearbxError as error:
-            raise Refused(400, f"the body is no JSON: {one_line(error)}") from error
+            raise Refused(400, f"the body is not JSON: {one_line(error)}") from error
         return body
 
     def check_key(self, headers: dict[bytes, bytes]) -> None:

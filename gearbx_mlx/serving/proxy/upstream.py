@@ -152,7 +152,7 @@ class Upstream:
                 yield response
 
     async def check(self, response: httpx.Response) -> None:
-        """Raises Failed or Declined for an answer that is none."""
+        """Raises Failed or Declined for what is not an answer."""
         status = response.status_code
         self.heard(response)
         if status < 300:
@@ -213,13 +213,13 @@ class Upstream:
         return Event(raw, chunk)
 
     def parsed(self, content: bytes, parse: Callable[[str], Any], does: str) -> dict[str, Any]:
-        """Raises Failed for what is no JSON object, or one that reports an error."""
+        """Raises Failed for what is not a JSON object, or one that reports an error."""
         try:
             found = parse(content.decode("utf-8"))
         except (GearbxError, UnicodeError) as error:
-            raise self.failed(f"{does} what is no JSON") from error
+            raise self.failed(f"{does} what is not JSON") from error
         if not isinstance(found, dict):
-            raise self.failed(f"{does} what is no JSON object")
+            raise self.failed(f"{does} what is not a JSON object")
         if found.get("error") and not found.get("choices"):
             raise self.reported(found["error"])
         return found
