@@ -65,7 +65,7 @@ class AllocationSettings(Settings):
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Of the gears that get a table: all but 16."""
+        """Bits of the gears that get a table: all but 16."""
         return Ladder.parse(self.gears).quantized_bits
 
     def targets(self) -> list[Target | None]:

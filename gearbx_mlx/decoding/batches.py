@@ -91,7 +91,7 @@ class BatchText:
     chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
     rows: deque[SeenRow] = field(default_factory=deque)
-    """Of tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
+    """What belongs to tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
 
     def __post_init__(self) -> None:
         self.wish = self.first

@@ -133,7 +133,7 @@ class TimedPasses:
         return time.perf_counter() - begun
 
     def medians(self, trials: Sequence[Callable[[], float]], count: int) -> list[float]:
-        """Of so many rounds of trials, after one that compiles and fills caches; the top gear is engaged afterwards."""
+        """Medians over `count` rounds of trials, after one that compiles and fills caches; then the top gear is engaged."""
         before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
         for _ in range(count + 1):
             for trial, found in zip(trials, seconds):
@@ -264,7 +264,7 @@ BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put r
 
 @dataclass
 class GearRecord:
-    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token.
+    """One gear's entropy (bits) at each token of a text, and whether it would choose the top gear's token.
 
     gaps: by how many nats its own choice is less likely in the top gear than that gear's, 0 where both agree.
     """

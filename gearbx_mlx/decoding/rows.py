@@ -70,7 +70,7 @@ class Verifier:
 
     @functools.cached_property
     def linear_layers(self) -> list[nn.Module]:
-        """Of the gear, which is engaged when they are first asked for."""
+        """The linear layers of the gear that is engaged when they are first asked for."""
         return linear_layers(self.gearbox.model)
 
     @functools.cached_property

@@ -59,7 +59,7 @@ def bfloat16(blocks: np.ndarray) -> np.ndarray:
 
 
 def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of Q4_K or Q5_K the codes (blocks, 8, 32) uint8, and for every 32 of them scale and bias (blocks, 8) float32."""
+    """The codes of Q4_K or Q5_K, (blocks, 8, 32) uint8, and a scale and bias for 32 of them, (blocks, 8) float32."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
     least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)

@@ -144,7 +144,7 @@ def union_at(info: Any, steps: list[Step], content: Any) -> Any:
 
 
 def branch(info: Any, value: Any) -> Any:
-    """Of several types the one that a value is meant to be: of objects the one that it names."""
+    """The type that a value is meant to be, among several: for an object, the one that it names."""
     types = [part for part in members(info) if not isinstance(part, inspect.NoneType)]
     if isinstance(value, dict):
         types = [part for part in types if isinstance(part, OBJECTS)] or types

@@ -129,7 +129,7 @@ def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.a
 
 
 def squared_error(grouped: mx.array, made: Sequence[mx.array], bits: int) -> mx.array:
-    """Of weights (O, G, group_size) as codes, (O, G); infinite where one is not a neighbour of its code's value."""
+    """Error (O, G) of weights (O, G, group_size) as codes; infinite if one is not a neighbour of its code's value."""
     words, scales, biases = made
     group_size = grouped.shape[-1]
     values = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)

@@ -216,7 +216,7 @@ def values(settings: Any) -> Mapping[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes; all ranks need the same."""
+    """Versions of what computes; all ranks need the same."""
     names = ("gearbx-mlx", "mlx", "mlx-lm")
     return {f"version of {name}": version_of(name) for name in names} | {"kind of machine": platform.machine()}
 

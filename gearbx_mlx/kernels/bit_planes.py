@@ -92,7 +92,7 @@ class Planes(NamedTuple):
         return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
 
     def prefix(self, bits: int) -> "Planes":
-        """Of a stack from `split_affine` the first `bits`: weights in the middle of what the others select from."""
+        """The first `bits` of a stack from `split_affine`: weights in the middle of what the other bits select."""
         return self.gear(bits)._replace(rest=sum(self.widths) - bits)
 
     def with_biases(self, dtype: mx.Dtype | None = None) -> "Planes":

@@ -377,7 +377,7 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
 
 
 def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Of one product, after another one that may compile its kernel."""
+    """Seconds of one product, after another one that may compile its kernel."""
     try:
         mx.eval(product(x))
     except RuntimeError as error:

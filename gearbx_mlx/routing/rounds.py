@@ -94,11 +94,11 @@ class PassCosts:
     measured, ready, row_share = False, True, 0.0
 
     def draft(self) -> float:
-        """Of one drafted token."""
+        """The cost of one drafted token."""
         raise NotImplementedError
 
     def verification(self, rows: int) -> float:
-        """Of one pass of the top gear over so many tokens, drafted ones and the one before them."""
+        """The cost of one pass of the top gear over so many tokens, drafted ones and the one before them."""
         raise NotImplementedError
 
     def wants_verification(self, rows: int) -> bool:

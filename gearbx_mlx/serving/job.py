@@ -161,7 +161,7 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Of the answer's own random numbers: others may draw while its prompt is read."""
+        """The seed of the answer's own random numbers: others may draw while its prompt is read."""
         asked = self.asked.request.seed
         return secrets.randbits(63) if asked is None else asked
 

@@ -56,7 +56,7 @@ def by_prompt(body: dict[str, Any]) -> int:
 
 
 def typed_last(body: dict[str, Any]) -> str:
-    """The last message of a user, or the prompt of a text completion; "" where there is not text."""
+    """The last message of a user, or the prompt of a text completion; "" where there is no text."""
     messages = body.get("messages")
     if isinstance(messages, list):
         own = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
