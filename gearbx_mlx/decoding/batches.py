@@ -421,7 +421,7 @@ def check_one_process(model: nn.Module) -> None:
 
 
 def gear_of(chosen: Any, ladder: Ladder) -> Gear:
-    """The gear that a batch's policy has chosen. Raises GearbxError for what is none."""
+    """The gear that a batch's policy has chosen. Raises GearbxError for what is not a gear."""
     if not is_whole(chosen, 0) or chosen >= len(ladder):
         raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
     return ladder[int(chosen)]

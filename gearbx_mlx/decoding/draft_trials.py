@@ -133,7 +133,7 @@ class TimedPasses:
         return time.perf_counter() - begun
 
     def medians(self, trials: Sequence[Callable[[], float]], count: int) -> list[float]:
-        """Medians over `count` rounds of trials, after one that compiles and fills caches; then the top gear is engaged."""
+        """Medians over `count` rounds of trials, after one that fills caches; the top gear is then engaged."""
         before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
         for _ in range(count + 1):
             for trial, found in zip(trials, seconds):

@@ -59,7 +59,7 @@ class QuantizedTied(TiedEmbedding):
 
 
 class ExactTied(TiedEmbedding):
-    """A tied embedding whose input tokens read their rows of exact weights; or a table that is no output head.
+    """A tied embedding whose input tokens read their rows of exact weights; or a table that is not an output head.
 
     Args:
         projection: the head, a linear layer of any precision.

@@ -65,7 +65,7 @@ class Layer:
     """A managed layer.
 
     module: as loaded. lowest_bits: the fewest bits that it has in any gear. is_table: an embedding whose rows are
-    looked up, and that is no output head.
+    looked up, and that is not an output head.
     """
 
     path: str
@@ -240,7 +240,7 @@ def at_most(widths: Sequence[int], bits: int) -> int:
 def tables_to_pack(
     model: nn.Module, manage: str | Predicate, widths: Iterable[int], format: Format, group_size: int
 ) -> list[Layer]:
-    """The embeddings that `mlx_lm.convert` would quantize and that are no output heads.
+    """The embeddings that `mlx_lm.convert` would quantize and that are not output heads.
 
     None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
     """

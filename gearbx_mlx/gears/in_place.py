@@ -84,7 +84,7 @@ class OwnCodes:
 def own_codes(model: nn.Module) -> OwnCodes | None:
     """The layers of a quantized model that a gearbox can take as they are; None for another model.
 
-    Layers with codes that are no affine ones, as of mxfp4, stay what they are.
+    Layers with codes that are not affine, such as mxfp4's, stay what they are.
     """
     others = saved_gears(model), sharding_of(model), getattr(model, ATTACHED, None)
     if any(other is not None for other in others) or not is_quantized(model):

@@ -60,7 +60,7 @@ class KernelChoice:
 
     native: whether linear layers may run on our kernels, or on the fastest of several, as `ours_alone` says.
     x_bits: bits to which CPU kernels round the activations for packed weights; 0: activations stay as they are.
-    ours_alone: whether MLX's kernels are used only where there is none of ours.
+    ours_alone: whether MLX's kernels are used only where we have no kernel.
     again: whether everything is measured once more.
     """
 

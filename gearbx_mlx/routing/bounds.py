@@ -23,7 +23,7 @@ FLOAT_ERROR = 1e-9  # of sums of probabilities, here
 SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are
 BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
-MOST_DECIMALS = 6  # more than these are no rounding that matters
+MOST_DECIMALS = 6  # with more than these, rounding does not matter
 PEAK = 1 / math.e  # where -p log p is largest
 DELAY = 2  # tokens from the one that causes a shift to the first that it acts on, as in mode route
 
@@ -116,7 +116,7 @@ def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Roundin
         raise GearbxError(f"there are {len(logprobs)} log-probabilities for a vocabulary of {vocab_size}")
     for value in logprobs:
         if not value <= (rounding.of(value) if math.isfinite(value) else 0.0) + FLOAT_ERROR:
-            raise GearbxError(f"{value:g} is no log-probability, which is 0 or less")
+            raise GearbxError(f"{value:g} is not a log-probability, which is 0 or less")
 
 
 def rounding_of(logprobs: Sequence[float]) -> Rounding:

@@ -87,7 +87,7 @@ def parse_span(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise GearbxError(f"--keep-alive: '{text}' is no time; give seconds, 5m or 1h")
+        raise GearbxError(f"--keep-alive: '{text}' is not a time; give seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
 
 

@@ -104,7 +104,7 @@ def guard_of(settings: ServerSettings) -> Guard:
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null", origin):
             raise GearbxError(
-                f"--allowed-origins: {origin!a} is no origin of a page; give one such as https://example.org"
+                f"--allowed-origins: {origin!a} is not the origin of a page; give one such as https://example.org"
             )
     lends_keys = proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
     if "*" in origins and (lends_keys or listen.allow_models):

@@ -99,7 +99,7 @@ def parsed_url(url: str, flag: str) -> httpx.URL:
     if parts.port is not None and not 0 < parts.port < 2**16:
         raise GearbxError(f"{shown} is not a URL; {SUCH_AS}")
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise GearbxError(f"{shown} is no http or https URL; {SUCH_AS}")
+        raise GearbxError(f"{shown} is not an http or https URL; {SUCH_AS}")
     if set("?#\\ ") & set(url):
         raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
     return parts

@@ -231,7 +231,7 @@ class GearedProvider(ModelProvider):
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             except TemplateSyntaxError as error:
                 served.close()
-                raise GearbxError(f"--chat-template is no template: {one_line(error)}; mend it") from error
+                raise GearbxError(f"--chat-template is not a template: {one_line(error)}; mend it") from error
         self.model_key, self.served = key, served
         self.model, self.tokenizer = served.model, served.tokenizer
         self.draft_model = served.draft_model

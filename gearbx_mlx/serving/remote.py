@@ -389,7 +389,7 @@ class Reply(httpx.SyncByteStream):
         try:
             return parse(text)
         except GearbxError as error:
-            what = f"answers {self.kind or 'something'} that is no answer of this API ({error})"
+            what = f"answers {self.kind or 'something'} that is not an answer of this API ({error})"
             raise self.connection.error(what) from error
 
 
@@ -461,7 +461,7 @@ class Way:
         return "/chat/completions" if question.chat else "/completions", body
 
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
-        """The parts of an answer. Raises RemoteError for what is no answer, or a stream without an end."""
+        """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
         ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
         read, unit = (ollama_chunk, "line") if ollama else (openai_chunk, "event")
         # Without events it is a whole answer, asked for or not; or a page.

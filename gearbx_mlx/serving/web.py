@@ -243,7 +243,7 @@ class Gatekeeper:
         if int(length) > self.guard.largest_body:
             raise Refused(413, f"the body has {int(length)} bytes; send {self.guard.largest_body} at most")
         kept = [header for header in scope["headers"] if header[0] != b"content-type"]
-        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # as which it is read, whatever it is called
+        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # whatever the client calls it
         body = await Request(scope, receive).body()
         try:
             parse_json(body)  # stricter than FastAPI: no NaN, no half of a surrogate pair, no depth that is too much

@@ -51,7 +51,7 @@ class Rule:
 
 
 def by_prompt(body: dict[str, Any]) -> int:
-    """LARGE for a prompt that looks hard (GEARBX 11), else SMALL. Judged is what the user typed last."""
+    """LARGE for a prompt that looks hard (GEARBX 11), else SMALL. The user's last message counts."""
     return LARGE if first_gear(typed_last(body), 2) == 1 else SMALL
 
 

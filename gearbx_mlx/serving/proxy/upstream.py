@@ -125,7 +125,7 @@ class Upstream:
             return self.answer(await self.whole(response))
 
     def answer(self, content: bytes) -> dict[str, Any]:
-        """A whole answer. Raises Failed for what is none."""
+        """A whole answer. Raises Failed for anything else."""
         answer = self.parsed(content, parse_python_json, "answers")
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
@@ -186,7 +186,7 @@ class Upstream:
         """The events of a stream; what has no blank line at its end when the stream ends is dropped.
 
         Raises:
-            Failed: an event is none of this API or too long, or for the time to wait only comments came.
+            Failed: an event does not belong to this API or is too long, or only comments came in time.
         """
         clock, rest, comments = Clock(self.place.timeout), bytearray(), 0
         async for part in self.parts(response):
