@@ -478,7 +478,7 @@ def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Mod
     model, tokenizer, config = load(settings.model, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:
-        if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
+        if token not in known and token not in map(str, known.values()):  # mlx-lm takes other words, and ends nothing
             raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
         tokenizer.add_eos_token(token)
     return model, tokenizer, config

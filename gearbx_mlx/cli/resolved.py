@@ -263,7 +263,7 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     flags, controller = given_flags(choice), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
     governed = [name for name in GOVERNING if getattr(controller, name)]
-    others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, and none is meant by
+    others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, so that it names none
     if governed or others:
         mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
         return replace(choice, mode=mode, by=min(others or governed, key=(*FLAGS, *GOVERNING).index), asked=asked)

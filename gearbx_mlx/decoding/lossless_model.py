@@ -197,7 +197,7 @@ class LosslessModel(ModelWrapper):
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
             begun = time.perf_counter()
-            mx.synchronize()  # steps that were thrown away are none of this pass's time
+            mx.synchronize()  # steps that were thrown away do not count in this pass's time
             start += time.perf_counter() - begun
         rows = self._verifier.rows(mx.array([tokens]), cache)
         if wanted:

@@ -256,7 +256,7 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics
+    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are not mathematics
 
 
 def with_draft_model(

@@ -99,7 +99,7 @@ def stream_wrapped(
 class TextModel(nn.Module):
     """The language model of a model that sees, for `Gearbox` and `stream_generate`.
 
-    The layers that read images are no part of it, and keep their precision.
+    The layers that read images do not belong to it, and keep their precision.
 
     Args:
         model: of mlx-vlm; it has a `language_model`.

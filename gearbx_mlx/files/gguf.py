@@ -136,7 +136,7 @@ class Gguf:
             raise self._damaged("is empty") from error
         self._at = 0
         if self._take(4) != MAGIC:
-            raise GearbxError(f"{path}: is no GGUF file; give the file of a model for llama.cpp")
+            raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         version = self._number("I")
         if version not in VERSIONS:
             raise GearbxError(f"{path}: is GGUF of version {version}; versions 2 and 3 can be read")

@@ -126,7 +126,7 @@ def check_option(name: str, value: float, shown: str | None = None) -> None:
     (least, most), choices, shown = rules["range"], rules["choices"], shown or f"{name} of codebooks"
     if choices and value not in choices:
         raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
-    if not least <= value <= most:  # not a number neither
+    if not least <= value <= most:  # not a number either
         raise GearbxError(f"{shown} is {value}; give {least:g} to {most:g}")
 
 
