@@ -563,7 +563,7 @@ class PromptCache:
     def unread(
         self, model: nn.Module, tokens: list[int], max_kv_size: int | None, before: str
     ) -> tuple[list[int], list[Any]]:
-        """Those of the tokens that the cache does not have, and the caches that go on with them.
+        """The tokens that the cache does not have, and the caches that go on with them.
 
         Args:
             max_kv_size: of caches that are made again, as where states cannot be cut to what the tokens begin with.

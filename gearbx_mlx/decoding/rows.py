@@ -261,7 +261,7 @@ NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Those of the gear that is engaged."""
+    """The linear layers of the gear that is engaged."""
     return [module for module in model.modules() if isinstance(module, LINEAR)]
 
 

@@ -153,7 +153,7 @@ class Copies:
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
-    """Those of a layer's bits that the format stores; otherwise 16 are the weights themselves."""
+    """The bits of a layer that the format stores; otherwise 16 are the weights themselves."""
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 

@@ -80,7 +80,7 @@ class ExactTied(TiedEmbedding):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """That of an empty array, which `set_dtype` converts: exact weights are whole numbers and stay as they are."""
+        """The type of an empty array, which `set_dtype` converts: exact weights, whole numbers, stay as they are."""
         return self["typed"].dtype
 
     @dtype.setter

@@ -101,12 +101,12 @@ def header_key(shard: str) -> str:
 
 
 def tensor_key(shard: str, tensor: str) -> str:
-    """That of a tensor."""
+    """The name in `original.safetensors` of a tensor."""
     return f"tensor/{shard}/{tensor}"
 
 
 def file_key(name: str) -> str:
-    """That of another file."""
+    """The name in `original.safetensors` of another file."""
     return f"file/{name}"
 
 

@@ -24,7 +24,7 @@ from ..formats.base import Format
 from .adapters import put_modules
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
-WHOLE_AXES = ("library",)  # arrays whose second axis is none of rows: codebook_library.py
+WHOLE_AXES = ("library",)  # arrays whose second axis does not count rows: codebook_library.py
 
 
 @dataclass(frozen=True)

@@ -421,7 +421,7 @@ class BlockDialect(Dialect):
         return self.answer()
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        """Those of a chunk; its `gearbx.tokens` stand with the text that they brought."""
+        """The events of a chunk; its `gearbx.tokens` stand with the text that they brought."""
         found: list[dict[str, Any]] = []
         if not self.head:
             self.head = chunk

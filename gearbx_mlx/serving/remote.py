@@ -444,7 +444,7 @@ class Way:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of a request's body that ask for log-probabilities."""
+        """The fields of a request's body that ask for log-probabilities."""
         others = {"number": {"logprobs": self.asked}, "n_probs": {"n_probs": self.asked}}
         return others.get(self.form, {"logprobs": True, "top_logprobs": self.asked})
 
