@@ -15,7 +15,7 @@ class GearbxWarning(UserWarning):
 class OutputLost(Exception):
     """Standard output cannot be written. The run ends, and the files that it wrote so far are kept.
 
-    It is no OSError, so that no file is blamed for it.
+    It is not an OSError, so that no file is blamed for it.
 
     Attributes:
         reason: the system's words, such as "No space left on device".

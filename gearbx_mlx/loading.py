@@ -115,7 +115,7 @@ def load(
 
 
 def check_longest(tokenizer: Any, file: Path) -> None:
-    """Raises GearbxError for a longest text that is no number: transformers compares every text with it.
+    """Raises GearbxError for a longest text that is not a number: transformers compares every text with it.
 
     Args:
         file: of the tokenizer's configuration.
@@ -126,7 +126,7 @@ def check_longest(tokenizer: Any, file: Path) -> None:
 
 
 def unreadable(directory: Path, error: Exception) -> GearbxError:
-    """What a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is no JSON."""
+    """What a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
@@ -327,7 +327,7 @@ def read_config(directory: Path) -> dict:
 
 
 def check_kinds(model: nn.Module) -> None:
-    """Raises GearbxError for weights that are no real numbers, with which every layer computes something or other."""
+    """Raises GearbxError for weights that are not real numbers, with which every layer computes something or other."""
     for path, module in model.named_modules():
         weight = module.get("weight")
         if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):

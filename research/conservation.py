@@ -74,7 +74,7 @@ Times = dict[str, float]  # picoseconds for the weights of a group
 
 
 class Matrix(ctypes.Structure):
-    """As in terms.cpp."""
+    """Like in terms.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "x", "bytes", "x_sums", "b_sums", "out")),
@@ -330,7 +330,7 @@ def conservation(columns: int = 2048, megabytes: int = 256, rounds: int = 61) ->
         megabytes: Of weights that are read from memory.
     """
     if columns <= 0 or columns % 512:
-        raise GearbxError(f"--columns {columns}: is no multiple of 512")
+        raise GearbxError(f"--columns {columns}: is not a multiple of 512")
     with tempfile.TemporaryDirectory() as folder:
         found = measure(compiled(Path(folder)), columns, megabytes, rounds)
     counts = [by_instructions(how) for how in (HERE, APPLE)]

@@ -205,7 +205,7 @@ def lookup(
     costs in bytes and in time, without lookup and with it. The time of the prompt does not count.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
         num_repeated: Prompts that are repeated.
     """

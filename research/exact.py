@@ -28,7 +28,7 @@ LADDERS = ("3,16", "4,16", "4,8,16")
 COPIES = ("4,16", "4,8,16")  # in planes
 ROWS, WIDTH = 512, 4096
 BILLIONS = (1, 4, 8, 14, 32)
-SMALL_GROUP = 32  # for models whose widths are no multiples of 64
+SMALL_GROUP = 32  # for models whose widths are not multiples of 64
 
 
 class Weights(NamedTuple):

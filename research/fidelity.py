@@ -229,7 +229,7 @@ def fidelity(
     nats it is less likely than the top gear's best.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
         pairs: Trials of a prompt, each beside the top gear alone, whose median counts.
     """

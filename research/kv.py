@@ -30,7 +30,7 @@ LADDERS = ((4, 8), (4, 8, 16))
 LONG = (1024, 4096, 16384)  # of `cost`
 BITS = (4, 8, 16)
 TIMES = 4  # copies of each unit of the demo model
-WEIGHTS = "4"  # gear of the weights in a timed step, as of a draft
+WEIGHTS = "4"  # gear of the weights in a timed step, as in a draft
 
 
 def quality(models: list[str], data: Path, tokens: int) -> str:

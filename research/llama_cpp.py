@@ -517,7 +517,7 @@ def same_file(
     not count.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
         pairs: Trials of a prompt.
     """

@@ -436,7 +436,7 @@ def lossless_time(
     does so twice, which shows how much the machine itself strays. The time of the prompt does not count.
 
     Args:
-        prompts: Files: one per line, or JSON Lines as of GSM8K.
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
         settings: Formats and gears, as they are named in the table.
         pairs: Trials of a prompt, whose median counts.

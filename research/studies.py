@@ -171,7 +171,7 @@ def in_turn(
     """Seconds of each work in each trial. All take their turn in every trial, so that other load meets them alike.
 
     Args:
-        clock: `time.process_time` counts all threads of this process and nothing of others.
+        clock: `time.process_time` counts all threads of this process and no other process.
         before: called before each work, and not timed.
 
     Returns:

@@ -4,7 +4,7 @@
 
 Flags are those of the parsers, with their own bounds and choices; a file is a whole one after a change. A command may
 succeed, or refuse in one line. Everything else is a failure: a traceback, an error that was not foreseen, a fatal
-signal, a wait for ever, half a file left behind. Hypothesis searches for the shortest command that shows it.
+signal, a wait without end, half a file left behind. Hypothesis searches for the shortest command that shows it.
 """
 
 import argparse

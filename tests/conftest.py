@@ -48,7 +48,7 @@ os.fsync = lambda descriptor: None
 
 # Which kernels are fastest is measured by tests of just that, which write to a directory of their own.
 os.environ["GEARBX_TUNE"] = "0"
-# Bases that somebody calibrated on this machine would change what drafts choose.
+# Bases that were calibrated on this machine would change what drafts choose.
 os.environ["GEARBX_BASES"] = tempfile.mkdtemp(prefix="gearbx-bases-")
 atexit.register(shutil.rmtree, os.environ["GEARBX_BASES"], ignore_errors=True)
 
@@ -147,7 +147,7 @@ def on_gpu(monkeypatch):
 
 @pytest.fixture
 def on_metal(on_gpu):
-    """As `on_gpu`, where the GPU is a Mac's."""
+    """Like `on_gpu`, where the GPU is a Mac's."""
     if not metal.available():
         pytest.skip(f"not run on Metal: {metal.available().reason}")
 
@@ -161,7 +161,7 @@ def compiled():
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """The kernels are looked for anew in the test, and again after it."""
+    """The kernels are looked for again in the test and after it."""
     cpu._kernels_or_reason.cache_clear()
     yield monkeypatch
     monkeypatch.undo()

@@ -25,7 +25,7 @@ def driver(client):
 
 @pytest.fixture
 def page(client, driver):
-    """The page, opened anew. Afterwards the console must be empty, but for the network's own errors."""
+    """The page, opened again. Afterwards the console must be empty, but for the network's own errors."""
     chromium.show_as(driver, 1000, 760)
     page = Page(driver)
     page.open(client.server.where)

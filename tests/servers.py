@@ -22,7 +22,7 @@ PATIENCE = 120  # seconds until a server listens, on a loaded machine
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A port of loopback without a listener."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]

@@ -192,7 +192,7 @@ TEXT = ("--num-samples", 2, "--sequence-length", 24)
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    """Of the demo model, with KLs that nobody measured."""
+    """A manifest of the demo model, with invented KLs."""
     model, _ = load()
     layers, _ = discover(model, "attention", 64)
     held = {
@@ -272,7 +272,7 @@ class TestCommand:
             (("--gears", "4,16", "--target-bpw", "4,5"), "give 1, one for each of --gears 4,16 but 16"),
             (("--target-kl", "0,1"), "give numbers above 0"),
             (("--target-kl", "little,less"), "are not numbers with commas between"),
-            (("--target-bytes", "much,more"), "'much' is no size"),
+            (("--target-bytes", "much,more"), "'much' is not a size"),
             (("--exchanges", -1), "--exchanges is -1"),
             (("--out", ""), "--out is empty"),
             (("--manifest", ""), "--manifest is empty"),

@@ -144,8 +144,8 @@ def test_every_field_is_described(asked):
     ("reply", "words", "came"),
     [
         (lambda: chat_stream(PAIR, [-0.1, -0.1]), "prompt 1, token 2: the probabilities add up to 1.81", 1),
-        (lambda: chat_stream(PAIR, PAIR, [0.7, -1.0]), "token 3: 0.7 is no log-probability", 2),
-        (lambda: chat_stream(PAIR, [math.nan, -1.0]), "token 2: nan is no log-probability", 1),
+        (lambda: chat_stream(PAIR, PAIR, [0.7, -1.0]), "token 3: 0.7 is not a log-probability", 2),
+        (lambda: chat_stream(PAIR, [math.nan, -1.0]), "token 2: nan is not a log-probability", 1),
         (lambda: chat_stream(PAIR, [-7.1] * 20), "token 2: the probabilities leave 0.983 to 44 other tokens", 1),
         (lambda: chat_stream(PAIR, [-5.0] * 70), "token 2: there are 70 log-probabilities for a vocabulary of 64", 1),
         (lambda: events(chat_event(chat_entry(PAIR)), chat_event(None, "bare")), "no log-probabilities for 'bare'", 1),
@@ -206,7 +206,10 @@ def test_files_keep_the_prompts_before_the_one_that_failed(asked):
     [
         (lambda body: refused("kaput", 500), "answers 500 (kaput); look at the server's log"),
         (lambda body: Answer([b"<html>gone</html>"], 502, HTML), "answers 502 (no reason given)"),
-        (lambda body: Answer([b"<html>hello</html>"], 200, HTML), "answers text/html that is no answer of this API"),
+        (
+            lambda body: Answer([b"<html>hello</html>"], 200, HTML),
+            "text/html that is not an answer of this API",
+        ),
         (lambda body: Answer([], 302), "answers 302"),
         (lambda body: answer({"choices": 3}), "choices is 3, not a list"),
         (lambda body: answer([1]), "is [1], not an object"),

@@ -77,7 +77,7 @@ def test_every_matrix_changes_gear_or_is_reported(built, request):
     gearbox = built.gearbox
     gearbox.shift("high")
     accounted = {layer.path for layer in gearbox.layers} | gearbox.unmanaged.keys()
-    accounted |= {path.rpartition(".")[0] for path in gearbox.unmanaged}  # of a parameter that is no layer
+    accounted |= {path.rpartition(".")[0] for path in gearbox.unmanaged}  # of a parameter that is not a layer
     assert matrices(built.model) - accounted == set()
     assert all(gearbox.unmanaged.values())
 

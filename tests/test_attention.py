@@ -134,7 +134,7 @@ def test_behind_padding_a_sequence_has_the_bits_that_it_has_alone(real, length, 
     keys, values = (normal(batch, heads, count, width, seed=seed + i) for i in (1, 2))
     padding = mx.array([count - seen for seen in real])
     hidden = mx.arange(count)[None, None, :, None] < padding[:, None, None, None]
-    keys, values = (mx.where(hidden, float("nan"), array) for array in (keys, values))  # what nobody reads
+    keys, values = (mx.where(hidden, float("nan"), array) for array in (keys, values))  # which is never read
     mask = create_causal_mask(length, count - length, left_padding=padding) if masked else "causal"
     together = dispatch.attention(queries, keys, values, 0.2, mask, padding)
     for row, seen in enumerate(real):

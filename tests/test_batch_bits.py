@@ -34,7 +34,7 @@ def alone(model, length: int, count: int) -> list[tuple[int, mx.array]]:
 
 
 def together(model, lengths, at_first: int, every: int = 2) -> list[list[tuple[int, mx.array]]]:
-    """As `alone` for each, in one batch that `at_first` sequences begin; one more joins every few steps."""
+    """Like `alone` for each, in one batch that `at_first` sequences begin; one more joins every few steps."""
     generator = BatchGenerator(model, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=64)
     texts: list[list[tuple[int, mx.array]]] = [[] for _ in lengths]
     waiting, steps = list(lengths), 0

@@ -24,7 +24,7 @@ def small_sums(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """MLX's default device is said to be a GPU without Metal; whoever asks for kernels of the CPU fails."""
+    """MLX's default device is said to be a GPU without Metal; asking for kernels of the CPU fails."""
 
     def compiled() -> None:
         raise AssertionError("compiled")

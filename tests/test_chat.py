@@ -125,7 +125,7 @@ class TestTurns:
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
     @pytest.mark.slow
-    def test_another_system_prompt_reads_everything_anew(self, tmp_path, capsys):
+    def test_another_system_prompt_reads_everything_again(self, tmp_path, capsys):
         model = tmp_path / "model"
         with_roles(model)
         with chat(model=str(model), gears="16", system_prompt="Be brief.") as session:
@@ -163,9 +163,9 @@ class TestTurns:
         for flags in ({"gears": "16"}, {"gears": "4,16", "mode": "lossless"}):
             with chat(model=str(tmp_path / "model"), max_tokens=6, **flags) as session:
                 answers = answers_of(session, "one", "two", "three")
-                anew = session.conversation.turns[:4]
+                again = session.conversation.turns[:4]
                 session.reset()
-                session.conversation.turns += anew
+                session.conversation.turns += again
                 assert answers_of(session, "three") == answers[2:]
 
     @pytest.mark.slow

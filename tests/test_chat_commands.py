@@ -260,7 +260,7 @@ class TestCommands:
         assert length(entries) == len(held)
         assert held + tokens == conversation
 
-    def test_a_state_that_cannot_be_cut_is_read_anew_after_it_was_saved(self, tmp_path, command):
+    def test_a_state_that_cannot_be_cut_is_read_again_after_it_was_saved(self, tmp_path, command):
         model, file = tmp_path / "model", tmp_path / "cache.safetensors"
         save_model(tiny_model("mamba", vocab_size=4096), model)
         with chat(model=str(model), gears="16", max_tokens=6) as session:

@@ -1,4 +1,4 @@
-"""From a prompt to tokens by a chat template, which is a program of somebody else."""
+"""From a prompt to tokens by a chat template, which is a program that comes with the model."""
 
 import json
 import shutil

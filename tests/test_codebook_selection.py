@@ -326,7 +326,7 @@ class TestFitting:
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
     def test_what_is_no_size(self, text):
-        with pytest.raises(GearbxError, match="is no size; give bytes such as 3GB"):
+        with pytest.raises(GearbxError, match="is not a size; give bytes such as 3GB"):
             parse_bytes(text)
 
     @pytest.mark.slow
@@ -356,7 +356,7 @@ class TestFlags:
         [
             ("3kB", "3kB", "--reserve is 3kB; give less than --memory-budget"),
             ("100%", "3kB", "--reserve is 100%; give less than --memory-budget"),
-            ("-1%", "3kB", "'-1%' is no size"),
+            ("-1%", "3kB", "'-1%' is not a size"),
             ("1kB", None, "--reserve is 1kB, a part of --memory-budget; give that too"),
         ],
     )

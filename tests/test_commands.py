@@ -3,6 +3,7 @@ import json
 import re
 import shlex
 import sys
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -408,6 +409,22 @@ class TestWhatToDoNext:
         result = command(name, *arguments, "-p", "Once", "-m", 2)
         assert result.status == 0, result.err
 
+    @pytest.mark.parametrize(
+        ("flags", "name"),
+        [
+            ((), "chat"),
+            (("--gear", "low"), "chat"),
+            (("--mode", "route"), "calibrate"),
+            (("--mode", "kickdown", "--gears", "4,16"), "calibrate"),
+            (("--small-model", DEMO_MODEL), "chat"),
+        ],
+    )
+    def test_after_generate(self, command, monkeypatch, flags, name):
+        (line,) = re.findall(r"^next: gearbx_mlx\.(.+)$", command("generate", "-m", 4, *flags).err, re.MULTILINE)
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        assert sys.argv[0] == name
+        import_module(f"gearbx_mlx.{name}").parse()
+
     def test_after_convert(self, command, tmp_path):
         self.run_next(command, command("convert", "--mlx-path", tmp_path / "out", "--gears", "3,16").err)
 
@@ -422,3 +439,12 @@ class TestWhatToDoNext:
         text.write_text("Once upon a time there was a king who had three sons. " * 20)
         shared = ["--tokens", 20, "--context", 16, "--policy", "static", "--gears", "4,16"]
         self.run_next(command, command("evaluate", "--data", text, "--out", tmp_path / "out", *shared).err)
+
+    @pytest.mark.parametrize("gears", ["4,8,16", "4,16"])
+    def test_after_sensitivity_and_allocate(self, command, tmp_path, monkeypatch, gears):
+        monkeypatch.chdir(tmp_path)
+        few = ["--num-samples", 1, "--sequence-length", 12]
+        err = command("sensitivity", "--bits", "4,8", "--manage", "attention", *few).err
+        (line,) = re.findall(r"^next: gearbx_mlx\.allocate (.+)$", err, re.MULTILINE)
+        allocated = command("allocate", *shlex.split(line), "--gears", gears, "--exchanges", 0, *few)
+        self.run_next(command, allocated.err)

@@ -40,7 +40,7 @@ NEWER = {"mlx": "0.33.1", "mlx-lm": "0.33.0"}
 
 @pytest.fixture
 def newer(monkeypatch):
-    """MLX and mlx-lm of a version that nobody has tested."""
+    """MLX and mlx-lm of an untested version."""
     monkeypatch.setattr(versions, "installed", lambda: NEWER)
     monkeypatch.setattr(versions, "_said", set())
 
@@ -327,7 +327,7 @@ REACHES = ("exec", "eval", "inspect.getsource", "dis.get_instructions", "Functio
 
 
 def reaches_inside(file: Path) -> list[str]:
-    """What a module takes of others that these do not promise."""
+    """What a module takes from mlx-lm and MLX without their promise."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("mlx", "mlx_lm", "transformers")):

@@ -40,7 +40,9 @@ def test_every_gear_has_compiled_steps_of_its_own(compiling):
         assert mx.allclose(logits(gear), expected[gear], atol=1e-5), gear
     steps = [module._step for module in gearbox.model.modules() if "_step" in vars(module)]
     logits("low"), logits("high")
-    assert [module._step for module in gearbox.model.modules() if "_step" in vars(module)] == steps  # not compiled anew
+    assert [
+        module._step for module in gearbox.model.modules() if "_step" in vars(module)
+    ] == steps  # not compiled again
 
 
 @pytest.mark.slow
@@ -56,7 +58,7 @@ def test_a_partly_accepted_draft_leaves_nothing_of_it_in_them(compiling):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_cap_compiles_them_anew(compiling):
+def test_a_cap_compiles_them_again(compiling):
     gearbox, logits, compiled = compiling
     gearbox.cap({layer.path: 4 for layer in gearbox.layers})
     expected = logits("high")

@@ -103,5 +103,5 @@ def test_the_study(library):
 
 
 def test_columns_that_do_not_fit_are_refused():
-    with pytest.raises(GearbxError, match="--columns 100: is no multiple of 512"):
+    with pytest.raises(GearbxError, match="--columns 100: is not a multiple of 512"):
         study(columns=100)

@@ -127,9 +127,9 @@ def test_single_precision_costs_next_to_nothing():
     ("logprobs", "words"),
     [
         ([], "no log-probabilities"),
-        ([0.3], "0.3 is no log-probability"),
-        ([math.nan, -1.0], "nan is no log-probability"),
-        ([math.inf], "inf is no log-probability"),
+        ([0.3], "0.3 is not a log-probability"),
+        ([math.nan, -1.0], "nan is not a log-probability"),
+        ([math.inf], "inf is not a log-probability"),
         ([-0.1, -0.1], "add up to 1.81, more than 1"),
         ([-3.0, -3.0, -3.0], "leave 0.851 to 5 other tokens, of at most 0.0498 each"),
         ([-5.0] * 9, "9 log-probabilities for a vocabulary of 8"),

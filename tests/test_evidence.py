@@ -1,4 +1,4 @@
-"""One command measures the evidence anew, and goes on after an interrupt; its advice has the figures of the reports."""
+"""One command measures the evidence again, and goes on after an interrupt; its advice has the reports' figures."""
 
 import json
 import subprocess

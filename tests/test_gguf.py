@@ -159,7 +159,7 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
     ("content", "words"),
     [
         (b"", "is empty"),
-        (b"PK\3\4" + bytes(40), "is no GGUF file"),
+        (b"PK\3\4" + bytes(40), "is not a GGUF file"),
         (gguf(version=1), "version 1"),
         (gguf([("a", (2, 256), Q2_K, bytes(168))]), "Q2_K"),
         (gguf([("a", (2, 96), Q6_K, bytes(420))]), "needs blocks of 256"),

@@ -278,7 +278,7 @@ class TestCommand:
             (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),
             (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits is 'a'; give whole numbers"),
             (["--machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
-            (["--max-memory", "much"], "--max-memory: 'much' is no size; give bytes such as 3GB"),
+            (["--max-memory", "much"], "--max-memory: 'much' is not a size; give bytes such as 3GB"),
             (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),
         ],
     )

@@ -135,7 +135,7 @@ def test_a_name_of_two_lines(command, tmp_path):
 
 
 class TestCode:
-    """Code beside a model runs only with --trust-remote-code, and nobody is asked on the terminal."""
+    """Code beside a model runs only with --trust-remote-code, and the terminal asks no question."""
 
     @pytest.fixture(params=["model_file", "tokenizer"])
     def planted(self, request, model, tmp_path, monkeypatch) -> Path:

@@ -1,4 +1,4 @@
-"""What a chat reads anew of a conversation, and what its KV cache holds of it."""
+"""What a chat reads again of a conversation, and what its KV cache holds of it."""
 
 import mlx.core as mx
 import pytest
@@ -30,7 +30,7 @@ def read(model, cache: KeptCache, tokens: list[int], surplus: list[int] | None =
     return logits
 
 
-def anew(model, tokens: list[int], max_kv_size=None) -> mx.array:
+def again(model, tokens: list[int], max_kv_size=None) -> mx.array:
     return model(mx.array([tokens]), cache=make_prompt_cache(model, max_kv_size))[0, -1]
 
 
@@ -69,7 +69,7 @@ def test_only_what_is_new_is_read_and_the_logits_are_those_of_reading_everything
     cache = kept(model)
     read(model, cache, FIRST)
     assert cache.unread(next_turn) == unread
-    assert_close(read(model, cache, next_turn), anew(model, next_turn))
+    assert_close(read(model, cache, next_turn), again(model, next_turn))
     assert cache.tokens == next_turn
 
 
@@ -78,10 +78,10 @@ def test_a_token_that_was_read_ahead_and_not_shown_is_forgotten(architecture):
     model = tiny_model(architecture)
     cache = kept(model)
     read(model, cache, FIRST, surplus=[12])
-    assert_close(read(model, cache, CONTINUED), anew(model, CONTINUED))
+    assert_close(read(model, cache, CONTINUED), again(model, CONTINUED))
 
 
-def test_caches_that_were_cut_too_short_are_read_anew():
+def test_caches_that_were_cut_too_short_are_read_again():
     model = tiny_model()
     cache = kept(model)
     read(model, cache, FIRST)
@@ -104,7 +104,7 @@ def test_a_prompt_that_was_stopped_goes_on_where_it_was():
     model(mx.array([cache.unread(FIRST)[:4]]), cache=cache.entries)
     cache.note(FIRST, whole=False)
     assert cache.unread(FIRST) == FIRST[4:]
-    assert_close(read(model, cache, FIRST), anew(model, FIRST))
+    assert_close(read(model, cache, FIRST), again(model, FIRST))
 
 
 def test_a_draft_model_that_is_behind_shortens_what_is_known():
@@ -125,11 +125,11 @@ def test_both_models_of_a_pair_are_cut_and_what_one_missed_counts():
     pair.engaged = 0
     read(pair, cache, FIRST)
     pair.engaged = 1
-    assert_close(read(pair, cache, CHANGED), anew(pair, CHANGED))
+    assert_close(read(pair, cache, CHANGED), again(pair, CHANGED))
     assert [entry.given for entry in cache.entries] == [len(CHANGED)] * 2
 
 
-def test_a_pair_of_states_begins_anew():
+def test_a_pair_of_states_begins_again():
     pair = PairedModel(tiny_model("mamba"), tiny_model("mamba", seed=1))
     cache = KeptCache(pair.make_cache)
     read(pair, cache, FIRST)
@@ -144,7 +144,7 @@ def test_the_entries_are_cut_to_what_was_shown():
     assert length(cache.cut_to_tokens()) == len(FIRST)
 
 
-def test_entries_that_cannot_be_cut_are_refused_and_read_anew():
+def test_entries_that_cannot_be_cut_are_refused_and_read_again():
     model = tiny_model("qwen2")  # whose class leaves the window to mlx-lm
     cache = kept(model, WINDOW)
     read(model, cache, FIRST, surplus=[12])
@@ -153,7 +153,7 @@ def test_entries_that_cannot_be_cut_are_refused_and_read_anew():
     assert cache.unread(FIRST) == FIRST
 
 
-def test_a_signal_while_caches_are_made_leaves_one_that_reads_everything_anew():
+def test_a_signal_while_caches_are_made_leaves_one_that_reads_everything_again():
     model = tiny_model("llama")
     signals = iter([None, KeyboardInterrupt])
 
@@ -167,5 +167,5 @@ def test_a_signal_while_caches_are_made_leaves_one_that_reads_everything_anew():
     with pytest.raises(KeyboardInterrupt):
         cache.forget()
     assert cache.tokens == []
-    assert mx.array_equal(read(model, cache, CONTINUED), anew(model, CONTINUED))
+    assert mx.array_equal(read(model, cache, CONTINUED), again(model, CONTINUED))
     assert cache.tokens == CONTINUED

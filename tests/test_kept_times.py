@@ -113,7 +113,7 @@ def test_nothing_is_kept_or_known_where_nothing_is_measured(file, monkeypatch):
     assert file.read_text() == before
 
 
-def test_a_file_that_lacks_something_is_measured_anew(file):
+def test_a_file_that_lacks_something_is_measured_again(file):
     Start().write(100, 1.0, 2.0)
     stored = json.loads(file.read_text())
     ((times,),) = [machine.values() for machine in stored["machines"].values()]

@@ -188,7 +188,7 @@ class TestCompiledAgain:
 
 
 class TestNeverLoaded:
-    """A cache that somebody else could have written to: one line says so, and the kernels are compiled anew."""
+    """A cache that another user could have written to: one line says so, and the kernels are compiled again."""
 
     def assert_private(self, cache, reason: str) -> None:
         with pytest.warns(GearbxWarning, match=reason) as warned:

@@ -217,7 +217,7 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
 
 
 def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny):
-    """Texts of one token say nothing about either way: nobody knows when that token was there."""
+    """Texts of one token say nothing about either way: it is not known when that token was there."""
     gearbox, now = Gearbox(tiny, "4,16"), [0.0]
     stretches = Stretches(lambda: now[0])
     for _ in range(3 * TRIAL[True]):

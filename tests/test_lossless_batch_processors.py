@@ -103,7 +103,7 @@ def test_a_draft_that_fails_ends_drafts_of_the_texts_of_then_alone(demo, geared_
 
     def fails_in_the_first_draft(logprobs):
         calls.append(1)
-        if len(calls) == 2:  # the first one is of the prompt
+        if len(calls) == 2:  # the first one belongs to the prompt
             raise ValueError("odd")
         return greedy_sampler(logprobs)
 

@@ -37,7 +37,7 @@ def test_a_few_rows_are_what_the_script_finds(describe):
     assert describe(text, "--check", *FEW) == (0, text)
 
 
-def test_a_row_that_became_wrong_is_shown_and_written_anew(describe):
+def test_a_row_that_became_wrong_is_shown_and_written_again(describe):
     text = PAGE.read_text(encoding="utf-8")
     row = next(line for line in text.splitlines() if line.startswith("| `llama` |"))
     wrong = text.replace(row, row.replace("drafts", "differs"))

@@ -90,7 +90,7 @@ def test_a_head_that_stays_dense_says_why_and_is_read_whole(name):
 
 
 class Table(nn.Embedding):
-    """What a class of somebody else's may be."""
+    """What a class outside mlx-lm may be."""
 
 
 def test_a_head_of_an_unknown_class_stays_dense_and_says_so():

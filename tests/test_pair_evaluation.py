@@ -49,7 +49,7 @@ class TestReplay:
         assert np.allclose(run.entropy, [r.entropy for r in responses], atol=0.02)  # bfloat16, in one pass and in many
         assert run.passes.sum(axis=0).tolist() == np.sum([r.passes for r in responses], axis=0).tolist()
 
-    def test_every_text_begins_anew(self, recording):
+    def test_every_text_begins_again(self, recording):
         gears = turns(recording, 5.0, 3, 4)
         for window in range(3):
             assert gears[recording.small.window == window][:4].tolist() == [0, 0, 0, 0]

@@ -185,7 +185,7 @@ def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_pa
     assert check_gears(own, whole) == 14
     assert own.fingerprint == whole.fingerprint
     half = sum(nbytes(array) for name, array in stored_of(own, {"library"})) // 2
-    # Lists differ in length, and are found by where they begin; a library is everybody's.
+    # Lists differ in length, and are found by where they begin; all of them share the library.
     others = 2 * sum(array.nbytes for array in arrays_of(own, {*LISTS, *LISTS.values()}))
     others += sum(nbytes(array) for name, array in stored_of(own, set()) if name.endswith("library"))
     assert begun <= half + others

@@ -54,7 +54,7 @@ def content_of(made: PrecisionManifest) -> dict:
 
 @pytest.fixture(scope="module")
 def for_demo() -> dict:
-    """A manifest of the demo model, with numbers that nobody measured; as JSON holds it."""
+    """A manifest of the demo model, with invented numbers; as JSON holds it."""
     model, _ = load()
     layers, _ = discover(model, "all", 64)
     held = {e.path: LayerPrecision("mlp", e.module.weight.size, 3, 16, KL) for e in layers}
@@ -196,7 +196,7 @@ class TestGenerate:
         [
             (("fingerprint",), "f" * 32, "made for another model (demo), whose weights are not these"),
             (("version",), 9, "has version 9, and this gearbx-mlx reads 1"),
-            (("layers", "model.layers.9.mlp.up_proj"), None, "model.layers.9.mlp.up_proj, which is no layer of this"),
+            (("layers", "model.layers.9.mlp.up_proj"), None, "mlp.up_proj, which is not a layer of this"),
             (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; give a range'),
             (("layers", UP, "kl"), {"4": float("nan")}, "NaN is not a finite number"),
             (("layers", UP, "perplexity_change"), {"4": float("inf")}, "Infinity is not a finite number"),

@@ -58,7 +58,7 @@ def asked(fake, path=CHAT) -> list[dict]:
     [
         ([SURE] * 3, "small", "entropy"),
         ([UNSURE] * 3, "large", "entropy"),
-        ([UNSURE, SURE, SURE], "small", "entropy"),  # the mean is of the last two
+        ([UNSURE, SURE, SURE], "small", "entropy"),  # the mean is that over the last two
         ([SURE, UNSURE, UNSURE], "large", "entropy"),
         ([HALF_KNOWN] * 3, "large", "undecided"),
     ],
@@ -296,7 +296,7 @@ class TestHandingOver:
     @pytest.mark.parametrize(
         "own", [{"n": 2}, {"response_format": {"type": "json_object"}}, {"logprobs": True}, {"max_tokens": 3}]
     )
-    def test_what_one_writer_has_to_make_is_begun_anew(self, own):
+    def test_what_one_writer_has_to_make_is_begun_again(self, own):
         with (
             fake_server(streaming("S", [UNSURE] * 3)) as small,
             fake_server(texting("L", [SURE] * 3, "vllm")) as large,
@@ -307,7 +307,7 @@ class TestHandingOver:
             assert got["gearbx"]["handed_over"] == 0
             assert asked(large)[-1] == EASY | own
 
-    def test_a_server_that_refuses_to_go_on_begins_anew(self):
+    def test_a_server_that_refuses_to_go_on_begins_again(self):
         def fussy(path, body):
             return (
                 refused("no prefill") if "continue_final_message" in (body or ()) else texting("L", [SURE])(path, body)
@@ -322,7 +322,7 @@ class TestHandingOver:
             assert written(got) == "L0 !"
             assert chunks(got)[0]["gearbx"]["handed_over"] == 0
 
-    def test_a_server_that_trims_spaces_begins_anew(self):
+    def test_a_server_that_trims_spaces_begins_again(self):
         """mlx_lm.server takes the space away with which an answer begins, and two words would be one."""
         with (
             fake_server(texting("S", [UNSURE] * 3)) as small,

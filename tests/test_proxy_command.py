@@ -35,12 +35,12 @@ TWO = ("--small-server", "http://127.0.0.1:1", "--large-server", "http://127.0.0
         ((*TWO, "--hysteresis", "1"), "--hysteresis"),
         ((*TWO, "--vocab-size", "1"), "--vocab-size is 1"),
         ((*TWO, "--server-timeout", "nan"), "--server-timeout is nan"),
-        (("--small-server", "x", *TWO[2:]), "--small-server 'x' is no http or https URL"),
+        (("--small-server", "x", *TWO[2:]), "--small-server 'x' is not an http or https URL"),
         ((*TWO, "--port", "70000"), "--port is 70000"),
-        ((*TWO, "--allowed-origins", "example.org"), "'example.org' is no origin of a page"),
-        ((*TWO, "--allowed-origins", "https://example.org/page"), "is no origin of a page"),
-        (("--keep-alive", "soon"), "--keep-alive: 'soon' is no time; give seconds, 5m or 1h"),
-        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is no size"),
+        ((*TWO, "--allowed-origins", "example.org"), "'example.org' is not the origin of a page"),
+        ((*TWO, "--allowed-origins", "https://example.org/page"), "is not the origin of a page"),
+        (("--keep-alive", "soon"), "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
+        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is not a size"),
     ],
 )
 def test_flags_that_do_not_go_together_are_one_line(flags, words, command):

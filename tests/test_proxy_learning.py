@@ -56,7 +56,7 @@ def test_calls_and_thoughts_without_logprobs_say_nothing_of_other_answers(said, 
             server = "large" if own else "small"
             before = len(fake.requests)
             assert gearbx(client.post(CHAT, json=EASY | own | {"stream": streamed})) == (server, why)
-        assert len(fake.requests) - before == 2 - streamed  # nothing is tried anew
+        assert len(fake.requests) - before == 2 - streamed  # nothing is tried again
 
 
 def test_what_a_server_could_not_do_is_tried_again_later(large, monkeypatch):

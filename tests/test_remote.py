@@ -1,4 +1,4 @@
-"""Servers of others as sources of tokens with log-probabilities: what is asked of them, and what is made of answers."""
+"""Other servers as sources of tokens with log-probabilities: what is asked of them, and what is made of answers."""
 
 import json
 import math
@@ -283,7 +283,7 @@ def test_a_key_is_sent_and_never_shown():
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://host/v1", "http://", "http://host:99999/v1", "http://h/v1?a=b"])
 def test_a_url_that_is_none_is_refused(url):
-    with pytest.raises(GearbxError, match=r"--server .*(no URL|no http or https URL|more than an address)"):
+    with pytest.raises(GearbxError, match=r"--server .*(not a URL|not an http or https URL|more than an address)"):
         Connection(url)
 
 

@@ -65,7 +65,7 @@ class TestReplay:
         assert (result.kl == 0).all()
         assert result.passes.tolist() == [[1, 0, 1]] * TOKENS
 
-    def test_a_route_acts_two_tokens_later_and_begins_anew_in_every_window(self, geared, reference):
+    def test_a_route_acts_two_tokens_later_and_begins_again_in_every_window(self, geared, reference):
         gate = ThresholdGate((1e-9, 2e-9), hysteresis=0, min_gear_duration=1)  # any entropy is too much
         result = recorded(geared, RoutePolicy(geared.ladder, gate, Monitor(128)), reference)
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3

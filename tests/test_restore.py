@@ -125,7 +125,7 @@ def deepseek_v3(weights: Weights) -> Weights:
 
 
 def llama(weights: Weights) -> Weights:
-    """A head that is the embedding once more, and what is computed anew at every start."""
+    """A head that is the embedding once more, and what every start computes again."""
     return weights | {
         "lm_head.weight": weights["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": normal(16),
@@ -274,7 +274,7 @@ def geared(checkpoint, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
 
 
-KEPT = -1  # the step in which the first file is whole: that of what is kept
+KEPT = -1  # the step in which the first file, with what is kept, is whole
 KILLED = """
 import itertools, os, signal, sys
 from gearbx_mlx.convert import main

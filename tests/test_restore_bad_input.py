@@ -39,7 +39,7 @@ class TestWhatAStoppedRunLeft:
         assert contents(work) == left
         assert not out.exists()
 
-    def test_files_that_a_conversion_writes_itself_are_written_anew(self, checkpoint, tmp_path, command):
+    def test_files_that_a_conversion_writes_itself_are_written_again(self, checkpoint, tmp_path, command):
         """As after a kill between the last step and the renaming, of a conversion to another format."""
         work = tmp_path / "out.incomplete"
         work.mkdir()

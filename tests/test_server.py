@@ -196,7 +196,7 @@ def test_a_second_turn_reads_only_what_is_new_and_writes_the_same(client, gearbx
     first = text_of(client, prompt, gearbx=gearbx)
     again = complete(client, f"{prompt}{first} Then", gearbx=gearbx)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 20
-    if gearbx.get("mode") in (None, "lossless"):  # in one gear the entries are the same, whoever wrote them
+    if gearbx.get("mode") in (None, "lossless"):  # in one gear the entries are the same in both modes
         with served(gears="4,8,16", log_level="ERROR") as fresh:
             assert text_of(fresh, f"{prompt}{first} Then", gearbx=gearbx) == again["choices"][0]["text"]
 

@@ -29,7 +29,7 @@ def test_a_chat_may_ask_for_a_number_of_logprobs(client, asked, found):
 
 def strict(text):
     def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
+        raise AssertionError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 

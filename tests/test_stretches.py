@@ -62,7 +62,7 @@ def test_short_texts_add_up_and_the_time_between_them_does_not_count():
 
 
 def with_pauses(rounds, alone, every, pause, length=1, tokens=4000):
-    """The ways of tokens where whoever reads them pauses after each so many. A round makes `length` tokens at once."""
+    """The ways of tokens if their reader pauses after each so many. A round makes `length` tokens at once."""
     now, ways, left = [0.0], [], 0
     stretches = Stretches(lambda: now[0])
     for token in range(tokens):

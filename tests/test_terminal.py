@@ -231,4 +231,4 @@ def test_names_with_control_characters_stay_on_one_line(command):
         assert_refused(result, f"{shown}: cannot be read as text")
         assert result.err.count("\n") == 1
         assert "\x1b[2J" not in result.err
-    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is no size")
+    assert_refused(command("convert", "--memory-budget", "a\nb"), r"'a\nb' is not a size")

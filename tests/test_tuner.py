@@ -73,7 +73,7 @@ class TestGearbox:
             assert mx.array_equal(results[name], box.model(x)).item()
         assert not mx.array_equal(results[MLX], results[NATIVE]).item()
 
-    def test_measures_anew_when_asked(self, cache):
+    def test_measures_again_when_asked(self, cache):
         plant(cache, AFFINE, native=2.0, mlx=1.0)
         box = boxed(kernels="measure")
         measure_gears(box)
@@ -279,7 +279,7 @@ class TestCache:
         assert len(names) == 3
 
     @pytest.mark.parametrize("content", [b"{", b"[]", b'{"machines": {"a": {"b": {"c": -1}}}}', b"\xff", b""])
-    def test_that_is_corrupt_is_said_and_written_anew(self, cache, content):
+    def test_that_is_corrupt_is_said_and_written_again(self, cache, content):
         cache.write_bytes(content)
         kept = TuningCache()
         with pytest.warns(GearbxWarning, match=r"tuning\.json: .*written again"):

@@ -46,7 +46,7 @@ class AllocationSettings(Settings):
         exclusive="target",
     )
     target_bytes: str | None = flag(
-        None, "Of the layers that change gear, such as 3GB; likewise.", metavar="SIZE", exclusive="target"
+        None, "Bytes of the layers that change gear, such as 3GB; likewise.", metavar="SIZE", exclusive="target"
     )
     target_kl: str | None = flag(
         None, "Most KL from full precision, nats per token; likewise.", metavar="NATS", exclusive="target"
@@ -65,14 +65,14 @@ class AllocationSettings(Settings):
 
     @property
     def bits(self) -> tuple[int, ...]:
-        """Of the gears that get a table: all but 16."""
+        """Bits of the gears that get a table: all but 16."""
         return Ladder.parse(self.gears).quantized_bits
 
     def targets(self) -> list[Target | None]:
         """A target for each table; None: the bits per weight of the uniform gear.
 
         Raises:
-            GearbxError: what is no positive number, too few or too many targets, or targets of two kinds.
+            GearbxError: what is not a positive number, too few or too many targets, or targets of two kinds.
         """
         wanted = {kind: text for kind in UNITS if (text := getattr(self, f"target_{kind}")) is not None}
         if not wanted:
@@ -89,7 +89,7 @@ class AllocationSettings(Settings):
 
 
 def parse_targets(kind: str, text: str) -> list[float]:
-    """Numbers with commas between. Raises GearbxError for what is no positive number."""
+    """Numbers with commas between. Raises GearbxError for what is not a positive number."""
     try:
         values = [float(parse_bytes(part) if kind == "bytes" else part) for part in text.split(",")]
     except GearbxError:

@@ -69,7 +69,7 @@ class AnalysisSettings(Settings):
 
     title: ClassVar[str] = "analysis"
 
-    prompts: str = flag(help="One prompt per line, or JSON Lines as of GSM8K.", named=True)
+    prompts: str = flag(help="One prompt per line, or JSON Lines as in GSM8K.", named=True)
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str = flag("analysis", "Directory for trace, summary and pictures.", named=True)
 
@@ -106,7 +106,7 @@ def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
 
     Args:
-        prompts: a file with one prompt per line, or JSON Lines as of GSM8K.
+        prompts: a file with one prompt per line, or JSON Lines as in GSM8K.
         keywords: named like the command's flags, with their defaults: model=..., gears="4,8,16".
 
     Returns:

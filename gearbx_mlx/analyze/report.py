@@ -1,4 +1,4 @@
-"""What an analysis writes, be the model here or behind a server: trace, summary and pictures in one directory."""
+"""What an analysis of a model, here or behind a server, writes: trace, summary and pictures in one directory."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -69,7 +69,7 @@ def write_report(
     gears: Sequence[str],
     thresholds: Sequence[float],
 ) -> list[Path]:
-    """Write summary and pictures beside the trace, none of no records. Returns the paths of all files."""
+    """Write summary and pictures beside the trace, if there are records. Returns the paths of all files."""
     write_text(out / SUMMARY, as_json(summary))
     pictures = draw_report(records, gears, thresholds, out) if records else []
     return [out / TRACE, out / SUMMARY, *pictures]

@@ -176,7 +176,7 @@ def tokens_of(server: RemoteServer, question: Question, max_tokens: int) -> Iter
 
 
 def bounds_of(token: RemoteToken, vocabulary: VocabularySize, place: str, server: RemoteServer) -> tuple[float, float]:
-    """The bounds of a token's entropy in bits. Raises RemoteError for log-probabilities that none can have."""
+    """The bounds of a token's entropy in bits. Raises RemoteError for impossible log-probabilities."""
     try:
         return entropy_bounds(token.logprobs, vocabulary.size, rounding_of(token.logprobs), token.unlisted)
     except GearbxError as error:

@@ -127,7 +127,7 @@ class MetalBenchmark(Settings):
     check_only: bool = flag(False, "Only compare every kernel with what it stands for.")
     shapes: str = flag("4096x4096,14336x4096,4096x14336", "ROWSxCOLUMNS that are timed.")
     vectors: str = flag("1,2,4,8", f"Vectors in one call, 1 to {MOST_VECTORS}.")
-    group_size: int = flag(64, "Of affine and planes that are checked.", choices=GROUP_SIZES)
+    group_size: int = flag(64, "Group size of the affine weights and planes to check.", choices=GROUP_SIZES)
     megabytes: int = flag(512, "Weights read in a trial; more than the caches have room for.", least=1, most=2**20)
     model: str | None = flag(
         None, "Whose gears and modes are timed: local directory or Hub repository. Default: the demo model", named=True
@@ -203,7 +203,7 @@ def parse_shapes(text: str) -> list[tuple[int, int]]:
 
 
 def parse_counts(name: str, text: str, most: int) -> list[int]:
-    """Numbers from text such as "1,2,4,8". Raises GearbxError for others than 1 to `most`."""
+    """Numbers from text such as "1,2,4,8". Raises GearbxError for a number outside of 1 to `most`."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError as error:

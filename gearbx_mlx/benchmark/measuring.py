@@ -103,7 +103,7 @@ def cpu_module() -> Any:
 
 
 def native_module() -> Any:
-    """As `cpu_module`. Raises GearbxError where there are none."""
+    """Like `cpu_module`. Raises GearbxError where there are none."""
     if not on_cpu():
         raise GearbxError("MLX computes on a GPU, and this benchmark times kernels of the CPU; give --device cpu")
     module = cpu_module()

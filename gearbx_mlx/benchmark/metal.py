@@ -69,7 +69,7 @@ def run(settings: MetalBenchmark) -> int:
         raise GearbxError(can.reason)
     out = output_path(settings.json)
     check_memory(bytes_needed(settings), "these shapes")
-    resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # a wrong model is said first
+    resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # reports a wrong model first
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)

@@ -54,7 +54,7 @@ class MetalProduct:
     """A format at some bits.
 
     pack: a matrix (O, I) to arrays, in the order of a launch. dense: arrays and I to the dequantized matrix (O, I),
-    float32. prepare: x (V, I), arrays and a variant to the product of these, or of others of their shapes and types.
+    float32. prepare: x (V, I), arrays and a variant to the product of these, or of others with their shapes and types.
     multiple: the columns have to be a multiple of it. variants: that there are; "" where there is one. decoded: arrays
     to the weight, bit for bit, by a launch; None: there is no such kernel. of_experts: whether there is a kernel of
     experts, for which `prepare` takes arrays with a leading dimension, and their indices as a last argument.

@@ -61,7 +61,7 @@ class ClientAnswer:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of a stream after its first token, of a whole answer altogether."""
+        """Speed of a stream after its first token, or of a whole answer."""
         if self.first is None:
             return self.tokens / self.seconds
         return (self.tokens - 1) / max(self.seconds - self.first, 1e-9)
@@ -75,7 +75,7 @@ def check_answer(answer: httpx.Response) -> None:
 
 
 class Client:
-    """Asks one server, a request after the other. Raises GearbxError for an answer that is none."""
+    """Asks one server, a request after the other. Raises GearbxError for what is not an answer."""
 
     def __init__(self, url: str):
         refusing: dict[str, Any] = {"response": [check_answer]}
@@ -340,5 +340,5 @@ def rate_rows(found: dict[str, list[Pair]]) -> Rows:
 
 
 def processor_seconds(process: Any) -> float:
-    """Of a process until now."""
+    """Processor seconds of a process until now."""
     return float(sum(process.cpu_times()[:2]))

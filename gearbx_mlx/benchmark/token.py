@@ -43,7 +43,7 @@ Call = Callable[[], Any]
 
 @dataclass
 class TokenParts:
-    """Of one gear: the calls of a token by part, operations per layer, and the trials' seconds per token."""
+    """One gear's calls of a token by part, its operations per layer, and the trials' seconds per token."""
 
     calls: Mapping[str, list[Call]]
     operations: float

@@ -146,7 +146,7 @@ class PrecisionManifest(Struct, frozen=True):
         paths = list(paths)
         unknown = sorted(self.layers.keys() - {*paths})
         if unknown:
-            raise GearbxError(f"has {unknown[0]}, which is no layer of this model that changes gear; {MAKE}")
+            raise GearbxError(f"has {unknown[0]}, which is not a layer of this model that changes gear; {MAKE}")
         missing = [path for path in paths if path not in self.layers]
         top = dict.fromkeys(missing, DENSE)
         gears = {bits: structs.replace(table, bits={**top, **table.bits}) for bits, table in self.gears.items()}

@@ -79,7 +79,7 @@ class CalibrationSettings(Settings):
     top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
     shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
     prompts: str | None = flag(
-        None, "One prompt per line, or JSON Lines as of GSM8K. Default: three that ship.", named=True
+        None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship.", named=True
     )
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str | None = flag(

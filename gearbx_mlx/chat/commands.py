@@ -75,7 +75,7 @@ def reset(session: Session, argument: str) -> None:
 
 def system(session: Session, argument: str) -> None:
     session.conversation.instruct(argument or None)
-    terminal.note("the system prompt is another one now" if argument else "there is no system prompt now")
+    terminal.note("the system prompt has changed" if argument else "there is no system prompt now")
 
 
 def save(session: Session, argument: str) -> None:
@@ -126,7 +126,7 @@ def leave(session: Session, argument: str) -> None:
 COMMANDS = {
     "/gear": Command("NAME|auto", "stay in one gear; auto: back to the mode", gear, lambda m: (AUTO, *m.gears)),
     "/mode": Command("NAME [FLAGS]", "change the mode, with its flags as for generate", mode, lambda m: m.modes),
-    "/system": Command("[TEXT]", "change the system prompt; without text, do without", system),
+    "/system": Command("[TEXT]", "change the system prompt; without text, remove it", system),
     "/reset": Command("", "begin a new conversation (r)", reset),
     "/save": Command("FILE", "write it as .md or .jsonl, or the KV cache as .safetensors", save, lambda m: FILES),
     "/help": Command("", "show this (h)", show_help),

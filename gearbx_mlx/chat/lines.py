@@ -31,7 +31,7 @@ class Lines(Protocol):
         """The next message, without the end of its line; None: there are no more.
 
         Raises:
-            GearbxError: a line that is no text; further lines can be read.
+            GearbxError: a line that is not text; further lines can be read.
             Interrupted: Ctrl-C was typed.
         """
         ...

@@ -60,7 +60,7 @@ class ChatModel(Protocol):
         ...
 
     def hold(self, gear: str | None) -> None:
-        """Stay in a gear; None: back to the mode. Raises GearbxError for one that there is not."""
+        """Stay in a gear; None: back to the mode. Raises GearbxError for a gear that does not exist."""
         ...
 
     def change(self, mode: str, words: Sequence[str]) -> None:

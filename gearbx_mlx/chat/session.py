@@ -43,7 +43,7 @@ class Conversation:
     def instruct(self, system: str | None) -> None:
         """Change the system prompt. Raises GearbxError where there is no chat template that it could go into."""
         if not self.templated:
-            raise GearbxError("a system prompt goes into the chat template, which this chat does without")
+            raise GearbxError("a system prompt goes into the chat template, which this chat does not have")
         self.system = system
 
     def add(self, asked: str, answer: str) -> None:

@@ -47,7 +47,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
     """The text to calibrate with, `LONGEST` tokens at most in each piece.
 
     Args:
-        file: text, or JSON Lines as of GSM8K; None or "": what ships, and requests if the tokenizer has a template.
+        file: text, or JSON Lines as in GSM8K; None or "": what ships, and requests if the tokenizer has a template.
 
     Raises:
         GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.

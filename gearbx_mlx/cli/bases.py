@@ -68,7 +68,7 @@ class BaseKey:
 
     @property
     def file(self) -> Path:
-        """Of the user's cache, or of the folder GEARBX_BASES."""
+        """The file in the user's cache, or in the folder GEARBX_BASES."""
         about = f"{VERSION} {self.format} {self.ladder} {self.manage} {self.group_size}"
         short = hashlib.sha256(about.encode()).hexdigest()[:8]
         name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"

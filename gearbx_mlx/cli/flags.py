@@ -254,7 +254,7 @@ class ControllerSettings(Settings):
         return self.target_tps is not None or watching
 
     def limit(self) -> int | None:
-        """--max-memory in bytes. Raises GearbxError for what is no size."""
+        """--max-memory in bytes. Raises GearbxError for what is not a size."""
         if self.max_memory is None:
             return None
         with about("--max-memory"):
@@ -373,7 +373,7 @@ class ModeSettings(Settings):
     mode: str | None = flag(
         None,
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; where nothing else is said, bfloat16 weights are stored once, in format "
+        "same --gears, --kernels and --dtype; by default, bfloat16 weights are stored once, in format "
         f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
         "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
@@ -406,7 +406,7 @@ class ModeSettings(Settings):
     lookup_tokens: int | None = flag(
         None,
         "For --mode lossless: where the last tokens of the text occurred before, up to N tokens that followed there "
-        f"are proposed, for nothing (prompt lookup); 0 turns that off. Default: {MOST_DRAFTED}; 0 with --draft-length",
+        f"are proposed at no cost (prompt lookup); 0 turns that off. Default: {MOST_DRAFTED}; 0 with --draft-length",
         least=0,
         most=MOST_DRAFTED,
         metavar="N",
@@ -429,7 +429,7 @@ class ModeSettings(Settings):
     )
     schedule: str | None = flag(
         None,
-        "Of --mode route, which it implies: gears by the place of a token, in the place of thresholds, such as "
+        "For --mode route, which it implies: gears by the place of a token, in the place of thresholds, such as "
         "8:32,6:64,4: 32 tokens in 8 bits, 64 in 6, the rest in 4.",
         named=True,
         rare=True,

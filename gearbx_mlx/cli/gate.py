@@ -84,7 +84,7 @@ class RoutingSettings(Settings):
 
     thresholds: str | None = flag(
         None,
-        "Of --mode route, which it implies: a file from gearbx_mlx.calibrate, whose gate settings are then the "
+        "For --mode route, which it implies: a file from gearbx_mlx.calibrate, whose gate settings are then the "
         "defaults, bits such as 1.8,3.5, or auto: found on the first prompt.",
         metavar="FILE|BITS|auto",
         named=True,
@@ -112,7 +112,7 @@ def read_thresholds(text: str | None) -> ThresholdFile | Thresholds | None:
 
 
 def read_threshold_file(path: str) -> ThresholdFile:
-    """Raises GearbxError for a file that cannot be read, or is no thresholds file."""
+    """Raises GearbxError for a file that cannot be read, or is not a thresholds file."""
     return read_as(Path(path), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
 
 

@@ -229,7 +229,7 @@ class GearFlags(Settings):
 
     calibrate_base: str | None = flag(
         None,
-        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as of GSM8K. "
+        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as in GSM8K. "
         "Drafts then agree more often, in as many bits. It takes minutes, once: the result stays in the user's cache. "
         "Without TEXT: what ships.",
         nargs="?",
@@ -258,7 +258,7 @@ class GearFlags(Settings):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether format exact is no default: other codes, originals that are read again, MLX's kernels."""
+        """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
         return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
 
 

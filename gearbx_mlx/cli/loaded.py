@@ -122,7 +122,7 @@ class Loaded:
             raise GearbxError(f"{self.name}: is quantized already and has no gears to compare{told}; give the original")
 
     def gearbox(self) -> Gearbox:
-        """As `in_gears`. Raises GearbxError for a model that has no gears, too."""
+        """Like `in_gears`. Raises GearbxError for a model that has no gears, too."""
         self.check_gears()
         gearbox = self.in_gears().gearbox
         assert isinstance(gearbox, Gearbox)
@@ -282,7 +282,7 @@ def show_kernels(gearbox: Gearbox) -> None:
     tuner = gearbox.kernel_choices.tuner
     for product, wrong in tuner.wrong.items():
         for name, difference in wrong.items():
-            by = "is no number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times its size"
+            by = "is not a number" if difference == FAILED else f"differs from MLX's by {difference:.2g} times its size"
             note(f"kernel {name} is not used for {product}: its product {by}")
     if tuner.used:
         messages.print(kernels_table(tuner.used))
@@ -412,7 +412,7 @@ def warn_of_memory(resolved: Resolved) -> None:
 
 
 def warn_of_pair(small: str, large: str | None) -> None:
-    """As `warn_of_memory`, of two models that are in memory together."""
+    """Like `warn_of_memory`, of two models that are in memory together."""
     most = recommended_memory()
     found = [] if most is None else [files_of(small), files_of(large)]
     needed = sum(files.total for files in found if files is not None)
@@ -478,20 +478,20 @@ def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Mod
     model, tokenizer, config = load(settings.model, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:
-        if token not in known and token not in map(str, known.values()):  # mlx-lm takes others, for no token at all
+        if token not in known and token not in map(str, known.values()):  # mlx-lm takes other words, and ends nothing
             raise GearbxError(f"--extra-eos-token {shown(token)}: is not in the vocabulary; give a token or its number")
         tokenizer.add_eos_token(token)
     return model, tokenizer, config
 
 
 def load_original(settings: ModelSettings) -> tuple[nn.Module, Any, dict]:
-    """As `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
+    """Like `load_model`. Raises GearbxError for a model that is quantized, or whose checkpoint has gears."""
     model, tokenizer, config = load_model(settings)
     if is_quantized(model) or saved_gears(model) is not None:
         codes = own_codes(model)
         told = "" if codes is None else f" ({codes.told()})"
         name = model_name(settings.model)
-        raise GearbxError(f"{name}: is no original model{told}; give the one that it was made from")
+        raise GearbxError(f"{name}: is not an original model{told}; give the one that it was made from")
     return model, tokenizer, config
 
 
@@ -563,7 +563,7 @@ class PromptCache:
     def unread(
         self, model: nn.Module, tokens: list[int], max_kv_size: int | None, before: str
     ) -> tuple[list[int], list[Any]]:
-        """Those of the tokens that the cache does not have, and the caches that go on with them.
+        """The tokens that the cache does not have, and the caches that go on with them.
 
         Args:
             max_kv_size: of caches that are made again, as where states cannot be cut to what the tokens begin with.

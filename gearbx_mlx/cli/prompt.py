@@ -54,7 +54,7 @@ def read_prompt(text: str) -> str:
     """The prompt as given, with \\n and \\t understood; - reads standard input.
 
     Raises:
-        GearbxError: a prompt that is empty or no Unicode text; standard input that is closed or not UTF-8.
+        GearbxError: a prompt that is empty or not Unicode text; standard input that is closed or not UTF-8.
     """
     prompt = read_stdin() if text == "-" else text.replace("\\n", "\n").replace("\\t", "\t")
     check_prompt(prompt)
@@ -73,7 +73,7 @@ def read_stdin() -> str:
 
 
 def check_prompt(prompt: str) -> None:
-    """Raises GearbxError for a prompt that is empty or no Unicode text."""
+    """Raises GearbxError for a prompt that is empty or not Unicode text."""
     if not prompt.strip():
         raise GearbxError("the prompt is empty; give some text with --prompt, or - to read it from standard input")
     check_unicode(prompt, "the prompt")

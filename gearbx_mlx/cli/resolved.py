@@ -226,7 +226,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
         saved: the gears of the checkpoint, if it is a geared one.
 
     Raises:
-        GearbxError: flags that exclude each other, a flag of another mode, a file that is no drafting file.
+        GearbxError: flags that exclude each other, a flag of another mode, a file that is not a drafting file.
     """
     own, routing, layout = settings.mode, settings.routing, settings.layout
     mode, by, curve = TELEMETRY_ONLY if own.observes else own.mode, "", own.curve
@@ -263,7 +263,7 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     flags, controller = given_flags(choice), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
     governed = [name for name in GOVERNING if getattr(controller, name)]
-    others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, and none is meant by
+    others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, so that it names none
     if governed or others:
         mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
         return replace(choice, mode=mode, by=min(others or governed, key=(*FLAGS, *GOVERNING).index), asked=asked)

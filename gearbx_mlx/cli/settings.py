@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
-        raise GearbxError(f"'{text}' is no size; give bytes such as 3GB, 500MB or 2GiB")
+        raise GearbxError(f"'{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
     return round(count)
 
 
@@ -137,7 +137,7 @@ class FlagParser(argparse.ArgumentParser):
         return parsed
 
     def refuse(self, word: str) -> NoReturn:
-        """Exit with one line for a word that is no flag."""
+        """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
         near = nearest(name, self.flags()) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
@@ -157,7 +157,7 @@ def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
 
 
 class ShowAndExit(argparse.Action):
-    """A flag that prints something; it is no setting."""
+    """A flag that prints something; it is not a setting."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str, **_: Any):
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -285,7 +285,7 @@ class Settings:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises GearbxError for a value, or one of several, that is no choice."""
+    """Raises GearbxError for a value, or one of several, that is not among the choices."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if one not in choices:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")

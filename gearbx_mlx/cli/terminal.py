@@ -163,7 +163,7 @@ def status_of(command: Callable[[], int | None]) -> int:
 
 
 def print_unforeseen(error: Exception) -> None:
-    """One line for an error that no one thought of, and how to see where it comes from; raises it if that is asked."""
+    """One line for an unforeseen error, and how to see where it comes from; raises it if that is asked."""
     if os.environ.get(TRACEBACK):
         raise error
     print_error(f"{type(error).__name__}: {one_line(error)} ({TRACEBACK}=1 shows where)", 1)

@@ -39,7 +39,7 @@ def one_token_class(kind: Any) -> type[nn.Module] | None:
 
 @functools.cache
 def rewritten(kind: Any) -> type[nn.Module] | None:
-    """As `one_token_class`. It has the code of `kind`: nothing in mlx-lm is changed."""
+    """Like `one_token_class`. It has the code of `kind`: nothing in mlx-lm is changed."""
     call = kind.__call__
     if getattr(call, "__closure__", None):
         return None

@@ -43,14 +43,14 @@ def stream_generate(logsumexp: LogSumExp | None) -> Callable[..., Iterator[Gener
 
 @functools.cache
 def batch_step(logsumexp: LogSumExp | None) -> Callable[[GenerationBatch], Any]:
-    """As `stream_generate`, mlx-lm's step of a batch that writes."""
+    """Like `stream_generate`, mlx-lm's step of a batch that writes."""
     step = GenerationBatch._step
     return step if logsumexp is None or not is_tested() else with_globals(step, {"mx": StandIn(logsumexp)})
 
 
 @functools.cache
 def first_step(logsumexp: LogSumExp | None) -> Callable[[PromptProcessingBatch, list[list[int]]], GenerationBatch]:
-    """As `stream_generate`, what samples the first tokens of texts whose prompts are read."""
+    """Like `stream_generate`, what samples the first tokens of texts whose prompts are read."""
     generate, step = PromptProcessingBatch.generate, batch_step(logsumexp)
     if step is GenerationBatch._step:
         return generate

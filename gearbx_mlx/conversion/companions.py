@@ -39,7 +39,7 @@ def is_copied(name: str) -> bool:
     return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
-def begin_anew(source: Path, work: Path) -> None:
+def begin_again(source: Path, work: Path) -> None:
     """Prepare the directory of a conversion that has no journal: remove what an earlier one wrote itself.
 
     Raises:

@@ -136,7 +136,7 @@ def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Pac
 
 
 def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: int) -> Packed:
-    """The arrays of an embedding that is no layer: packed ones for the lowest gear, and its rows as they are.
+    """The arrays of an embedding that is not a layer: packed ones for the lowest gear, and its rows as they are.
 
     Raises:
         GearbxError: weights that are not finite.

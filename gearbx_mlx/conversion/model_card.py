@@ -94,7 +94,7 @@ class Provenance:
 
 
 def provenance(name: str, model: str | None, directory: Path) -> Provenance:
-    """Of a checkpoint.
+    """The provenance of a checkpoint.
 
     Args:
         name: how a user names the checkpoint.

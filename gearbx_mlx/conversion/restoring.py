@@ -117,7 +117,7 @@ class Restorer:
             return self._weight(path)
         file, entry = self.directory / MANIFEST, self._base.get(name)
         if entry is None or entry.dtype not in SIZES:
-            raise GearbxError(f"{file}: original names {shown(name)}, which is no parameter of the model; {RESTORE}")
+            raise GearbxError(f"{file}: original names {shown(name)}, which is not a parameter of the model; {RESTORE}")
         self.saved.hashes.verify([name], RESTORE)
         data = read_place(self.saved.hashes.places[name])
         return np.frombuffer(data, f"u{SIZES[entry.dtype]}").reshape(entry.shape)

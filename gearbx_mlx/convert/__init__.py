@@ -37,7 +37,7 @@ class BudgetSettings(Settings):
 
     memory_budget: str | None = flag(
         None,
-        "Such as 3GB: find the floors whose model fits, while it is encoded too, and makes sense.",
+        "Find the floors whose model fits this memory, such as 3GB, while it is encoded too, and makes sense.",
         metavar="SIZE",
     )
     target_bpw: float | None = flag(
@@ -45,7 +45,7 @@ class BudgetSettings(Settings):
     )
     reserve: str | None = flag(
         None,
-        "Of the memory budget, for keys and values and activations while the model generates: such as 2GB or 20%%. "
+        "Part of the memory budget for keys, values and activations while the model generates, such as 2GB or 20%%. "
         "Default: measured, for the model's context, at most 8192 tokens of it.",
         metavar="SIZE",
     )
@@ -121,13 +121,13 @@ class ConversionSettings(Settings):
         None, "Local directory or Hub repository. Default: the model that ships.", named=True, also=("--hf-path",)
     )
     mlx_path: str = flag("mlx_model", "Path to save the MLX model.", named=True)
-    revision: str | None = flag(None, "Of a Hub repository: a branch, a tag or a commit.", named=True)
+    revision: str | None = flag(None, "A branch, a tag or a commit of a Hub repository.", named=True)
     trust_remote_code: bool = flag(False, "Enable trusting remote code for tokenizer")
     dtype: str | None = flag(None, "Type to save the original weights in. Default: theirs", choices=DTYPES)
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
-        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as of GSM8K. The "
+        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as in GSM8K. The "
         "base is better in as many bits, and drafts agree more often. Without TEXT: what ships.",
         nargs="?",
         const="",
@@ -135,7 +135,7 @@ class ConversionSettings(Settings):
     )
     embeddings: str | None = flag(
         None,
-        "Whether the lowest gear looks up quantized rows of embeddings, as what mlx_lm.convert writes. The other gears "
+        "Whether the lowest gear looks up quantized rows of embeddings, as mlx_lm.convert does. The other gears "
         f"have the original rows. Default: {EMBEDDINGS[0]}",
         choices=EMBEDDINGS,
     )
@@ -143,14 +143,14 @@ class ConversionSettings(Settings):
     manifest: str | None = flag(
         None,
         "From gearbx_mlx.sensitivity or allocate. With several gears it lies in the checkpoint, and says which layers "
-        "a controller caps first, and how far. With one (--gears 4) write its table, instead of gears, as a checkpoint "
+        "a controller caps first, and how far. With one (--gears 4) its table is written, not gears, as a checkpoint "
         "for mlx-lm with every layer at its own bits.",
         metavar="FILE",
         named=True,
     )
     verify: str | None = flag(
         None,
-        "Instead of converting, compare every array of a geared checkpoint with its hash. Of format exact, also make "
+        "Instead of converting, compare every array of a geared checkpoint with its hash. For format exact, also make "
         "the original's files again and compare them.",
         metavar="DIR",
         named=True,

@@ -20,7 +20,7 @@ from ..cli.loaded import ladder_of_codes, trust
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import escaped, messages, note, progress_bar
-from ..conversion.companions import REPORT, begin_anew, copy_companions, write_config
+from ..conversion.companions import REPORT, begin_again, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
@@ -57,7 +57,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
     if read_journal(work)[0] is None:
-        begin_anew(source, work)
+        begin_again(source, work)
     copy_companions(source, work)
     precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
     plan = plan_of(settings, hashes_of(source), precision)

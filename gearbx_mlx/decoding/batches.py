@@ -91,7 +91,7 @@ class BatchText:
     chooser: Chooser = field(default_factory=Chooser)
     before: Gear | None = None
     rows: deque[SeenRow] = field(default_factory=deque)
-    """Of tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
+    """What belongs to tokens that are computed and not handed out yet: mlx-lm runs one ahead."""
 
     def __post_init__(self) -> None:
         self.wish = self.first
@@ -249,7 +249,7 @@ class BatchGenerator(StagedGenerator):
         return uids
 
     def insert(self, prompts: list[list[int]], *arguments: Any, **keywords: Any) -> list[int]:
-        """As `insert_segments`, of prompts that are not in parts."""
+        """Like `insert_segments`, of prompts that are not in parts."""
         return self.insert_segments([[prompt] for prompt in prompts], *arguments, **keywords)
 
     def remove(self, uids: list[int], return_prompt_caches: bool = False) -> dict[int, Any]:
@@ -398,7 +398,7 @@ def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
 
 
 def check_processors(name: str, processors: Any) -> None:
-    """Raises GearbxError for what is no list of logits processors, and not None."""
+    """Raises GearbxError for what is not a list of logits processors, and not None."""
     if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
         raise GearbxError(f"{name} is {processors!r}; give a list of functions, or None")
 
@@ -421,7 +421,7 @@ def check_one_process(model: nn.Module) -> None:
 
 
 def gear_of(chosen: Any, ladder: Ladder) -> Gear:
-    """The gear that a batch's policy has chosen. Raises GearbxError for what is none."""
+    """The gear that a batch's policy has chosen. Raises GearbxError for what is not a gear."""
     if not is_whole(chosen, 0) or chosen >= len(ladder):
         raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
     return ladder[int(chosen)]

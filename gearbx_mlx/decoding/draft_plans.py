@@ -146,8 +146,8 @@ class Learning:
     ):
         self._cache = gearbox.kernel_choices.tuner.cache
         self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
-        anew = not is_tuning() or gearbox.kernels.anew
-        kept = self._kept = {} if anew else self._cache.times.get(self._name, {})
+        again = not is_tuning() or gearbox.kernels.again
+        kept = self._kept = {} if again else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
         if measured is None and kept.keys() >= {*self.ROWS} and (self.STEP in kept or not drafts):
             measured = kept.get(self.STEP, 0.0), {int(rows): kept[rows] for rows in self.ROWS}

@@ -133,7 +133,7 @@ class TimedPasses:
         return time.perf_counter() - begun
 
     def medians(self, trials: Sequence[Callable[[], float]], count: int) -> list[float]:
-        """Of so many rounds of trials, after one that compiles and fills caches; the top gear is engaged afterwards."""
+        """Medians over `count` rounds of trials, after one that fills caches; the top gear is then engaged."""
         before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
         for _ in range(count + 1):
             for trial, found in zip(trials, seconds):
@@ -195,7 +195,7 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     if on_cpu() or not is_tuning() or not isinstance(gearbox.residency, Resident):
         return default_depth()
     tuner, name = gearbox.kernel_choices.tuner, name_of(gearbox, draft)
-    known = tuner.measured if gearbox.kernels.anew else tuner.cache.times
+    known = tuner.measured if gearbox.kernels.again else tuner.cache.times
     if not known.get(name, {}).keys() >= {*map(str, DEPTHS)}:
         try:
             found = few_round_times(gearbox, draft)
@@ -264,7 +264,7 @@ BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put r
 
 @dataclass
 class GearRecord:
-    """Of one gear, for each token of a text: its entropy (bits), and whether it would choose the top gear's token.
+    """One gear's entropy (bits) at each token of a text, and whether it would choose the top gear's token.
 
     gaps: by how many nats its own choice is less likely in the top gear than that gear's, 0 where both agree.
     """

@@ -64,7 +64,7 @@ class Writer:
         """What is proposed."""
         self.source = DRAFT
         self.entropies: list[float] = []
-        """Of drafted tokens, bits."""
+        """Entropies of drafted tokens, bits."""
         self.goes_on = self.room > 0 and not self.ends(self.token)
 
     @property
@@ -129,7 +129,7 @@ class Drafter:
     ahead: int = 0
     agreement: Agreement = ALONE
     parts: list[PassParts] = field(default_factory=list)
-    """Of the gear, if greedy drafts have some."""
+    """What the gear has of it, if greedy drafts have some."""
 
     def propose(
         self, writers: Sequence[Writer], cache: Any, plan: DraftPlan, inputs: mx.array | None = None
@@ -296,7 +296,7 @@ def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Accepted:
-    """Of one text: the tokens that the top gear chose in a row; the last of them was not proposed.
+    """The tokens that the top gear chose in a row for one text; the last of them was not proposed.
 
     logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) belong to these tokens, n.
     """

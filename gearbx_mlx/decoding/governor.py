@@ -80,7 +80,7 @@ class Governor:
         """Take a token, decide where it is time to, and put the caps into the model.
 
         Args:
-            seconds: that it took to compute; None: not known, as of the first token, which has the prompt in it.
+            seconds: that it took to compute; None: not known, as for the first token, which has the prompt in it.
         """
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))

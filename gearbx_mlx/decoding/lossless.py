@@ -138,7 +138,7 @@ class Lossless(SharedMode):
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
     ) -> LosslessGenerator:
-        """As Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
+        """Like Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
         return LosslessGenerator(tokenizer, self, self.plans(gearbox), **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:

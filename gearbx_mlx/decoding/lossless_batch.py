@@ -110,7 +110,7 @@ class LosslessTokens(GearedTokens):
             if not any(writer.goes_on for writer in writers):
                 return None
             if self.plans.gearbox.make(self.plans.draft):
-                plan.stretches.begin()  # the time that this took is no token's
+                plan.stretches.begin()  # the time that this took belongs to no token
             proposals = self._drafter.propose(writers, self.prompt_cache, plan, self.coming)
         except Exception as error:  # a text must not end where only a draft has failed
             self._failed.update(self.uids)
@@ -218,7 +218,7 @@ class LosslessGenerator(BatchGenerator):
         self.use(LosslessTokens.drafting(plans, self._rows, self._writing, self.sequences))
 
     def insert_segments(self, *arguments: Any, **keywords: Any) -> list[int]:
-        """As BatchGenerator's. A sequence that samples draws random numbers of its own, without a seed too."""
+        """Like BatchGenerator's. A sequence that samples draws random numbers of its own, without a seed too."""
         uids = super().insert_segments(*arguments, **keywords)
         for uid in uids:
             chooser = self.sequences[uid].chooser

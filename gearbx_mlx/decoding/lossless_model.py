@@ -166,7 +166,7 @@ class LosslessModel(ModelWrapper):
         if self._drafting:
             try:
                 if self.gearbox.make(self.draft):
-                    self.stretches.begin()  # the time that this took is no token's
+                    self.stretches.begin()  # the time that this took belongs to no token
                 start = time.perf_counter()
                 proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
                 return self._verify(proposals, cache, start + proposals.seconds)
@@ -197,7 +197,7 @@ class LosslessModel(ModelWrapper):
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
             begun = time.perf_counter()
-            mx.synchronize()  # steps that were thrown away are none of this pass's time
+            mx.synchronize()  # steps that were thrown away do not count in this pass's time
             start += time.perf_counter() - begun
         rows = self._verifier.rows(mx.array([tokens]), cache)
         if wanted:

@@ -142,7 +142,7 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     """mlx-lm's response for a sequence of a batch, and what the gearbox saw.
 
     from_draft: lossless: the draft gear drafted the token, and the top gear accepted it.
-    error: why the sequence ended without a token to believe, if it did: its logits are no numbers.
+    error: why the sequence ended without a token to believe, if it did: its logits are not numbers.
     """
 
     from_draft: bool = False

@@ -111,7 +111,7 @@ class Route(InEngagedGear):
         gate: a Gate of your own, in place of thresholds, hysteresis and duration.
 
     Raises:
-        GearbxError: a schedule that is none, or beside thresholds or an initial gear.
+        GearbxError: what is not a schedule, or one beside thresholds or an initial gear.
     """
 
     name: ClassVar[str] = "route"
@@ -160,7 +160,7 @@ class Route(InEngagedGear):
         return thresholds
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """As Mode's, of a mode whose initial gear is named, or that has a schedule."""
+        """Like Mode's, of a mode whose initial gear is named, or that has a schedule."""
         first = self.initial_gear if self.schedule is None else parse_schedule(self.schedule)[0][0]
         return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder.find(first)), None
 
@@ -205,7 +205,7 @@ class Static(InEngagedGear):
 
 @dataclass(frozen=True)
 class TelemetryOnly(Route):
-    """As Route, for a model whose layers stay as they are: one that is quantized already, or that is only observed."""
+    """Like Route, for a model whose layers stay as they are: one that is quantized already, or is only observed."""
 
     name: ClassVar[str] = "telemetry-only"
     uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
@@ -256,7 +256,7 @@ def prompt_text(tokenizer: Any, prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are no mathematics
+    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are not mathematics
 
 
 def with_draft_model(

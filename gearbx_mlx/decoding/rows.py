@@ -70,7 +70,7 @@ class Verifier:
 
     @functools.cached_property
     def linear_layers(self) -> list[nn.Module]:
-        """Of the gear, which is engaged when they are first asked for."""
+        """The linear layers of the gear that is engaged when they are first asked for."""
         return linear_layers(self.gearbox.model)
 
     @functools.cached_property
@@ -261,7 +261,7 @@ NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """Those of the gear that is engaged."""
+    """The linear layers of the gear that is engaged."""
     return [module for module in model.modules() if isinstance(module, LINEAR)]
 
 

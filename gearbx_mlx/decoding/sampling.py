@@ -1,7 +1,7 @@
 """Where mlx-lm samples a token: its entropy (the rev counter, GEARBX 3.1) and how it came about are noted there.
 
 Beside that, all that looks at one distribution: near-ties, which rounding may have decided, since several positions in
-one pass are added up in another order than one; logits that are no numbers, and which layer they come from; mlx-lm's
+one pass are added up in another order than one; logits that are not numbers, and which layer they come from; mlx-lm's
 sampler for a tokenizer; random numbers of a text's own, whatever other texts draw meanwhile.
 """
 

@@ -99,7 +99,7 @@ def stream_wrapped(
 class TextModel(nn.Module):
     """The language model of a model that sees, for `Gearbox` and `stream_generate`.
 
-    The layers that read images are no part of it, and keep their precision.
+    The layers that read images do not belong to it, and keep their precision.
 
     Args:
         model: of mlx-vlm; it has a `language_model`.
@@ -112,7 +112,7 @@ class TextModel(nn.Module):
         super().__init__()
         if not hasattr(model, "language_model") or not hasattr(model, "get_input_embeddings"):
             raise GearbxError(
-                f"{type(model).__name__} is no model of mlx-vlm's with a language_model; give it as it is"
+                f"{type(model).__name__} is not a model of mlx-vlm's with a language_model; give it as it is"
             )
         self.language_model = model.language_model
         object.__setattr__(self, "_whole", model)  # not one of the modules

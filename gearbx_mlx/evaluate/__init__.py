@@ -106,7 +106,7 @@ class TaskSettings(Settings):
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
     answers_only: bool = flag(
         False,
-        "With --small-model: of questions and answers count the answers, which alone are written in generation.",
+        "With --small-model: count the answers alone, not the questions, which are given in use.",
     )
 
     def __post_init__(self) -> None:

@@ -28,10 +28,7 @@ def run(settings: EvaluateSettings) -> int:
     terminal.messages.print(report_table(report.rows, report.columns, report.first, width))
     for path in (out / DATA, out / PAGE, *pictures):
         print(path)
-    gear = enough(report.rows)
-    if gear is not None:
-        shown = {"model": settings.model.model, "gears": settings.layout.gears, "gear": gear}
-        terminal.note(next_command("generate", **shown))
+    terminal.note(next_step(settings, report.rows))
     return 0 if report.complete else terminal.INTERRUPTED
 
 
@@ -73,6 +70,17 @@ def draw_if_possible(report: Report, out: Path) -> list[Path]:
     for name, draw in report.pictures.items():
         draw(report.content, out / name)
     return [out / name for name in report.pictures]
+
+
+def next_step(settings: EvaluateSettings, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The next command for this model: the pair, the static gear that is enough, or lossless where none is known."""
+    model, gears = settings.model.model, settings.layout.gears
+    if settings.task.small_model is not None:
+        return next_command("generate", model=model, small_model=settings.task.small_model)
+    gear = enough(rows)
+    if gear is None:
+        return next_command("generate", mode="lossless", model=model, gears=gears)
+    return next_command("generate", model=model, gears=gears, gear=gear)
 
 
 ENOUGH = 0.98  # of the tokens are the top gear's first choice

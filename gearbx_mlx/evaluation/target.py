@@ -2,7 +2,7 @@
 
 The wish of `calibrate --target-...` is at least this agreement, at most this KL, or at most these bytes. Candidates are
 each static gear; kickdown between any two gears, at every share; lossless under the top gear with any gear as the
-draft. Routing by past tokens is no candidate: at the same share it is about as good as chance.
+draft. Routing by past tokens is not a candidate: at the same share it is about as good as chance.
 """
 
 from collections.abc import Callable, Mapping, Sequence

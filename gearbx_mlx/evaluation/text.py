@@ -39,7 +39,7 @@ def read_documents(path: Path) -> list[str]:
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
     text = read_text(path, "text", GIVE)
     if not text.strip():
-        raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as of GSM8K")
+        raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as in GSM8K")
     return [text]
 
 
@@ -58,7 +58,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
             raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")
         rows.append({name: getattr(row, name) for name in names})
     if not rows:
-        raise GearbxError(f"{path}: is empty; give one JSON object per line, as of GSM8K")
+        raise GearbxError(f"{path}: is empty; give one JSON object per line, as in GSM8K")
     return rows
 
 

@@ -59,7 +59,7 @@ def bfloat16(blocks: np.ndarray) -> np.ndarray:
 
 
 def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of Q4_K or Q5_K the codes (blocks, 8, 32) uint8, and for every 32 of them scale and bias (blocks, 8) float32."""
+    """The codes of Q4_K or Q5_K, (blocks, 8, 32) uint8, and a scale and bias for 32 of them, (blocks, 8) float32."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
     least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
@@ -136,7 +136,7 @@ class Gguf:
             raise self._damaged("is empty") from error
         self._at = 0
         if self._take(4) != MAGIC:
-            raise GearbxError(f"{path}: is no GGUF file; give the file of a model for llama.cpp")
+            raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         version = self._number("I")
         if version not in VERSIONS:
             raise GearbxError(f"{path}: is GGUF of version {version}; versions 2 and 3 can be read")

@@ -247,7 +247,7 @@ def config_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     vocabulary, width = gguf.tensors["token_embd.weight"].shape
     heads = of["attention.head_count"]
     if not all(isinstance(of[key], int) and of[key] > 0 for key in ("attention.head_count", "block_count")):
-        raise ValueError("attention.head_count and block_count are no numbers")
+        raise ValueError("attention.head_count and block_count are not numbers")
     scaling = of.get("rope.scaling.type", "none")
     linear = scaling == "linear" and kind.model_type == "gemma3_text"
     if not (scaling == "none" or linear) or any(name in gguf.tensors for name in STRETCHED):

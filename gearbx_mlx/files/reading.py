@@ -144,7 +144,7 @@ def union_at(info: Any, steps: list[Step], content: Any) -> Any:
 
 
 def branch(info: Any, value: Any) -> Any:
-    """Of several types the one that a value is meant to be: of objects the one that it names."""
+    """The type that a value is meant to be, among several: for an object, the one that it names."""
     types = [part for part in members(info) if not isinstance(part, inspect.NoneType)]
     if isinstance(value, dict):
         types = [part for part in types if isinstance(part, OBJECTS)] or types
@@ -190,7 +190,7 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
         largest: size, in characters.
 
     Raises:
-        GearbxError: it cannot be opened, is no UTF-8 text, or is too large.
+        GearbxError: it cannot be opened, is not UTF-8 text, or is too large.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -106,7 +106,7 @@ class CodebookOptions:
 
     @classmethod
     def parse(cls, text: str) -> "CodebookOptions":
-        """The inverse of `str`. Raises GearbxError for text that is none."""
+        """The inverse of `str`. Raises GearbxError for other text."""
         kinds = {item.name: item.type for item in fields(cls)}
         found: dict[str, float] = {}
         for part in filter(None, text.split(",")):
@@ -126,7 +126,7 @@ def check_option(name: str, value: float, shown: str | None = None) -> None:
     (least, most), choices, shown = rules["range"], rules["choices"], shown or f"{name} of codebooks"
     if choices and value not in choices:
         raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
-    if not least <= value <= most:  # not a number neither
+    if not least <= value <= most:  # not a number either
         raise GearbxError(f"{shown} is {value}; give {least:g} to {most:g}")
 
 

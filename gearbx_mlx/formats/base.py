@@ -133,7 +133,7 @@ class WithBase(Format, Protocol):
         ...
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
-        """As `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
+        """Like `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
         ...
 
 
@@ -153,7 +153,7 @@ class Copies:
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
-    """Of a layer's bits those that the format stores; 16 are else the weights themselves."""
+    """The bits of a layer that the format stores; otherwise 16 are the weights themselves."""
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 

@@ -89,7 +89,7 @@ class Programs:
             if kernels.is_same(watched, module):
                 self._made.insert(0, self._made.pop(i))
                 return program
-        if kernels.has_tracer(module):  # within mx.compile, whose weights are no numbers yet
+        if kernels.has_tracer(module):  # within mx.compile, whose weights are not numbers yet
             return None
         mx.eval(module.parameters())
         program = (make or program_of)(module, kernels)
@@ -357,7 +357,7 @@ def is_plain_table(embedding: nn.Module) -> bool:
 def in_halves(
     layer: nn.Module, program: Any, kernels: ModuleType, x: mx.array, causal: bool, mask: mx.array | None, cache: Any
 ) -> mx.array | None:
-    """As `run`, in two operations: the cache takes the keys and values in its own way in between."""
+    """Like `run`, in two operations: the cache takes the keys and values in its own way in between."""
     padding = left_padding(cache)
     first = kernels.run_block_heads(program, x, entries(cache), padding)
     if first is None:
@@ -419,7 +419,7 @@ def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
 
 
 def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
-    """As `program_of`.
+    """Like `program_of`.
 
     Raises:
         ValueError: arrays that native kernels do not read in place.

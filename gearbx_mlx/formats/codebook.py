@@ -262,14 +262,14 @@ class CodebookFormat(Copies, abc.ABC):
         return outlier_bytes(shape, self.options.gaussian_share if share is None else share)
 
     def check_places(self, arrays: Arrays, width: int) -> None:
-        """Raises GearbxError for arrays with which a kernel would read outside of others."""
+        """Raises GearbxError for arrays with which a kernel would read outside of an array."""
         Outliers.of(arrays).check(width)
 
     @abc.abstractmethod
     def stored_arrays(
         self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
     ) -> dict[str, StoredArray]:
-        """As Format.stored_arrays."""
+        """Like Format.stored_arrays."""
 
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:

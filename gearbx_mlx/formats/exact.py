@@ -103,7 +103,7 @@ def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> Plan
 
 
 def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """As `mx.quantize`, with the range of each group that leaves the smallest squared error.
+    """Like `mx.quantize`, with the range of each group that leaves the smallest squared error.
 
     A code of 3 bits says more of the many small weights if the few largest are cut off. What is cut off must still be
     a neighbour of the code's value: the sum of squares is kept, and the weights come back all the same.
@@ -129,7 +129,7 @@ def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.a
 
 
 def squared_error(grouped: mx.array, made: Sequence[mx.array], bits: int) -> mx.array:
-    """Of weights (O, G, group_size) as codes, (O, G); infinite where one is no neighbour of its code's value."""
+    """Error (O, G) of weights (O, G, group_size) as codes; infinite if one is not a neighbour of its code's value."""
     words, scales, biases = made
     group_size = grouped.shape[-1]
     values = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)

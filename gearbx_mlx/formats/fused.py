@@ -140,7 +140,7 @@ def left_padding(cache: object) -> mx.array | None:
 def attended(
     queries: mx.array, keys: mx.array, values: mx.array, cache: object, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """As `attention`, with keys and values of a cache in gears read where they are; None if there is no kernel."""
+    """Like `attention`, with keys and values of a cache in gears read where they are; None if there is no kernel."""
     nested = cache.read(queries.shape[2]) if isinstance(cache, NestedKVCache) else None
     if nested is None:
         return dispatch.attention(queries, keys, values, scale, mask, left_padding(cache))

@@ -248,7 +248,7 @@ class NestedKVCache(KVCache):
         return self.keys is not None and reads
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """As of mlx-lm's caches; what a low gear reads is unpacked where the numbers are asked for."""
+        """Like that of mlx-lm's caches; what a low gear reads is unpacked where the numbers are asked for."""
         nested = self.update(keys, values)
         return super().keys_and_values() if nested is None else nested.unpacked()
 

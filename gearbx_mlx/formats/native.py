@@ -178,7 +178,7 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def dense_kind(weight: mx.array) -> Kind:
-    """Of products with a weight (O, I) as it is."""
+    """The kind of products with a weight (O, I) as it is."""
     return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), rounded=False)
 
 
@@ -238,7 +238,7 @@ def stored_planes(
 
 
 def planes_kind(planes: Planes) -> Kind:
-    """Of products with bit planes, or with a single one, which is MLX's affine weight."""
+    """The kind of products with bit planes, or with a single one, which is MLX's affine weight."""
     form = "affine" if len(planes.widths) == 1 else "planes"
     bits = "+".join(map(str, planes.widths))
     return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)

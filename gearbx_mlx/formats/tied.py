@@ -59,7 +59,7 @@ class QuantizedTied(TiedEmbedding):
 
 
 class ExactTied(TiedEmbedding):
-    """A tied embedding whose input tokens read their rows of exact weights; or a table that is no output head.
+    """A tied embedding whose input tokens read their rows of exact weights; or a table that is not an output head.
 
     Args:
         projection: the head, a linear layer of any precision.
@@ -80,7 +80,7 @@ class ExactTied(TiedEmbedding):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """That of an empty array, which `set_dtype` converts: exact weights are whole numbers and stay as they are."""
+        """The type of an empty array, which `set_dtype` converts: exact weights, whole numbers, stay as they are."""
         return self["typed"].dtype
 
     @dtype.setter

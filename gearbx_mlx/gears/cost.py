@@ -189,7 +189,7 @@ class GearCosts:
             found.append(LayerPath(layer.path, bits, runs_on, why))
         modules = layers_of(self.model)
         for path, reason in self.unmanaged.items():
-            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is no module of its own
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is not a module
             kernels = kernels_of(modules[holder], self.kernels, None)
             own = getattr(modules[holder], "bits", DENSE)
             found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))

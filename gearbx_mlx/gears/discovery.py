@@ -65,7 +65,7 @@ class Layer:
     """A managed layer.
 
     module: as loaded. lowest_bits: the fewest bits that it has in any gear. is_table: an embedding whose rows are
-    looked up, and that is no output head.
+    looked up, and that is not an output head.
     """
 
     path: str
@@ -129,7 +129,7 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
     """Path to reason of the matrices that a module has and no gear changes.
 
     Args:
-        module: of a class that is no linear layer that a gearbox knows.
+        module: of a class that is not a linear layer that a gearbox knows.
 
     Returns:
         the path of the module for its `weight`, and those of other parameters of two axes, except biases.
@@ -240,7 +240,7 @@ def at_most(widths: Sequence[int], bits: int) -> int:
 def tables_to_pack(
     model: nn.Module, manage: str | Predicate, widths: Iterable[int], format: Format, group_size: int
 ) -> list[Layer]:
-    """The embeddings that `mlx_lm.convert` would quantize and that are no output heads.
+    """The embeddings that `mlx_lm.convert` would quantize and that are not output heads.
 
     None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
     """
@@ -274,7 +274,7 @@ def vocabulary(model: nn.Module) -> int:
     """
     try:
         return logits_length(model)
-    except Exception as error:  # a class that looks at values while it runs, or that is no language model
+    except Exception as error:  # a class that looks at values while it runs, or that is not a language model
         rows = [len(table.weight) for table in tables(model).values()]
         if not rows:
             raise GearbxError(f"{type(model).__name__} has no token embedding, so its vocabulary is unknown") from error

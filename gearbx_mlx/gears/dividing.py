@@ -31,7 +31,7 @@ from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, leng
 from .tensor_files import ArrayPlace, fingerprint_of, sample
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
-SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # of others that are cut by columns, the block sums
+SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
 
 
 class Ranks(NamedTuple):

@@ -41,7 +41,7 @@ class OwnCodes:
 
     @property
     def group_size(self) -> int:
-        """That of most layers; each keeps its own."""
+        """The group size of most layers; each keeps its own."""
         sizes = collections.Counter(module.group_size for module in self.modules.values())
         return sizes.most_common(1)[0][0] if sizes else 0
 
@@ -84,7 +84,7 @@ class OwnCodes:
 def own_codes(model: nn.Module) -> OwnCodes | None:
     """The layers of a quantized model that a gearbox can take as they are; None for another model.
 
-    Layers with codes that are no affine ones, as of mxfp4, stay what they are.
+    Layers with codes that are not affine, such as mxfp4's, stay what they are.
     """
     others = saved_gears(model), sharding_of(model), getattr(model, ATTACHED, None)
     if any(other is not None for other in others) or not is_quantized(model):
@@ -146,7 +146,7 @@ def take_layers(
 def alike_layers(
     model: nn.Module, codes: OwnCodes, manage: str | Predicate, ladder: Sequence[int]
 ) -> tuple[list[Layer], dict[str, str]]:
-    """Those of `coded_layers` that change gear and have the bits and the group size of most, and the others."""
+    """The `coded_layers` that change gear and have the bits and the group size of most, and the others."""
     layers, others = coded_layers(model, codes, manage)
     alike = []
     for layer in layers:

@@ -71,7 +71,7 @@ class KernelChoices:
 
     def __init__(self, model: nn.Module, choice: KernelChoice, dtype: mx.Dtype):
         self.choice = choice
-        self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.anew)
+        self.tuner = Tuner(dtype, choice.x_bits, choice.ours_alone, choice.again)
         forget_programs(model)  # and what else an earlier gearbox chose
         for layer in natives(model.modules()):
             layer.chosen = None
@@ -80,7 +80,7 @@ class KernelChoices:
     def take(self, modules: Iterable[nn.Module]) -> None:
         """Let layers have their kernels chosen at their first product, those that have none yet.
 
-        The weights of others of the same kind among `modules` are used to measure.
+        Modules of the same kind among `modules` lend their weights for measuring.
         """
         if not self.choice.native:
             return

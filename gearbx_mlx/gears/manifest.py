@@ -101,12 +101,12 @@ def header_key(shard: str) -> str:
 
 
 def tensor_key(shard: str, tensor: str) -> str:
-    """That of a tensor."""
+    """The name in `original.safetensors` of a tensor."""
     return f"tensor/{shard}/{tensor}"
 
 
 def file_key(name: str) -> str:
-    """That of another file."""
+    """The name in `original.safetensors` of another file."""
     return f"file/{name}"
 
 
@@ -174,7 +174,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
 
     format, gears, group_size, manage: as the Gearbox takes them; gears are bits, ascending. dtype: that most of the
     original is in. fingerprint: of the original model. stock: whether mlx-lm can run the base.
-    base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are no layers, by
+    base: hash of every file of the base. layers: by path. tables: embeddings with packed rows that are not layers, by
     path; they have affine arrays in every format. unmanaged: path to reason. hashes: SHA-256 of every array in
     the files, by name. gears_hash: of gears.safetensors, as in `base`. Version 1 lacks the last two, version 2
     `tables`, version 3 `original`, which format `exact` has: the files that the model was converted from.

@@ -116,7 +116,7 @@ class Host:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays that are outside of MLX."""
+        """Bytes of all arrays that are outside of MLX."""
         slots = {id(slot): slot for taken in self._parked.values() for slot in taken.values()}
         return sum(slot.values.nbytes for slot in slots.values() if slot.values is not None)
 

@@ -120,7 +120,7 @@ class SavedGears:
         return self._blanks(model, self.manifest.layers)
 
     def tables(self, model: nn.Module) -> list[Layer]:
-        """The same of the embeddings that change with the gear and are no layers."""
+        """The same of the embeddings that change with the gear and are not layers."""
         return self._blanks(model, self.manifest.tables)
 
     def dense(self, model: nn.Module) -> dict[str, nn.Module]:

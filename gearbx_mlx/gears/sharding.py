@@ -24,7 +24,7 @@ from ..formats.base import Format
 from .adapters import put_modules
 
 Ranges = tuple[tuple[int, int], ...]  # from the first index to the one after the last
-WHOLE_AXES = ("library",)  # arrays whose second axis is none of rows: codebook_library.py
+WHOLE_AXES = ("library",)  # arrays whose second axis does not count rows: codebook_library.py
 
 
 @dataclass(frozen=True)
@@ -185,13 +185,13 @@ def dense_shape(module: nn.Module) -> tuple[int, ...]:
 
 
 def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
-    """A weight as that of a shape (..., O, I), with as many columns as ranks; each number is that of its row."""
+    """A weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
     count = mx.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return mx.broadcast_to(count, (*shape[:-1], ranks))
 
 
 def numbered_columns(shape: tuple[int, ...]) -> mx.array:
-    """A weight as that of a shape (..., O, I), with one row; each number is that of its column."""
+    """A weight in the shape (..., O, I) with one row; each number is its column's."""
     return mx.broadcast_to(mx.arange(shape[-1]), (*shape[:-2], 1, shape[-1]))
 
 

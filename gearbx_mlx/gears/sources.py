@@ -154,7 +154,7 @@ def made_over(
     dtype: mx.Dtype,
     base: Planes | None,
 ) -> dict[int, nn.Module]:
-    """As `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
+    """Like `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
     makes_lowest = bits == stored[0] or bool(format.ladders)
     if base is None or not makes_lowest or not isinstance(format, WithBase):
         return format.modules(dense, bits, stored, group_size, dtype)
@@ -456,7 +456,7 @@ class GearModules:
         return chosen
 
     def complete(self, bits: Bits) -> dict[str, nn.Module]:
-        """As `make`, evaluated."""
+        """Like `make`, evaluated."""
         modules = self.make(bits)
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
         try:

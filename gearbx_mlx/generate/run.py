@@ -27,7 +27,7 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt
-from ..cli.resolved import resolve
+from ..cli.resolved import KICKDOWN, ROUTE, resolve
 from ..cli.settings import flag_of, next_command
 from ..cli.tables import layers_table, pair_table, summary_table
 from ..decoding.caches import length
@@ -64,6 +64,8 @@ def run_pair(
     status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
+    if settings.output.verbose and not status:
+        terminal.note(next_command("chat", model=settings.model.model, small_model=small_model))
     return status
 
 
@@ -165,7 +167,7 @@ def fact(value: Any) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """As `digest`, of a file that may be larger than the memory."""
+    """Like `digest`, of a file that may be larger than the memory."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(PIECE):
@@ -216,7 +218,7 @@ def values(settings: Any) -> Mapping[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes; all ranks need the same."""
+    """Versions of what computes; all ranks need the same."""
     names = ("gearbx-mlx", "mlx", "mlx-lm")
     return {f"version of {name}": version_of(name) for name in names} | {"kind of machine": platform.machine()}
 
@@ -263,11 +265,23 @@ def run(settings: GenerateSettings) -> int:
     if resolved.mode.by:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.verbose and drafts_are_poor(result, gearbox):
-        terminal.note(next_command("generate", "--calibrate-base", model=loaded.resolved.model.model))
+    if settings.output.verbose and not status:
+        terminal.note(next_step(settings, loaded.resolved.model.model, result, gearbox))
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
+
+
+def next_step(
+    settings: GenerateSettings, model: str | None, summary: Mapping[str, Any], gearbox: Gearbox | Observer
+) -> str:
+    """The next command for this model: better drafts, thresholds of its own, or a chat in the same gears."""
+    if drafts_are_poor(summary, gearbox):
+        return next_command("generate", "--calibrate-base", model=model)
+    gears, mode = settings.layout.gears, summary["mode"]
+    if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None and settings.mode.schedule is None:
+        return next_command("calibrate", mode=mode, model=model, gears=gears)
+    return next_command("chat", mode=settings.mode.mode, gear=settings.mode.gear, model=model, gears=gears)
 
 
 POOR = 0.85  # of drafted tokens are accepted: a calibrated base agrees more often

@@ -1,6 +1,6 @@
 """Kernels over packed arrays. Knows arrays only, no modules.
 
-Here stand the names of devices, kernels and activations, for flags and settings: importing them loads neither mlx nor
+Here are the names of devices, kernels and activations, for flags and settings: importing them loads neither mlx nor
 numpy.
 """
 

@@ -92,7 +92,7 @@ class Planes(NamedTuple):
         return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
 
     def prefix(self, bits: int) -> "Planes":
-        """Of a stack from `split_affine` the first `bits`: weights in the middle of what the others select from."""
+        """The first `bits` of a stack from `split_affine`: weights in the middle of what the other bits select."""
         return self.gear(bits)._replace(rest=sum(self.widths) - bits)
 
     def with_biases(self, dtype: mx.Dtype | None = None) -> "Planes":
@@ -187,7 +187,7 @@ def planes_dense(planes: Planes) -> mx.array:
 
 
 def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
+    """Like `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         return mx.gather_qmm(

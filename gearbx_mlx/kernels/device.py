@@ -15,7 +15,7 @@ from . import DEVICES
 def use_device(name: str) -> None:
     """Compute everything from now on on the "cpu" or the "gpu".
 
-    Call it before mlx-lm is imported: mlx-lm generates for ever on the device that it finds then.
+    Call it before mlx-lm is imported: mlx-lm keeps the device that it finds then.
 
     Raises:
         GearbxError: another name, no GPU here, or mlx-lm generates on another device already.

@@ -60,15 +60,15 @@ class KernelChoice:
 
     native: whether linear layers may run on our kernels, or on the fastest of several, as `ours_alone` says.
     x_bits: bits to which CPU kernels round the activations for packed weights; 0: activations stay as they are.
-    ours_alone: whether MLX's kernels are used only where there is none of ours.
-    anew: whether everything is measured once more.
+    ours_alone: whether MLX's kernels are used only where we have no kernel.
+    again: whether everything is measured once more.
     """
 
     native: bool
     reason: str
     x_bits: int = 0
     ours_alone: bool = False
-    anew: bool = False
+    again: bool = False
 
     def why(self, rounds: bool) -> str:
         """The reason for a layer. rounds: whether the activations that its packed weights meet may be rounded."""
@@ -84,7 +84,7 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     """
     if kernels == "mlx":
         return KernelChoice(False, "as asked")
-    how = {"ours_alone": kernels == "native", "anew": kernels == MEASURE}
+    how = {"ours_alone": kernels == "native", "again": kernels == MEASURE}
     fastest = "the fastest as measured here" if is_tuning() else "those that should be fastest"
     on = device()
     if on == METAL:
@@ -308,7 +308,7 @@ def attention(
 def nested_attention(
     queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
-    """As `attention`, with keys and values of which the first ones are read from planes; None if there is no kernel."""
+    """Like `attention`, with the first keys and values read from planes; None if there is no kernel."""
     if metal.available() and metal_attention.takes_nested(queries, nested, mask):
         return metal_attention.nested_attention(queries, nested, scale, mask)
     keys, values = nested.entries

@@ -239,7 +239,7 @@ class Prepared:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """The shape of the result."""
         shape: tuple[int, ...] = self.options["output_shapes"][0]
         return shape
 

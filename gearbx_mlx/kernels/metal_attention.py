@@ -374,7 +374,7 @@ def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.
 
 
 def are_nested(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """As `are_attention`, for entries behind positions that lie elsewhere: there may be fewer of them than queries."""
+    """Like `are_attention`, for entries behind positions that lie elsewhere: they may be fewer than queries."""
     batch, heads, _, dims = queries.shape
     return (
         known_mask(mask)

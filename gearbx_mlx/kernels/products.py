@@ -169,7 +169,7 @@ def stack_experts(
     x_bits: int = 0,
     chosen: ChosenKernels | None = None,
 ) -> mx.array:
-    """As `stack_product`, for stacked experts."""
+    """Like `stack_product`, for stacked experts."""
     y = again(x, planes.arrays, indices, chosen)
     if y is not None:
         return y
@@ -201,7 +201,7 @@ def symmetric_experts(
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-    """As `dense_product`, for stacked experts."""
+    """Like `dense_product`, for stacked experts."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)
@@ -231,7 +231,7 @@ def codebook_experts(
 
 
 def exact_experts(x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool) -> mx.array:
-    """As `exact_product`, for stacked experts. native: whether native kernels may compute it."""
+    """Like `exact_product`, for stacked experts. native: whether native kernels may compute it."""
     module = cpu_kernels_for_experts(x, indices) if native else None
     if module is not None:
         return module.exact_experts(x, *matrix, indices).astype(x.dtype)
@@ -301,7 +301,7 @@ def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
     """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
 
-    For the tokens of one verification it is not: each vector is multiplied by itself, as that of a single token is.
+    For the tokens of one verification it is not: each vector is multiplied alone, like that of a single token.
     """
     return sorted_indices and not (metal.available() and indices.size <= MOST_PAIRS)
 

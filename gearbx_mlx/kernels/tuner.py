@@ -175,7 +175,7 @@ class Tuner:
     Args:
         dtype: of the activations. x_bits: to which CPU kernels round them.
         ours_alone: choose among our kernels alone, where there are some.
-        anew: measure everything once more.
+        again: measure everything once more.
         cache: what was measured earlier; the user's, if not given.
     """
 
@@ -184,10 +184,10 @@ class Tuner:
         dtype: mx.Dtype,
         x_bits: int = 0,
         ours_alone: bool = False,
-        anew: bool = False,
+        again: bool = False,
         cache: TuningCache | None = None,
     ):
-        self.dtype, self.x_bits, self.ours_alone, self.anew = dtype, x_bits, ours_alone, anew
+        self.dtype, self.x_bits, self.ours_alone, self.again = dtype, x_bits, ours_alone, again
         self.cache = TuningCache() if cache is None else cache
         self.measured: dict[str, Times] = {}  # by this tuner
         self.seconds = 0.0  # that measuring took
@@ -241,7 +241,7 @@ class Tuner:
         """
         name = self.name(kind, vectors, exactly=True)
         known = self.cache.differences.get(name, {})
-        settled = {each for each in known if not self.anew or (name, each) in self._compared}
+        settled = {each for each in known if not self.again or (name, each) in self._compared}
         missing = [each for each in candidates if each not in {MLX, *settled}]
         if missing and compare_now:
             x = mx.random.normal((vectors, kind.shape[-1]), self.dtype, key=mx.random.key(1))
@@ -268,7 +268,7 @@ class Tuner:
 
     def known(self, name: str, candidates: Sequence[str]) -> Times | None:
         """Seconds of all of these candidates, as measured earlier; None if that was not done."""
-        times = (self.measured if self.anew else self.cache.times).get(name, {})
+        times = (self.measured if self.again else self.cache.times).get(name, {})
         return times if times.keys() >= {*candidates} else None
 
     def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
@@ -330,7 +330,7 @@ def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Diffe
 
 
 def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
-    """The largest one from what is wanted, in root mean squares of that; FAILED if it is no number."""
+    """The largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
         mx.eval(y)
@@ -377,7 +377,7 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
 
 
 def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Of one product, after another one that may compile its kernel."""
+    """Seconds of one product, after another one that may compile its kernel."""
     try:
         mx.eval(product(x))
     except RuntimeError as error:

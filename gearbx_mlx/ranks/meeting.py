@@ -26,7 +26,7 @@ class MeetingRefused(Exception):
 
 
 def patience() -> float:
-    """Seconds to wait for the other ranks. Raises GearbxError for a variable that is no number of seconds."""
+    """Seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
     text = os.environ.get(WAIT, str(DEFAULT_WAIT))
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 86400:

@@ -41,7 +41,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
     """This process's place, or None where it runs alone.
 
     Raises:
-        GearbxError: variables that contradict each other, or a hostfile that is none.
+        GearbxError: variables that contradict each other, or what is not a hostfile.
     """
     if RANK in environment and environment.get(HOSTFILE):
         addresses = read_hostfile(Path(environment[HOSTFILE]))
@@ -108,7 +108,7 @@ def address_of(file: Path, text: object) -> Address:
     """Host and port. Raises GearbxError for anything else."""
     host, colon, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
     if not host or not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port[:6]) < 65536:
-        raise GearbxError(f"{file}: {json.dumps(text)[:60]} is no address; {LAYOUT}")
+        raise GearbxError(f"{file}: {json.dumps(text)[:60]} is not an address; {LAYOUT}")
     return host, int(port)
 
 
@@ -139,5 +139,5 @@ def begin(place: Place) -> None:
 
 
 def current() -> Run | None:
-    """The run that this process is a rank of; None: it is no rank, and computes alone."""
+    """The run that this process is a rank of; None: it computes alone."""
     return _run

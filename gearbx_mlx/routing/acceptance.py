@@ -362,7 +362,7 @@ class DraftFile(Struct, frozen=True):
 
     @property
     def weight_bytes_per_token_of_original(self) -> float:
-        """Those of the top gear, unless it reads other bytes than the original weights have."""
+        """The top gear's bytes, unless it reads other bytes than the original weights have."""
         return self.weight_bytes_per_token_original or self.weight_bytes_per_token_top
 
     def text(self) -> str:

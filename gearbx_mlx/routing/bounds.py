@@ -1,6 +1,12 @@
 """Bounds of an entropy of which only the k largest log-probabilities are known, and routing by such bounds.
 
-docs/server.md derives them. Routing gives the gear by each bound, and every gear that is possible.
+A server lists the k largest of V probabilities, p_1 >= ... >= p_k. Their part of the entropy is K = -sum p_i log2 p_i.
+The others have r = 1 - sum p_i together, and at most p_k each. By Jensen's inequality the entropy is largest where they
+are all alike: H <= K + r log2((V - k) / r). It is smallest in a corner of 0 <= q_i <= p_k, sum q_i = r, where
+m = floor(r / p_k) tokens have p_k and one has the rest, s = r - m p_k: H >= K - m p_k log2 p_k - s log2 s. If a list is
+shorter than asked for, p_k becomes 1. Every listed value is an interval, as wide as its type or its digits round.
+
+Routing gives the gear by each bound, and every gear that is possible.
 """
 
 import math
@@ -12,12 +18,12 @@ from dataclasses import dataclass, replace
 from ..errors import GearbxError
 from .gates import Monitor, Reading, ThresholdGate
 
-LEAST = -1e4  # nats: e to this power is 0 in any type, as of the -9999 that OpenAI writes for "very unlikely"
+LEAST = -1e4  # nats: e to this power is 0 in any type, like e to the -9999 that OpenAI writes for "very unlikely"
 FLOAT_ERROR = 1e-9  # of sums of probabilities, here
 SINGLE = 2.0**-14  # nats: what single precision loses in the sum of a log-softmax, over any vocabulary
 LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large logits are
 BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
-MOST_DECIMALS = 6  # more than these are no rounding that matters
+MOST_DECIMALS = 6  # with more than these, rounding does not matter
 PEAK = 1 / math.e  # where -p log p is largest
 DELAY = 2  # tokens from the one that causes a shift to the first that it acts on, as in mode route
 
@@ -103,14 +109,14 @@ def rest_at_most(least: float, most: float, others: int) -> float:
 
 
 def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Rounding) -> None:
-    """Raises GearbxError for numbers that are no log-probabilities, none, or more than there are tokens."""
+    """Raises GearbxError for numbers that are not log-probabilities, none, or more than there are tokens."""
     if not logprobs:
         raise GearbxError("there are no log-probabilities")
     if len(logprobs) > vocab_size:
         raise GearbxError(f"there are {len(logprobs)} log-probabilities for a vocabulary of {vocab_size}")
     for value in logprobs:
         if not value <= (rounding.of(value) if math.isfinite(value) else 0.0) + FLOAT_ERROR:
-            raise GearbxError(f"{value:g} is no log-probability, which is 0 or less")
+            raise GearbxError(f"{value:g} is not a log-probability, which is 0 or less")
 
 
 def rounding_of(logprobs: Sequence[float]) -> Rounding:

@@ -21,7 +21,7 @@ no model of costs is exact. So rounds and the top gear alone are both timed on t
 tokens, and the faster way writes. How many tokens a round makes is chance, so that a few rounds say little: rounds
 lose only where they are slower by more than chance explains. The way that does not write gets a short stretch in
 between, the more rarely the more it loses. Rounds that lost with one text are tried again soon with the next one, if
-they did not lose by much: texts differ in how well they can be drafted. Whoever reads the tokens may pause between
+they did not lose by much: texts differ in how well they can be drafted. A reader of the tokens may pause between
 them, and the clock runs on. So what took far longer than the median token counts as the median.
 """
 
@@ -94,11 +94,11 @@ class PassCosts:
     measured, ready, row_share = False, True, 0.0
 
     def draft(self) -> float:
-        """Of one drafted token."""
+        """The cost of one drafted token."""
         raise NotImplementedError
 
     def verification(self, rows: int) -> float:
-        """Of one pass of the top gear over so many tokens, drafted ones and the one before them."""
+        """The cost of one pass of the top gear over so many tokens, drafted ones and the one before them."""
         raise NotImplementedError
 
     def wants_verification(self, rows: int) -> bool:

@@ -32,7 +32,7 @@ class MeasurementSettings(Settings):
         most=LARGEST_SHOWN,
     )
     out: str = flag("manifest.json", "File to write.", named=True)
-    fast: bool = flag(False, "To first order, from one backward pass, as in mlx_lm.dynamic_quant.")
+    fast: bool = flag(False, "Estimate to first order, from one backward pass, as in mlx_lm.dynamic_quant.")
 
     @property
     def widths(self) -> tuple[int, ...]:

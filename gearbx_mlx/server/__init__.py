@@ -80,19 +80,19 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: for ever. Raises GearbxError for anything else."""
+    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for anything else."""
     unit = UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
         seconds = math.nan
     if math.isnan(seconds):
-        raise GearbxError(f"--keep-alive: '{text}' is no time; give seconds, 5m or 1h")
+        raise GearbxError(f"--keep-alive: '{text}' is not a time; give seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
 
 
 def parse_cache(text: str) -> int:
-    """--prompt-cache-bytes. Raises GearbxError for what is no size."""
+    """--prompt-cache-bytes. Raises GearbxError for what is not a size."""
     with about("--prompt-cache-bytes"):
         return parse_bytes(text)
 
@@ -106,7 +106,7 @@ class ListenSettings(Settings):
 
     title: ClassVar[str] = "server"
 
-    host: str = flag("127.0.0.1", "Host for the HTTP server. Others than this machine reach 0.0.0.0.", named=True)
+    host: str = flag("127.0.0.1", "Host for the HTTP server; 0.0.0.0 lets other machines in.", named=True)
     port: int = flag(8080, "Port for the HTTP server; 0: any that is free.", least=0, most=65535)
     allowed_origins: str = flag(
         "",
@@ -131,8 +131,8 @@ class ListenSettings(Settings):
     )
     keep_alive: float | None = flag(
         None,
-        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: for ever. Default: 5m with "
-        "--models, else for ever",
+        "How long a model stays in memory after its last answer: seconds, 5m or 1h; -1: always. Default: 5m with "
+        "--models, else -1",
         parse=parse_span,
         metavar="TIME",
     )
@@ -213,7 +213,7 @@ class ServerSettings:
         else:
             for name in given(self.proxy, ProxySettings()):
                 raise GearbxError(
-                    f"{flag_of(name)} is of a proxy; name its servers with --small-server, --large-server"
+                    f"{flag_of(name)} belongs to a proxy; name its servers with --small-server, --large-server"
                 )
 
     def check_proxy(self) -> None:

@@ -102,7 +102,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
 
 
 def mode_of_options(options: Options, default: type[Mode]) -> str | None:
-    """The mode that a request's other options are of, where it names none; None: the server's own."""
+    """The mode that a request's other options belong to, if it names none; None: the server's own."""
     if options.gear is not None:
         return "static"
     if options.thresholds is not None and not hasattr(default, "thresholds"):
@@ -112,11 +112,11 @@ def mode_of_options(options: Options, default: type[Mode]) -> str | None:
 
 def refuse_unless(fits: bool, field: str, mode: str) -> None:
     if not fits:
-        raise GearbxError(f"gearbx.{field} is of another mode than '{mode}'; leave it out, or give gearbx.mode")
+        raise GearbxError(f"gearbx.{field} does not belong to mode '{mode}'; leave it out, or give gearbx.mode")
 
 
 def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
-    """Two models that take turns, as they are served."""
+    """Serve two models that take turns."""
 
     def mode(options: Options, prompt: str) -> Mode:
         if options.mode not in (None, PAIR):

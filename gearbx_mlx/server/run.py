@@ -64,7 +64,7 @@ def serving_proxy(
     """A proxy that answers while the context lasts.
 
     Raises:
-        GearbxError: an address that is taken, a URL or a key that is none, flags that no pair can have.
+        GearbxError: an address that is taken, what is not a URL or a key, flags that no pair can have.
     """
     rule = rule_of(settings, routing, gate)
     small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
@@ -84,7 +84,7 @@ def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSetting
 
 
 def place_of(settings: ProxySettings, server: int) -> ServerPlace:
-    """Where a server is, and how to ask it. Raises GearbxError for a URL that is none."""
+    """Where a server is, and how to ask it. Raises GearbxError for what is not a URL."""
     flag = f"{NAMES[server]}_server"
     url = getattr(settings, flag)
     return ServerPlace(
@@ -104,7 +104,7 @@ def guard_of(settings: ServerSettings) -> Guard:
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null", origin):
             raise GearbxError(
-                f"--allowed-origins: {origin!a} is no origin of a page; give one such as https://example.org"
+                f"--allowed-origins: {origin!a} is not the origin of a page; give one such as https://example.org"
             )
     lends_keys = proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
     if "*" in origins and (lends_keys or listen.allow_models):
@@ -113,7 +113,7 @@ def guard_of(settings: ServerSettings) -> Guard:
     hosts = tuple(host_name(host) for host in parts(listen.allowed_hosts))
     if "" in hosts:
         raise GearbxError(
-            f"--allowed-hosts {listen.allowed_hosts!a} has what is no name of a host; give example.org, say"
+            f"--allowed-hosts {listen.allowed_hosts!a} has what is not the name of a host; give example.org, say"
         )
     key = listen.api_key or os.environ.get(API_KEY) or None
     return Guard(key, origins, listen.max_body_bytes, listen.request_timeout, listen.host, hosts)

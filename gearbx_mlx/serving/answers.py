@@ -97,7 +97,7 @@ class TextCompletion(AnyCompletion):
 
 
 def call_of(call: Any) -> dict[str, Any]:
-    """A call with its arguments as JSON. Raises ValueError or TypeError for what is no call."""
+    """A call with its arguments as JSON. Raises ValueError or TypeError for what is not a call."""
     name = call.get("name") if isinstance(call, dict) else None
     if not isinstance(name, str) or not name:
         raise ValueError("it names no function")
@@ -105,7 +105,7 @@ def call_of(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):  # some models write the JSON as text
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
-        raise ValueError("its arguments are no object")
+        raise ValueError("its arguments are not an object")
     identity = call.get("id")
     return {
         "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)},
@@ -184,7 +184,7 @@ class Writing:
             parsed = self.parse(text, self.request.shown_tools)
             return [call_of(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception as error:  # a parser reads what a model wrote, and raises what it likes
-            log.debug("what should be a call of a tool is none: %s", type(error).__name__)
+            log.debug("what should be a call of a tool cannot be read: %s", type(error).__name__)
             return []
 
     def whole(self) -> dict[str, Any]:
@@ -421,7 +421,7 @@ class BlockDialect(Dialect):
         return self.answer()
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        """Those of a chunk; its `gearbx.tokens` stand with the text that they brought."""
+        """The events of a chunk; its `gearbx.tokens` stand with the text that they brought."""
         found: list[dict[str, Any]] = []
         if not self.head:
             self.head = chunk

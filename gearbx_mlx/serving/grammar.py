@@ -180,7 +180,7 @@ def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
         tools: OpenAI's objects.
 
     Raises:
-        GearbxError: tools without a name, or a model that has no way to call, or one in which arguments are no JSON.
+        GearbxError: tools without a name, or a model that has no way to call, or one in which arguments are not JSON.
     """
     calls = []
     for tool in tools:

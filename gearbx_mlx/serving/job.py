@@ -161,7 +161,7 @@ class Job:
 
     @property
     def seed(self) -> int:
-        """Of the answer's own random numbers: others may draw while its prompt is read."""
+        """The seed of the answer's own random numbers: others may draw while its prompt is read."""
         asked = self.asked.request.seed
         return secrets.randbits(63) if asked is None else asked
 
@@ -221,7 +221,7 @@ class Job:
         return self.safely(sampler, lambda logprobs: mx.argmax(logprobs, axis=-1))
 
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
-        """Those of the request; what the answer has to fit comes last."""
+        """The request's processors; what the answer has to fit comes last."""
         asked = self.asked.request
         bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
         processors = make_logits_processors(

@@ -1,4 +1,4 @@
-"""What requests to servers of others have in common: addresses, keys, and how they fail."""
+"""What requests to other servers have in common: addresses, keys, and how they fail."""
 
 import ipaddress
 import re
@@ -95,11 +95,11 @@ def parsed_url(url: str, flag: str) -> httpx.URL:
     try:
         parts = httpx.URL(url)
     except httpx.InvalidURL as error:
-        raise GearbxError(f"{shown} is no URL; {SUCH_AS}") from error
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}") from error
     if parts.port is not None and not 0 < parts.port < 2**16:
-        raise GearbxError(f"{shown} is no URL; {SUCH_AS}")
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}")
     if parts.scheme not in ("http", "https") or not parts.host:
-        raise GearbxError(f"{shown} is no http or https URL; {SUCH_AS}")
+        raise GearbxError(f"{shown} is not an http or https URL; {SUCH_AS}")
     if set("?#\\ ") & set(url):
         raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
     return parts

@@ -84,7 +84,7 @@ class Served:
         again = self.controller is None and is_read_again(mode, self.gearbox)
         return prompt - 1 if again else prompt + answer
 
-    def read_anew(self, mode: Mode) -> int:
+    def read_again(self, mode: Mode) -> int:
         """The fewest tokens of a prompt that are read although their KV cache is there.
 
         Mode kickdown computes a single token in the low gear, wherever it stands: so there are two before the last one.
@@ -225,13 +225,13 @@ class GearedProvider(ModelProvider):
         mx.clear_cache()
 
     def take(self, key: tuple[str | None, str | None], served: Served) -> None:
-        """Raises GearbxError for a --chat-template that is none."""
+        """Raises GearbxError for a --chat-template that is not a template."""
         if self.cli_args.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
             except TemplateSyntaxError as error:
                 served.close()
-                raise GearbxError(f"--chat-template is no template: {one_line(error)}; mend it") from error
+                raise GearbxError(f"--chat-template is not a template: {one_line(error)}; mend it") from error
         self.model_key, self.served = key, served
         self.model, self.tokenizer = served.model, served.tokenizer
         self.draft_model = served.draft_model

@@ -1,4 +1,4 @@
-"""A server of others as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API.
+"""Another server as a source of tokens with log-probabilities: any OpenAI-style one, and Ollama's own API.
 
 A `Connection` makes requests; every way in which they fail is one line that names the URL and the remedy. A `Way` is
 how to ask a server for log-probabilities; which one it understands is found out with the first tokens of an answer.
@@ -258,7 +258,7 @@ class Connection:
         timeout: seconds to wait for the connection, for an answer's next bytes, and from one token to the next.
 
     Raises:
-        GearbxError: a URL that is none, or a key that no header can have.
+        GearbxError: what is not a URL, or a key that no header can have.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
@@ -301,7 +301,7 @@ class Connection:
             yield reply
 
     def json(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is no JSON."""
+        """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is not JSON."""
         with self.opened(url, body) as reply:
             return reply.parsed(reply.text(), parse_json)
 
@@ -389,7 +389,7 @@ class Reply(httpx.SyncByteStream):
         try:
             return parse(text)
         except GearbxError as error:
-            what = f"answers {self.kind or 'something'} that is no answer of this API ({error})"
+            what = f"answers {self.kind or 'something'} that is not an answer of this API ({error})"
             raise self.connection.error(what) from error
 
 
@@ -444,7 +444,7 @@ class Way:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Those of a request's body that ask for log-probabilities."""
+        """The fields of a request's body that ask for log-probabilities."""
         others = {"number": {"logprobs": self.asked}, "n_probs": {"n_probs": self.asked}}
         return others.get(self.form, {"logprobs": True, "top_logprobs": self.asked})
 
@@ -461,7 +461,7 @@ class Way:
         return "/chat/completions" if question.chat else "/completions", body
 
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
-        """The parts of an answer. Raises RemoteError for what is no answer, or a stream without an end."""
+        """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
         ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
         read, unit = (ollama_chunk, "line") if ollama else (openai_chunk, "event")
         # Without events it is a whole answer, asked for or not; or a page.

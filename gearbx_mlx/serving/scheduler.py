@@ -55,7 +55,7 @@ class Scheduler(ResponseGenerator):
         """Take a request.
 
         Raises:
-            Refused: nothing is computed any more; a prompt or a model that is none.
+            Refused: nothing is computed any more; what is not a prompt or a model.
             GearbxError: a response_format that no text can have.
         """
         served = self.current(asked.request)
@@ -158,7 +158,7 @@ class Scheduler(ResponseGenerator):
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
         tokens = job.prompt.key
-        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_anew(mode))
+        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_again(mode))
         cached = len(tokens) - len(rest)
         if self.shares(job):
             self.batch(served, mode).add(job, cache, cached)

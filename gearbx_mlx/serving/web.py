@@ -148,7 +148,7 @@ def misfit(errors: Any, body: Any) -> Refused:
     if error["type"] == "value_error":
         said = str(error["ctx"]["error"])
     if not field:
-        said = "the body is no JSON object"
+        said = "the body is not a JSON object"
     return Refused(400, said, param=re.split(r"[.\[]", field)[0] or None)
 
 
@@ -239,16 +239,16 @@ class Gatekeeper:
         if not length or b"transfer-encoding" in headers:  # whose chunks may be more than the length says
             raise Refused(411, "the request has no Content-Length, or has a Transfer-Encoding; send the length alone")
         if len(length) > 18:
-            raise Refused(400, "Content-Length is no number of bytes")
+            raise Refused(400, "Content-Length is not a number of bytes")
         if int(length) > self.guard.largest_body:
             raise Refused(413, f"the body has {int(length)} bytes; send {self.guard.largest_body} at most")
         kept = [header for header in scope["headers"] if header[0] != b"content-type"]
-        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # as which it is read, whatever it is called
+        scope["headers"] = [*kept, (b"content-type", b"application/json")]  # whatever the client calls it
         body = await Request(scope, receive).body()
         try:
             parse_json(body)  # stricter than FastAPI: no NaN, no half of a surrogate pair, no depth that is too much
         except GearbxError as error:
-            raise Refused(400, f"the body is no JSON: {one_line(error)}") from error
+            raise Refused(400, f"the body is not JSON: {one_line(error)}") from error
         return body
 
     def check_key(self, headers: dict[bytes, bytes]) -> None:

@@ -1,6 +1,6 @@
 """Pictures of a trace. matplotlib is the extra `plots`.
 
-Where a record has bounds, as of a server that shows a few log-probabilities, `entropy_low` and `entropy_high` stand in
+If a record has bounds, as with a server that shows a few log-probabilities, `entropy_low` and `entropy_high` stand in
 the place of `entropy`.
 """
 

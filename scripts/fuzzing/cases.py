@@ -55,7 +55,7 @@ def remove(path: Path) -> None:
 
 
 def make_strange(path: Path, kind: str) -> None:
-    """Make something that is no readable file."""
+    """Make something that is not a readable file."""
     if kind == "a_directory":
         path.mkdir()
     elif kind == "a_loop":

@@ -1,4 +1,4 @@
-"""What fails, by kind of test, with a short reason. Whoever mends one deletes its line: a strict test says so."""
+"""What fails, by kind of test, with a short reason. When one is mended, its line goes: a strict test says so."""
 
 SEVERAL = "mlx-lm adds its boolean mask to the scores: several tokens see later ones, and a warning says so"
 IDENTITY = "an upper bound: some of the chosen experts have no weights"

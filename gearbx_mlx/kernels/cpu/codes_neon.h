@@ -11,7 +11,7 @@ struct Bytes32 {
 };
 
 // Where half of a block, 16 codes or 2 * W bytes, lies in a table of 16 bytes. A code is the byte in which it begins,
-// shifted down, and the next byte, shifted up; beyond the table a byte is 0. `first` is of the first and second half.
+// shifted down, and the next byte, shifted up; beyond the table a byte is 0. `first` belongs to the first and second half.
 template <int W>
 struct Windows {
   static constexpr int LOADED = W == 1 ? 4 : W < 4 ? 8 : 16;  // bytes

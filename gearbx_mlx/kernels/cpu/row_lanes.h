@@ -1,7 +1,7 @@
 // Registers in which each lane is another row of a matrix, so that no sum crosses lanes: sixteen rows with AVX-512,
 // four with NEON, else eight. A lane of Ints is an integer or four codes; a lane of Floats belongs to the same row.
 //
-// Products are of codes and activations as bytes, four at a time, by the processor's own instruction where there is
+// Products multiply codes and activations as bytes, four at a time, by the processor's own instruction where there is
 // one. NARROW codes have at most four bits. Every operation on floats is the same in each lane of every form.
 
 #pragma once

@@ -51,7 +51,7 @@ class Rule:
 
 
 def by_prompt(body: dict[str, Any]) -> int:
-    """LARGE for a prompt that looks hard (GEARBX 11), else SMALL. Judged is what the user typed last."""
+    """LARGE for a prompt that looks hard (GEARBX 11), else SMALL. The user's last message counts."""
     return LARGE if first_gear(typed_last(body), 2) == 1 else SMALL
 
 
@@ -172,7 +172,7 @@ class ReportedToken(Struct):
 
 
 def reported(answer: dict[str, Any], vocab_size: int) -> tuple[tuple[float, float], ...]:
-    """The entropies that one of our servers reports, which need no bounds; none of others."""
+    """The entropies that one of our servers reports, which need no bounds; empty for any other server."""
     own = answer.get("gearbx")
     tokens = own.get("tokens") if isinstance(own, dict) else None
     if not isinstance(tokens, list):

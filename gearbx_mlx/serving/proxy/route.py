@@ -67,7 +67,7 @@ class Decision:
     reason: str | None = None
 
     def as_json(self, handed_over: int) -> dict[str, Any]:
-        """As the client reads it."""
+        """What the client reads."""
         entropy = {} if self.entropy is None else {"entropy": [round(bits, 4) for bits in self.entropy]}
         reason = {} if self.reason is None else {"reason": self.reason}
         return {"server": NAMES[self.server], "why": self.why, **entropy, "handed_over": handed_over, **reason}

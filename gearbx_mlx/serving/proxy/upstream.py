@@ -125,7 +125,7 @@ class Upstream:
             return self.answer(await self.whole(response))
 
     def answer(self, content: bytes) -> dict[str, Any]:
-        """A whole answer. Raises Failed for what is none."""
+        """A whole answer. Raises Failed for anything else."""
         answer = self.parsed(content, parse_python_json, "answers")
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
@@ -152,7 +152,7 @@ class Upstream:
                 yield response
 
     async def check(self, response: httpx.Response) -> None:
-        """Raises Failed or Declined for an answer that is none."""
+        """Raises Failed or Declined for what is not an answer."""
         status = response.status_code
         self.heard(response)
         if status < 300:
@@ -186,7 +186,7 @@ class Upstream:
         """The events of a stream; what has no blank line at its end when the stream ends is dropped.
 
         Raises:
-            Failed: an event is none of this API or too long, or for the time to wait only comments came.
+            Failed: an event does not belong to this API or is too long, or only comments came in time.
         """
         clock, rest, comments = Clock(self.place.timeout), bytearray(), 0
         async for part in self.parts(response):
@@ -213,13 +213,13 @@ class Upstream:
         return Event(raw, chunk)
 
     def parsed(self, content: bytes, parse: Callable[[str], Any], does: str) -> dict[str, Any]:
-        """Raises Failed for what is no JSON object, or one that reports an error."""
+        """Raises Failed for what is not a JSON object, or one that reports an error."""
         try:
             found = parse(content.decode("utf-8"))
         except (GearbxError, UnicodeError) as error:
-            raise self.failed(f"{does} what is no JSON") from error
+            raise self.failed(f"{does} what is not JSON") from error
         if not isinstance(found, dict):
-            raise self.failed(f"{does} what is no JSON object")
+            raise self.failed(f"{does} what is not a JSON object")
         if found.get("error") and not found.get("choices"):
             raise self.reported(found["error"])
         return found
