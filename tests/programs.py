@@ -88,7 +88,7 @@ def run(command: Sequence[str]) -> None:
 def run_sanitized(
     check: Path, flags: Sequence[str], kernels: Sequence[str] = KERNELS, further: Further = MappingProxyType({})
 ) -> None:
-    run([str(build(check, find_compiler(), ["-O1", *flags], kernels, further))])
+    run([str(build(check, find_compiler(), ["-O0", *flags], kernels, further))])
 
 
 def run_on_arm(
