@@ -384,7 +384,7 @@ def h_process(
     Args:
         model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
         megabytes: The budget; if not given, between what the last two points need.
-        strict: Floor of what are no routed experts.
+        strict: Floor of all layers but the routed experts.
         lazy: Floors of the experts, ascending.
         redraw: Measure nothing; take the points of this file, which --json wrote.
     """
