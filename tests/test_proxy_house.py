@@ -90,14 +90,14 @@ class TestOtherPaths:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("ftp://host/v1", "no http or https URL"),
-        ("host:80", "no http or https URL"),
-        ("http://", "no http or https URL"),
-        ("http://host:99999/v1", "no URL"),
+        ("ftp://host/v1", "http or https URL"),
+        ("host:80", "http or https URL"),
+        ("http://", "http or https URL"),
+        ("http://host:99999/v1", "URL"),
         ("http://me:hidden@host/v1", "a name or a password"),
         ("http://host/v1?key=hidden", "more than an address"),
         ("http://ho st/v1", "more than an address"),
-        ("http://host\n/v1", "no"),
+        ("http://host\n/v1", "URL|more than"),
     ],
 )
 def test_an_address_is_checked_at_the_start(url, words, well):
