@@ -13,6 +13,7 @@ from .decoding.route import Route as Route
 from .decoding.route import Static as Static
 from .decoding.route import TelemetryOnly as TelemetryOnly
 from .decoding.sampling import entropy_bits as entropy_bits
+from .decoding.sampling import make_sampler as make_sampler
 from .decoding.stream import batch_generate as batch_generate
 from .decoding.stream import batch_generator as batch_generator
 from .decoding.stream import stream_generate as stream_generate

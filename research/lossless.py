@@ -21,10 +21,9 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 from rich.progress import track
 
-from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, stream_generate
+from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
 from gearbx_mlx.cli.bases import draft_with
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
@@ -183,7 +182,7 @@ def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
         for _ in range(2):
             logits = geared(token, cache=cache)[:, -1]
             token = sampler(logits - mx.logsumexp(logits, keepdims=True))[None]
-            drawn.append(token.item())
+            drawn.append(int(np.array(token).item()))
         counts[tuple(drawn)] += 1
     return chi_square(counts, expected, draws)
 

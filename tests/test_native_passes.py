@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from gearbx_mlx import Gearbox, entropy_bits
+from gearbx_mlx import Gearbox, entropy_bits, make_sampler
+from gearbx_mlx.decoding.drafting import natively
+from gearbx_mlx.decoding.sampling import Chooser
 from gearbx_mlx.decoding.second_look import SEEN_TWICE, SecondHead, largest, looking, second_head
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
@@ -97,7 +99,7 @@ def test_is_what_the_model_writes(architecture, settings):
         assert step is not None
         token = 3
         for place, (following, bits) in enumerate(expected):
-            token, entropy = step.next(token, place)
+            token, entropy = step.best(token, place)
             assert token == following
             assert entropy == pytest.approx(bits, abs=1e-4)
 
@@ -108,7 +110,7 @@ def test_leaves_the_cache_as_it_was():
     before = [(np.array(part.keys[..., : part.offset, :]), part.offset) for part in cache]
     step = drafted(box, cache)
     for place in range(4):
-        step.next(place, place)
+        step.best(place, place)
     for part, (keys, offset) in zip(cache, before):
         assert part.offset == offset
         assert np.array_equal(np.array(part.keys[..., :offset, :]), keys)
@@ -117,13 +119,13 @@ def test_leaves_the_cache_as_it_was():
 def test_follows_a_shift_and_a_weight_that_changes():
     box = boxed()
     cache = begun(box)
-    low = drafted(box, cache).next(3, 0)[1]
+    low = drafted(box, cache).best(3, 0)[1]
     box.shift(16)
-    top = drafted(box, cache).next(3, 0)[1]
+    top = drafted(box, cache).best(3, 0)[1]
     assert low != top
     box.model.model.norm.weight = 3 * box.model.model.norm.weight
     mx.eval(box.model.parameters())
-    assert drafted(box, cache).next(3, 0)[1] not in (low, top)
+    assert drafted(box, cache).best(3, 0)[1] not in (low, top)
 
 
 def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up():
@@ -140,7 +142,7 @@ def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up()
     cache = begun(box)
     parts, expected = pass_parts(box.model), greedy(box, cache, 3, 1)
     box.shift(16)
-    token, bits = begin_draft(parts, cache).next(3, 0)
+    token, bits = begin_draft(parts, cache).best(3, 0)
     assert (token, bits) == (expected[0][0], pytest.approx(expected[0][1], abs=1e-4))
 
 
@@ -159,11 +161,11 @@ def test_is_refused_where_it_would_leave_the_entries():
     step = drafted(box, cache)
     room = cache[0].keys.shape[2] - cache[0].offset
     assert step.room == room
-    assert step.next(3, room - 1)
+    assert step.best(3, room - 1)
     with pytest.raises(ValueError, match="room"):
-        step.next(3, room)
+        step.best(3, room)
     with pytest.raises(ValueError, match="token"):
-        step.next(10**6, 0)
+        step.best(10**6, 0)
 
 
 def test_other_models_and_caches_have_none():
@@ -218,6 +220,12 @@ def test_logits_that_are_masked_or_no_numbers():
 
 
 UNTIED, TIED = {}, {"tie_word_embeddings": True}
+SAMPLINGS = [
+    {"temp": 0.7},
+    {"temp": 1.5, "top_p": 0.6},
+    {"temp": 0.3, "min_p": 0.1},
+    {"temp": 2.0, "top_p": 0.9, "top_k": 3},
+]
 
 
 @pytest.mark.parametrize("change", [UNTIED, TIED])
@@ -239,9 +247,25 @@ def test_the_head_of_a_draft_looks_twice(format, ladder, change):
 
     draft = begin_draft(pass_parts(box.model, second.top), cache)
     np.testing.assert_allclose(np.array(draft.logits(3, 0))[0], expected, atol=1e-5)
-    token, bits = draft.next(3, 0)
+    token, bits = draft.best(3, 0)
     assert token == expected.argmax()
     assert bits == pytest.approx(entropy_bits(mx.array(expected)).item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("vocabulary", [600, 5, 131])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_samples_like_the_sampler(sampling, vocabulary):
+    box = boxed(vocab_size=vocabulary)
+    cache, sampler = begun(box), make_sampler(**sampling)
+    draft = begin_draft(pass_parts(box.model, second_head(box, box.ladder[0]).top), cache)
+    logits = draft.logits(3, 0)
+    for seed in range(40):
+        mx.random.seed(seed)
+        expected = sampler(logits - mx.logsumexp(logits)).item()
+        mx.random.seed(seed)
+        token, bits = natively(draft, Chooser(sampler))(3, 0)
+        assert token == expected
+    assert bits == pytest.approx(entropy_bits(logits[0]).item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("change", [UNTIED, TIED])
@@ -255,7 +279,7 @@ def test_the_head_looks_twice_without_native_passes_too(change):
     for row, token in enumerate(tokens[0].tolist()):
         step = begin_draft(pass_parts(box.model, second.top), cache)
         for place, before in enumerate(tokens[0].tolist()[:row]):
-            step.next(before, place)
+            step.best(before, place)
         np.testing.assert_allclose(twice[row], np.array(step.logits(token, row))[0], atol=1e-4)
     assert (twice != low).sum() == 3 * SEEN_TWICE
     assert np.array_equal(np.array(box.model(tokens, cache=copy.deepcopy(cache))[0]), low)

@@ -42,6 +42,14 @@ class OwnRandomState:
                 self.state = mx.array(current[0])
 
 
+def next_key() -> mx.array:
+    """The key with which MLX draws next, if it draws without one; it then counts as drawn."""
+    state: Any = mx.random.state
+    following, key = mx.random.split(state[0])
+    state[0][:] = following
+    return key
+
+
 @contextlib.contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Random numbers drawn in the block will be drawn again after it."""

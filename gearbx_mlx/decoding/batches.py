@@ -25,7 +25,6 @@ import numpy as np
 from mlx_lm.generate import BatchGenerator as MlxBatchGenerator
 from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 from ..compat.arrays import OwnRandomState
 from ..compat.batches import GearedPrompts, GearedTokens, StagedGenerator
@@ -38,7 +37,7 @@ from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import parts
 from .mode import Mode
 from .response import DRAFT, BatchGearResponse, Step, seen_of, single_pass
-from .sampling import Chooser, LogitsReader, Processor, Sampler, check_finite, reader_of, sampled_rows
+from .sampling import Chooser, LogitsReader, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
 from .texts import check_known, turn, vocabulary_of
 
 SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
@@ -192,7 +191,7 @@ class BatchGenerator(StagedGenerator):
         self._has_states = has_states(model)
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
-        self._sampler = sampler or make_sampler()
+        self._sampler = sampler
         rows = RowSampler(self._single_pass, reader_of(gearbox))
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
@@ -240,7 +239,7 @@ class BatchGenerator(StagedGenerator):
         none = [None] * count
         processors = logits_processors or [self.logits_processors] * count
         for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
-            chooser = text.chooser = Chooser(sampler or self._sampler)
+            chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
             chooser.processors = [GuardedProcessor(each, chooser) for each in own or ()]
         own = [text.chooser.processors for text in joined]

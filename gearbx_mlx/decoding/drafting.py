@@ -37,8 +37,11 @@ from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
-from .sampling import GREEDY, Chooser, LogitsReader, Tolerance, sampled_rows
+from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
 from .second_look import SecondHead, looking, second_head
+
+Following = Callable[[int, int], tuple[int, float]]
+"""From a token, and its place in a draft from 0 on, to the token after it and the entropy of all in bits."""
 
 PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
@@ -155,8 +158,10 @@ class Drafter:
         start = time.perf_counter()
         native = self._native(writers, cache)
         chooser = writers[0].chooser
-        if native is not None and chooser.greedy and not chooser.processors:
-            return write(writers[0], native, rule, min(most, rule.longest, native.room))
+        following = None if native is None or chooser.processors else natively(native, chooser)
+        if native is not None and following is not None:
+            with rewound([chooser]):
+                return write(writers[0], following, rule, min(most, rule.longest, native.room))
         with contextlib.ExitStack() as drafting:
             if native is None:
                 self.gearbox.shift(self.gear)
@@ -269,11 +274,22 @@ def native_logits(draft: NativeDraft) -> Callable[[mx.array], mx.array]:
     return lambda inputs: draft.logits(np.array(inputs).item(), next(places))
 
 
-def write(writer: Writer, draft: NativeDraft, rule: JointRule, most: int) -> Proposals:
+def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
+    """What follows tokens by one native call each; None for other samplers."""
+    sampler = chooser.sampler
+    if chooser.greedy:
+        return draft.best
+    if not isinstance(sampler, GumbelSampler) or not sampler.is_native:
+        return None
+    kept = (sampler.top_p, sampler.min_p, sampler.top_k)
+    return lambda token, place: draft.sampled(token, place, sampler.temp, *kept, key=chooser.next_key())
+
+
+def write(writer: Writer, following: Following, rule: JointRule, most: int) -> Proposals:
     """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
     token, place, wants, start = writer.token, 0, True, time.perf_counter()
     while wants and place < most:
-        token, bits = draft.next(token, place)
+        token, bits = following(token, place)
         writer.take(token)
         writer.entropies.append(bits)
         wants = rule.goes_on(bits if writer.drafts else None) and writer.drafts

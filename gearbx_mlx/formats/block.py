@@ -323,10 +323,19 @@ class NativeDraft:
     entries: int
     room: int
 
-    def next(self, token: int, place: int) -> tuple[int, float]:
+    def best(self, token: int, place: int) -> tuple[int, float]:
         """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
         table, (row,) = self.parts.rows([token])
         following: tuple[int, float] = self.parts.kernels.best_token(self.passes, table, row, self.entries + place)
+        return following
+
+    def sampled(
+        self, token: int, place: int, temp: float, top_p: float, min_p: float, top_k: int, key: np.ndarray
+    ) -> tuple[int, float]:
+        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: its random one, (2,)."""
+        table, (row,) = self.parts.rows([token])
+        sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())
+        following: tuple[int, float] = sampled_token(self.passes, table, row, self.entries + place, *how)
         return following
 
     def logits(self, token: int, place: int) -> mx.array:

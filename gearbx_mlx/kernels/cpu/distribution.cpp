@@ -34,14 +34,6 @@ inline Floats load_sane(const float* row, int64_t i, int64_t count) {
   return load_some(numbers, count - i, -INFINITY);
 }
 
-double sum_of(Floats lanes) {
-  float numbers[LANES];
-  store(numbers, lanes);
-  double sum = 0;
-  for (const float number : numbers) sum += static_cast<double>(number);
-  return sum;
-}
-
 // The sums of exp(z) and of exp(z) z over some numbers, where z is the distance to the highest of them.
 struct Moments {
   double highest, total, weighted;

@@ -93,6 +93,14 @@ inline void store_some(float* p, int64_t count, Floats a) {
   std::memcpy(p, numbers, sizeof(float) * static_cast<size_t>(count));
 }
 
+inline double sum_of(Floats a) {
+  float numbers[LANES];
+  store(numbers, a);
+  double sum = 0;
+  for (const float number : numbers) sum += static_cast<double>(number);
+  return sum;
+}
+
 // The largest number; NaN counts as none.
 inline float largest(Floats a) {
   float numbers[LANES], found = -__builtin_inff();

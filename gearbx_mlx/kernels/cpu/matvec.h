@@ -64,6 +64,17 @@ void gearbx_extremes(const float* x, int64_t rows, int64_t count, float* y);
 // many numbers. NaN is larger than none.
 void gearbx_largest(const float* x, int64_t count, int most, int64_t* places);
 
+// How a token is sampled (GumbelSampler in decoding/sampling.py). top_p 1, min_p 0 and top_k 0 keep every token. key:
+// of MLX's random numbers.
+typedef struct {
+  float temp, top_p, min_p;
+  int top_k;
+  uint32_t key[2];
+} gearbx_sampling;
+
+// The token with the largest sum of logit over temperature and Gumbel noise, of those that are kept of the row (count).
+int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how);
+
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 

@@ -77,15 +77,14 @@ class Passes {
     }
   }
 
-  // The best token after the row, and the entropy (bits) of all.
-  std::pair<int64_t, float> best(int64_t offset) {
+  // The token after the row that choose(logits, vocabulary) takes, and the entropy (bits) of all.
+  template <class Choose>
+  std::pair<int64_t, float> next(int64_t offset, const Choose& choose) {
     logits_.resize(static_cast<size_t>(vocabulary()));
     draft(offset, logits_.data());
     float bits;
     gearbx_entropy_bits(logits_.data(), 1, vocabulary(), &bits);
-    int64_t token;
-    gearbx_largest(logits_.data(), vocabulary(), 1, &token);
-    return {token, bits};
+    return {choose(logits_.data(), vocabulary()), bits};
   }
 
  private:
@@ -160,10 +159,22 @@ Passes& looked_up(const nb::capsule& passes_of, mx::array& table, const std::vec
   return passes;
 }
 
-std::pair<int64_t, float> next(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
+std::pair<int64_t, float> best(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
   Passes& passes = looked_up(passes_of, table, {token}, offset);
   const nb::gil_scoped_release released;
-  return passes.best(offset);
+  return passes.next(offset, [](const float* logits, int64_t count) {
+    int64_t best;
+    gearbx_largest(logits, count, 1, &best);
+    return best;
+  });
+}
+
+std::pair<int64_t, float> sampled(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset,
+                                  float temp, float top_p, float min_p, int top_k, uint32_t first, uint32_t second) {
+  Passes& passes = looked_up(passes_of, table, {token}, offset);
+  const gearbx_sampling how = {temp, top_p, min_p, top_k, {first, second}};
+  const nb::gil_scoped_release released;
+  return passes.next(offset, [&](const float* logits, int64_t count) { return gearbx_sampled(logits, count, &how); });
 }
 
 mx::array draft_logits(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
@@ -188,7 +199,9 @@ mx::array logits(const nb::capsule& passes_of, mx::array& table, const std::vect
 
 void bind_passes(nb::module_& m) {
   m.def("begin_passes", &begin, "chain"_a, "head"_a, "keys"_a, "values"_a, "second"_a = nb::none());
-  m.def("best_token", &next, "passes"_a, "table"_a, "token"_a, "offset"_a);
+  m.def("best_token", &best, "passes"_a, "table"_a, "token"_a, "offset"_a);
+  m.def("sampled_token", &sampled, "passes"_a, "table"_a, "token"_a, "offset"_a, "temp"_a, "top_p"_a, "min_p"_a,
+        "top_k"_a, "first"_a, "second"_a);
   m.def("draft_logits", &draft_logits, "passes"_a, "table"_a, "token"_a, "offset"_a);
   m.def("pass_logits", &logits, "passes"_a, "table"_a, "tokens"_a, "offset"_a);
 }

@@ -123,6 +123,39 @@ mx::array reading(const mx::array& x) {
   return mx::array(shape, mx::float32, std::make_shared<Reading>(s, read), {in_float32(x, s)});
 }
 
+// The token that is sampled from a row of logits (gearbx_sampled); the key (2,) is read when the row is.
+class Sampled : public Operation {
+ public:
+  Sampled(mx::Stream s, gearbx_sampling how) : Operation(s), how_(how) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    const int64_t count = inputs[0].shape(-1);
+    enqueue<uint32_t>(inputs, outputs[0],
+                      [count, given = how_, x = Rows(inputs[0]), key = inputs[1].data<uint32_t>(),
+                       second = inputs[1].strides(0)](uint32_t* y) {
+                        std::vector<float> copy;
+                        gearbx_sampling how = given;
+                        how.key[0] = key[0], how.key[1] = key[second];
+                        *y = static_cast<uint32_t>(gearbx_sampled(x.read(copy), count, &how));
+                      });
+  }
+
+  const char* name() const override { return "GearbxSampled"; }
+  bool is_equivalent(const mx::Primitive&) const override { return false; }
+
+ private:
+  gearbx_sampling how_;
+};
+
+mx::array sampled_token_of(const mx::array& logprobs, const mx::array& key, float temp, float top_p, float min_p,
+                           int top_k) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(logprobs.ndim() == 2 && logprobs.shape(0) == 1 && logprobs.size() > 0, "there must be one row");
+  require(key.dtype() == mx::uint32 && key.ndim() == 1 && key.size() == 2, "a key has two numbers of uint32");
+  const gearbx_sampling how = {temp, top_p, min_p, top_k, {0, 0}};
+  return mx::array({1}, mx::uint32, std::make_shared<Sampled>(s, how), {in_float32(logprobs, s), key});
+}
+
 // For timing, and therefore computed at once. `words`: evaluated, contiguous uint32.
 uint32_t read_sum(const mx::array& words) {
   require(words.dtype() == mx::uint32 && words.is_available() && words.flags().row_contiguous,
@@ -156,6 +189,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("entropy_bits", &reading<gearbx_entropy_bits, 0>, "logprobs"_a);
   m.def("logsumexp", &reading<gearbx_logsumexp, 1>, "logits"_a);
   m.def("extremes", &reading<gearbx_extremes, 3>, "x"_a);
+  m.def("sampled", &sampled_token_of, "logprobs"_a, "key"_a, "temp"_a, "top_p"_a, "min_p"_a, "top_k"_a);
   bind_experts(m);
   bind_codebooks(m);
   bind_exact_encode(m);
