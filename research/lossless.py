@@ -12,8 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx_lm
@@ -21,6 +22,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
@@ -28,6 +30,7 @@ from gearbx_mlx.cli.bases import draft_with
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.discovery import vocabulary
@@ -389,17 +392,41 @@ class Writer:
 
     def responses(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> Iterator[Any]:
         """Greedily, or with the same random numbers every time."""
+        return self.by(make_sampler(self.temp), mode, prompt, max_tokens)
+
+    def sampled(
+        self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int
+    ) -> tuple[tuple[list[int], int, int], float]:
+        """The text with how many of its tokens were drafted and how many of these accepted, and the time of a token."""
+        seen: list[Any] = []
+
+        def noted() -> Iterator[Any]:
+            for each in self.by(sampler, mode, prompt, max_tokens):
+                seen.append(each)
+                yield each
+
+        tokens, seconds = generated(noted())
+        accepted = sum(each.source == DRAFT for each in seen)
+        return (tokens, sum(each.drafted for each in seen), accepted), seconds
+
+    def by(self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> Iterator[Any]:
         box = self.gearbox
         mx.random.seed(0)
-        given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": make_sampler(self.temp)}
+        given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": sampler}
         return stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given)
 
 
+Name = TypeVar("Name")
+
+
 def written_in_turn(
-    ways: Mapping[str, Callable[[list[int], int], tuple[Any, float]]], prompts: list[list[int]], tokens: int, pairs: int
-) -> dict[str, list[list[tuple[Any, float]]]]:
+    ways: Mapping[Name, Callable[[list[int], int], tuple[Any, float]]],
+    prompts: list[list[int]],
+    tokens: int,
+    pairs: int,
+) -> dict[Name, list[list[tuple[Any, float]]]]:
     """Of each way, and of each prompt: the texts of so many trials, and the time of their tokens."""
-    found: dict[str, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
+    found: dict[Name, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
     for write in ways.values():  # makes the gears
         write(prompts[0], 32)
     for place, prompt in enumerate(track(prompts, "prompts")):
@@ -460,6 +487,58 @@ def lossless_time(
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
     head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
     return Found({"lossless_time": table_here(head, rows)}, {"faster": faster, "same": same})
+
+
+SAMPLINGS: dict[str, dict[str, float]] = {
+    "0.7": {"temp": 0.7},
+    "0.7, top-p 0.9": {"temp": 0.7, "top_p": 0.9},
+    "1.0": {"temp": 1.0},
+}
+
+
+@study("docs/lossless.md", minutes=8)
+def lossless_sampled(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [3, 6],  # noqa: B006
+    model: str = "smollm2",
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """What mode lossless saves in time in sampled texts, with mlx-lm's sampler and with ours.
+
+    Drafts have a calibrated base. Each is compared with the top gear alone and mlx-lm's sampler; texts with those of
+    the top gear alone and the same sampler.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        pairs: Trials of a prompt, whose median counts.
+    """
+    writer = Writer(model, "4,16", "planes", Lossless(), calibrated=True)
+    asked = first_prompts(writer.tokenizer, prompts, num_prompts)
+    makers: dict[str, Callable[..., Any]] = {"mlx-lm's": mlx_lm_sampler, "ours": make_sampler}
+    rows, data = [], {}
+    for name, numbers in SAMPLINGS.items():
+        ways = {
+            (whose, mode.name): partial(writer.sampled, make(**numbers), mode)
+            for whose, make in makers.items()
+            for mode in (Static(), writer.mode)
+        }
+        found = written_in_turn(ways, asked, max_tokens, pairs)
+        first = next(iter(found.values()))
+        for (whose, mode), written in found.items():
+            of_trials = [([s for _, s in a], [s for _, s in b]) for a, b in zip(first, written)]
+            faster = [statistics.median(ratios(*each)) for each in of_trials]
+            tops = [trials[0][0][0] for trials in found[whose, "static"]]
+            same = sum(all(text[0] == top for text, _ in trials) for trials, top in zip(written, tops))
+            ms = 1000 * statistics.median(spent for trials in written for _, spent in trials)
+            drafted, accepted = (sum(text[i] for trials in written for text, _ in trials) for i in (1, 2))
+            share = f"{accepted / drafted:.2f}" if drafted else ""
+            rows.append([name, whose, mode, f"{ms:.1f}", spread(faster), share, f"{same} of {len(asked)}"])
+            data[f"{name}, {whose}, {mode}"] = faster
+    head = ["temperature", "sampler", "mode", "ms a token", "times as fast: median (range)"]
+    head += ["of drafts accepted", "texts identical"]
+    return Found({"lossless_sampled": table_here(head, rows)}, data)
 
 
 @study("docs/lossless.md", minutes=12)
