@@ -4,12 +4,16 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 from conftest import save_model, tiny_model
 from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
+from mlx_lm.sample_utils import greedy_sampler
 
+from gearbx_mlx.decoding.sampling import GumbelSampler
 from gearbx_mlx.serving import job
+from gearbx_mlx.serving.requests import TextRequest, parse
 
 QUIET = {"log_level": "ERROR"}
 MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"})
@@ -38,6 +42,17 @@ def beside(client, others, **body):
 def test_as_many_likeliest_tokens_as_there_are_is_no_choice(client, top_k):
     answer = complete(client, temperature=1.0, top_k=top_k, gearbx={"gear": "high"})
     assert answer["usage"]["completion_tokens"] == 24
+
+
+@pytest.mark.parametrize(("temperature", "kind"), [(0, type(greedy_sampler)), (0.7, GumbelSampler)])
+def test_drafts_know_the_sampler_of_a_request(demo, temperature, kind):
+    """One that is wrapped would be asked row by row, and a dial would take a greedy request for a sampled one."""
+    request = parse(TextRequest, {"prompt": "x", "temperature": temperature})
+    here = SimpleNamespace(tokenizer=demo.tokenizer, vocabulary=4096)
+    asked = SimpleNamespace(asked=SimpleNamespace(request=request), served=here)
+    sampler = job.Job.sampler(asked, SimpleNamespace(temp=1.0, top_p=1.0, top_k=0, min_p=0.0))
+    assert type(sampler) is kind
+    assert temperature or sampler is greedy_sampler
 
 
 @pytest.mark.slow
