@@ -150,7 +150,7 @@ class GumbelSampler:
     top_k: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.0
-    xtc_special_tokens: Sequence[int] = ()
+    xtc_special_tokens: Sequence[int] | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens (B,) from log-probabilities (B, V)."""
@@ -163,7 +163,8 @@ class GumbelSampler:
         if self.min_p > 0:
             logprobs = apply_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability > 0:
-            logprobs = apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, [*self.xtc_special_tokens])
+            kept = [*(self.xtc_special_tokens or ())]
+            logprobs = apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, kept)
         if self.top_k > 0:
             logprobs = apply_top_k(logprobs, self.top_k)
         noise = mx.random.gumbel(logprobs.shape, key=next_key())
@@ -176,16 +177,24 @@ class GumbelSampler:
 
     def of_mlx_lm(self) -> Sampler:
         """The one that mlx-lm makes with these numbers."""
-        return mlx_lm_sampler(**{**vars(self), "xtc_special_tokens": [*self.xtc_special_tokens]})
+        return mlx_lm_sampler(**vars(self))
 
 
-def make_sampler(temp: float = 0.0, top_p: float = 1.0, min_p: float = 0.0, **settings: Any) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution, for whose texts drafts agree more often than for mlx-lm's.
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    **xtc: Any,
+) -> Sampler:
+    """A sampler with mlx-lm's arguments and distribution, of whose texts more is drafted (`GumbelSampler`).
 
     Args:
-        settings: of GumbelSampler.
+        temp: 0: greedy, which is mlx-lm's own.
+        xtc: xtc_probability, xtc_threshold and xtc_special_tokens.
     """
-    return GumbelSampler(temp, top_p, min_p, **settings) if temp else greedy_sampler
+    return GumbelSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, **xtc) if temp else greedy_sampler
 
 
 def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Sampler:
@@ -335,21 +344,9 @@ def every_parameter(model: nn.Module) -> Iterator[tuple[str, mx.array]]:
             yield f"{path}.weight", module.dense_weight()
 
 
-def sampler_for(
-    tokenizer: Any,
-    *,
-    temp: float = 0.0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    top_k: int = 0,
-    xtc_probability: float = 0.0,
-    xtc_threshold: float = 0.0,
-    **settings: Any,
-) -> Sampler:
-    """A sampler for a tokenizer. XTC never drops line ends and the ends of texts."""
-    special = tokenizer.encode("\n") + list(tokenizer.eos_token_ids)
-    xtc = {"xtc_probability": xtc_probability, "xtc_threshold": xtc_threshold, "xtc_special_tokens": special}
-    return make_sampler(temp, top_p, min_p, top_k=top_k, **xtc, **settings)
+def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
+    """Like `make_sampler`, for a tokenizer: XTC never drops line ends and the ends of texts."""
+    return make_sampler(**settings, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids))
 
 
 @dataclass

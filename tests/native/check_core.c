@@ -363,7 +363,26 @@ static void check_several(int64_t vectors, int x_bits, int64_t rows, int64_t gro
   free(x);
 }
 
+/* A row of exactly this size. The sampled token is in it, and the likeliest where nothing else is kept. */
+static void check_sampled(int64_t count) {
+  static const gearbx_sampling how[] = {{1, 1, 0, 0, {1, 2}},   {0.5f, 0.9f, 0, 0, {3, 4}}, {2, 1, 0.1f, 3, {5, 6}},
+                                        {2, 1e-6f, 0, 0, {7, 8}}, {2, 1, 1, 0, {9, 10}},      {2, 1, 0, 1, {11, 12}}};
+  float* logits = malloc((size_t)count * 4);
+  int64_t likeliest = 0;
+  for (int64_t i = 0; i < count; i++) {
+    logits[i] = random_float() + (float)i * 1e-4f;
+    if (logits[i] > logits[likeliest]) likeliest = i;
+  }
+  for (int i = 0; i < (int)(sizeof how / sizeof *how); i++) {
+    const int64_t token = gearbx_sampled(logits, count, how + i);
+    products++;
+    if (token < 0 || token >= count || (i > 2 && token != likeliest)) failures++;
+  }
+  free(logits);
+}
+
 int main(void) {
+  for (int64_t count = 1; count < 3000; count += 1 + count / 2) check_sampled(count);
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
                                   {1, 8},    {2, 2, 2}, {2, 2, 4}, {2, 3, 1},    {2, 3, 5},    {2, 4, 1},
                                   {2, 4, 2}, {2, 4, 4}, {2, 6, 2}, {2, 5, 1},    {2, 2, 6},    {3, 2, 2, 4},
