@@ -164,6 +164,7 @@ class TestGoverned:
             "no table meets 1e+07 tokens/s: every layer is at its fewest bits",
         ]
 
+    @pytest.mark.slow
     def test_a_spike_of_latency_on_a_gpu_lowers_caps_without_a_wait(self, fresh_demo, on_simulated_gpu):
         gearbox = Gearbox(fresh_demo.model, "4,8", widths=[5, 6], kernels="auto")
         assert gearbox.device == "gpu"

@@ -30,6 +30,7 @@ def bfloat16_model():
 
 
 @pytest.mark.clang
+@pytest.mark.slow
 def test_auto_replaces_products_alone_on_metal(launches):  # which makes the gears in format exact
     gearbox = Gearbox(bfloat16_model(), "4,16", format="exact", kernels="auto")
     assert gearbox.kernels.native
