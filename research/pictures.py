@@ -79,6 +79,8 @@ def recorded() -> Text:
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL | UNTIMED, **streams)
     ends = [0, *(found.end() for found in LAST.finditer(done.stdout))]
+    if len(ends) != len(TYPED) + 1:
+        raise ValueError("the chat says more than its answers: were kernels compiled meanwhile? Run it again")
     text = Text(f"$ python -m {' '.join(COMMAND)}\n")
     for asked, begin, end in zip(TYPED, ends, ends[1:]):
         text += Text(f">> {asked}\n") + Text.from_ansi(done.stdout[begin:end])
@@ -112,6 +114,7 @@ def real_model() -> Found:
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")
 def chat() -> Found:
     """A chat with the demo model."""
+    run_command(["--max-tokens", "1"])  # compiles kernels
     return Found(pictures={"chat.png": partial(write_both, recorded())})
 
 

@@ -13,6 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
+import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.drafting import Drafter, Writer
 from gearbx_mlx.decoding.lossless_model import LosslessModel
@@ -22,7 +23,7 @@ from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule
 
 TALE = "Once upon a time there was a king who"
 SOME = (1, 4, MOST_DRAFTED)
-SAMPLERS = {"greedy": None, "sampled": make_sampler(0.8, top_p=0.9)}
+SAMPLERS = {"greedy": None, "sampled": make_sampler(0.8, top_p=0.9), "ours": gearbx_mlx.make_sampler(0.8)}
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
 LENGTHS = (1, 5, 2, 9, 3)
 

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.lossless_model import LosslessModel
@@ -31,6 +32,9 @@ SAMPLERS = {
     "min-p": make_sampler(0.8, min_p=0.05),
     "top-k": make_sampler(1.0, top_k=20),
     "xtc": make_sampler(0.8, xtc_probability=0.5, xtc_threshold=0.1),
+    "ours": gearbx_mlx.make_sampler(0.8),
+    "ours, top-p": gearbx_mlx.make_sampler(0.8, top_p=0.9),
+    "ours, xtc": gearbx_mlx.make_sampler(0.8, xtc_probability=0.5),
 }
 
 

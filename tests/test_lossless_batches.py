@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, batch_generate, stream_generate
 from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.routing.rounds import CostRule, Costs
@@ -58,7 +59,12 @@ class TestTexts:
         assert tokens_of(together(geared_demo, demo.tokenizer, PROMPTS[:1] * 3)) == texts[:1] * 3
 
     def test_sampled_ones_are_those_of_their_seeds(self, demo, geared_demo):
-        samplers = [make_sampler(0.8), None, make_sampler(1.0, top_k=20), make_sampler(0.8, xtc_probability=0.5)]
+        samplers = [
+            make_sampler(0.8),
+            None,
+            gearbx_mlx.make_sampler(1.0, top_k=20),
+            make_sampler(0.8, xtc_probability=0.5),
+        ]
         seeds = [3, None, 5, 7]
         expected = [
             alone(geared_demo, demo.tokenizer, prompt, 24, seed, sampler=sampler)

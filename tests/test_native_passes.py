@@ -252,19 +252,20 @@ def test_the_head_of_a_draft_looks_twice(format, ladder, change):
     assert bits == pytest.approx(entropy_bits(mx.array(expected)).item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("vocabulary", [600, 5, 131])
+@pytest.mark.parametrize("vocabulary", [600, 131])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_samples_like_the_sampler(sampling, vocabulary):
+def test_samples_like_mlxs_operations(sampling, vocabulary):
     box = boxed(vocab_size=vocabulary)
     cache, sampler = begun(box), make_sampler(**sampling)
     draft = begin_draft(pass_parts(box.model, second_head(box, box.ladder[0]).top), cache)
     logits = draft.logits(3, 0)
     for seed in range(40):
         mx.random.seed(seed)
-        expected = sampler(logits - mx.logsumexp(logits)).item()
+        expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
         token, bits = natively(draft, Chooser(sampler))(3, 0)
-        assert token == expected
+        mx.random.seed(seed)
+        assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
     assert bits == pytest.approx(entropy_bits(logits[0]).item(), abs=1e-4)
 
 

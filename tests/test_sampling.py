@@ -7,7 +7,7 @@ import pytest
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from gearbx_mlx import make_sampler, stream_generate
+from gearbx_mlx import GearbxError, batch_generate, make_sampler, stream_generate
 from gearbx_mlx.decoding import sampling
 
 LOGITS = (mx.arange(12) * 5 % 12 / 3)[None]  # the likeliest token has a share of 0.29
@@ -48,11 +48,43 @@ def test_rows_are_drawn_apart():
 
 def test_tokens_left_out_by_xtc_are_the_likeliest():
     mx.random.seed(1)
-    sampler = make_sampler(1.0, xtc_probability=1.0, xtc_threshold=0.1)
+    sampler = make_sampler(1.0, xtc_probability=1.0)
     likely = np.flatnonzero(np.exp(np.array(LOGPROBS[0])) > 0.1)
     drawn = np.array(mx.concatenate([sampler(LOGPROBS) for _ in range(200)]))
     assert len(likely) > 1
     assert len(set(likely) & set(drawn.tolist())) == 1
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 31, 32, 33, 4099])
+def test_native_kernels_choose_what_mlxs_operations_do(size):
+    sampler = make_sampler(0.8, min_p=0.01)
+    for seed in range(60):
+        logits = 3 * mx.random.normal((1, size), key=mx.random.key(seed))
+        logits = mx.where(mx.arange(size) % 5 == 1, -mx.inf, logits)
+        logprobs = logits - mx.logsumexp(logits)
+        mx.random.seed(seed)
+        expected = sampler.by_mlx(logprobs).item()
+        after = mx.random.uniform().item()
+        mx.random.seed(seed)
+        assert sampler(logprobs).item() == expected
+        assert mx.random.uniform().item() == after
+
+
+@pytest.mark.parametrize(
+    ("numbers", "told"),
+    [
+        ({"temp": -1.0}, "temp is -1.0; give 0 or more"),
+        ({"temp": float("nan")}, "temp is nan"),
+        ({"temp": 1.0, "min_p": 1.5}, "min_p is 1.5; give 0 to 1"),
+        ({"temp": 1.0, "top_k": -1}, "top_k is -1; give 0 or more"),
+        ({"temp": 0.0, "top_p": 2.0}, "top_p is 2.0; give 0 to 1"),
+        ({"temp": 1.0, "xtc_threshold": 0.9}, "xtc_threshold is 0.9; give 0 to 0.5"),
+    ],
+)
+def test_numbers_that_no_sampler_has(numbers, told):
+    with pytest.raises(GearbxError, match=told):
+        make_sampler(**numbers)
 
 
 def test_cold_is_greedy():
@@ -87,4 +119,17 @@ def test_a_text_without_gears_is_mlx_lms(demo):
     ):
         mx.random.seed(4)
         texts.append([response.token for response in written])
+    assert texts[0] == texts[1]
+
+
+def test_a_batch_without_gears_is_mlx_lms(demo):
+    prompts, texts = [demo.tokenizer.encode(each) for each in ("The king", "Once upon a time")], []
+    for written in (
+        lambda: mlx_lm.batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=12, sampler=mlx_lm_sampler(0.9)),
+        lambda: batch_generate(
+            demo.model, demo.tokenizer, prompts, max_tokens=12, mode="telemetry-only", sampler=make_sampler(0.9)
+        ),
+    ):
+        mx.random.seed(4)
+        texts.append([text.strip() for text in written().texts])
     assert texts[0] == texts[1]

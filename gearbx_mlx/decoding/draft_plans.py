@@ -252,7 +252,7 @@ class DraftPlans:
         self.agreement = self._learned.agreement
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
-        """What lets proposed tokens stay that the top gear did not choose with a sampler of mlx-lm's (None: greedy)."""
+        """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
         return Tolerance(self._nats, sampler in (None, greedy_sampler)) if self._nats else None
 
     def of(self, texts: int = 1) -> DraftPlan:

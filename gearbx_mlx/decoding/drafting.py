@@ -132,7 +132,7 @@ class Drafter:
     ahead: int = 0
     agreement: Agreement = ALONE
     parts: list[PassParts] = field(default_factory=list)
-    """What the gear has of it, if greedy drafts have some."""
+    """What the gear has of it, if native drafts have some."""
 
     def propose(
         self, writers: Sequence[Writer], cache: Any, plan: DraftPlan, inputs: mx.array | None = None
@@ -275,7 +275,7 @@ def native_logits(draft: NativeDraft) -> Callable[[mx.array], mx.array]:
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
-    """What follows tokens by one native call each; None for other samplers."""
+    """A function that drafts the next token in one native call; None for a sampler without a kernel."""
     sampler = chooser.sampler
     if chooser.greedy:
         return draft.best

@@ -73,7 +73,7 @@ class LosslessModel(ModelWrapper):
         draft: the gear that drafts; the lowest if not given.
         rounds: where to look up tokens and where to draft; always to draft, and nothing else, if not given.
         stretches: where to work in rounds at all; everywhere, if not given.
-        sampler, logits_processors: mlx-lm's own, so that drafts are what it will choose; greedy without.
+        sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
         max_tokens: how many will be generated; -1: no limit.

@@ -26,6 +26,7 @@ import numpy as np
 from mlx_lm.generate import GenerationResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
@@ -53,7 +54,7 @@ from .governor import Governor
 from .mode import AUTO, gear_of_prompt, of_model
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import TokenSource, entropy_bits, geared_responses, reader_of, sampled, sampler_beside
+from .sampling import TokenSource, entropy_bits, geared_responses, reader_of, sampled
 from .texts import encoded, vocabulary_of
 
 
@@ -234,7 +235,6 @@ def in_engaged_gear(
         first: is engaged when all of the prompt but its last token is read.
         prompt_progress_callback: as mlx-lm's.
     """
-    kwargs["sampler"] = sampler_beside(gearbox, kwargs.get("sampler"))
     if draft_model is not None:
         return with_draft_model(model, tokenizer, prompt, gearbox, first, draft_model, **kwargs)
 
@@ -289,7 +289,7 @@ def with_draft_model(
     check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
     check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
     entropy, draft_bytes = reader_of(gearbox).entropy, bytes_read(draft_model)
-    sampler = kwargs.pop("sampler")
+    sampler = kwargs.pop("sampler", None) or greedy_sampler
     keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
     number, new_round, gear, in_prompt = 0, True, first, True
 

@@ -1,8 +1,8 @@
 """Where mlx-lm samples a token: its entropy (the rev counter, GEARBX 3.1) and how it came about are noted there.
 
 Beside that, all that looks at one distribution: near-ties, which rounding may have decided, since several positions in
-one pass are added up in another order than one; logits that are not numbers, and which layer they come from; mlx-lm's
-sampler for a tokenizer; random numbers of a text's own, whatever other texts draw meanwhile.
+one pass are added up in another order than one; logits that are not numbers, and which layer they come from; samplers;
+random numbers of a text's own, whatever other texts draw meanwhile.
 """
 
 import functools
@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -141,6 +141,9 @@ class GumbelSampler:
     The distribution is that of mlx-lm's sampler with the same numbers. But two distributions that are alike choose the
     same token much more often with the same noise than with the same place in their cumulative distributions, which is
     what MLX takes for one token: so drafts agree more often (Daliri, Musco, Suresh, 2024, arXiv 2408.07978).
+
+    Raises:
+        GearbxError: numbers that no sampler has.
     """
 
     temp: float
@@ -149,8 +152,25 @@ class GumbelSampler:
     min_tokens_to_keep: int = 1
     top_k: int = 0
     xtc_probability: float = 0.0
-    xtc_threshold: float = 0.0
+    xtc_threshold: float = 0.1
     xtc_special_tokens: Sequence[int] | None = None
+    native: bool = field(default=True, kw_only=True)
+    """Whether native kernels may sample one token of one text; they choose the same, but for rounding and ties."""
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "temp": (0, math.inf),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "min_tokens_to_keep": (1, math.inf),
+            "top_k": (0, math.inf),
+            "xtc_probability": (0, 1),
+            "xtc_threshold": (0, 0.5),
+        }
+        for name, (least, most) in bounds.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise GearbxError(f"{name} is {value}; give {least} {'or more' if most == math.inf else f'to {most}'}")
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens (B,) from log-probabilities (B, V)."""
@@ -165,19 +185,25 @@ class GumbelSampler:
         if self.xtc_probability > 0:
             kept = [*(self.xtc_special_tokens or ())]
             logprobs = apply_xtc(logprobs, self.xtc_probability, self.xtc_threshold, kept)
-        if self.top_k > 0:
+        if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
         noise = mx.random.gumbel(logprobs.shape, key=next_key())
         return mx.argmax(logprobs * (1 / self.temp) + noise, axis=-1)
 
     @property
     def is_native(self) -> bool:
-        """Whether native kernels sample like it: the same token, but for rounding."""
-        return self.xtc_probability == 0 and self.min_tokens_to_keep == 1
+        """Whether there is a kernel for it that may be used."""
+        return self.native and self.xtc_probability == 0 and self.min_tokens_to_keep == 1
 
+    @functools.cached_property
+    def by_mlx(self) -> "GumbelSampler":
+        """The same by MLX's operations."""
+        return replace(self, native=False)
+
+    @functools.cached_property
     def of_mlx_lm(self) -> Sampler:
-        """The one that mlx-lm makes with these numbers."""
-        return mlx_lm_sampler(**vars(self))
+        """The sampler that mlx-lm makes with these numbers."""
+        return mlx_lm_sampler(**{each.name: getattr(self, each.name) for each in fields(self) if each.name != "native"})
 
 
 def make_sampler(
@@ -186,22 +212,29 @@ def make_sampler(
     min_p: float = 0.0,
     min_tokens_to_keep: int = 1,
     top_k: int = 0,
-    **xtc: Any,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution, of whose texts more is drafted (`GumbelSampler`).
+    """A sampler with mlx-lm's arguments and distribution; drafts agree with it more often (`GumbelSampler`).
 
-    Args:
-        temp: 0: greedy, which is mlx-lm's own.
-        xtc: xtc_probability, xtc_threshold and xtc_special_tokens.
+    At temperature 0 it is mlx-lm's greedy one.
+
+    Raises:
+        GearbxError: numbers that no sampler has.
     """
-    return GumbelSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, **xtc) if temp else greedy_sampler
+    xtc = xtc_probability, xtc_threshold, xtc_special_tokens
+    sampler = GumbelSampler(temp, top_p, min_p, min_tokens_to_keep, top_k, *xtc)
+    return sampler if temp else greedy_sampler
 
 
 def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Sampler:
-    """The sampler of a text; greedy without. A model without gears writes what it does in mlx-lm."""
-    if isinstance(sampler, GumbelSampler) and not isinstance(gearbox, Gearbox):
-        return sampler.of_mlx_lm()
-    return sampler or greedy_sampler
+    """The sampler of a text, greedy without: by the kernels of its gearbox; without gears a text is mlx-lm's."""
+    if not isinstance(sampler, GumbelSampler):
+        return sampler or greedy_sampler
+    if not isinstance(gearbox, Gearbox):
+        return sampler.of_mlx_lm
+    return sampler if gearbox.kernels.native else sampler.by_mlx
 
 
 @dataclass
@@ -237,7 +270,7 @@ class Chooser:
             return self.sampler(logprobs)
 
     def next_key(self) -> np.ndarray:
-        """The key (2,) with which it draws its next token, which then counts as drawn."""
+        """The key (2,) of its next token."""
         with self._numbers():
             return np.array(next_key())
 
@@ -357,7 +390,7 @@ class EntropySampler:
     that pass, and reading it would wait for a whole token (GEARBX 3.6).
 
     Args:
-        sampler: of mlx-lm.
+        sampler: the text's.
         step: returns how the latest logits came about.
         reader: of log-probabilities.
         agreement: of the ranks that share the model.

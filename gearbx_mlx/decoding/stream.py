@@ -23,7 +23,7 @@ from .governor import Governor
 from .mode import Mode
 from .modes import default_mode, mode_class
 from .response import BatchGearResponse, GearResponse, Seen
-from .sampling import Sampler
+from .sampling import Sampler, sampler_beside
 from .summary import Responses
 from .texts import check_known, encoded, in_turn, making, turn, vocabulary_of
 
@@ -81,6 +81,7 @@ def stream_generate(
     if box is None:
         return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None)
     check_device(box.device)
+    keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
     return Responses(in_turn(responses, box), model, chosen, box, controller, kwargs.get("draft_model"))

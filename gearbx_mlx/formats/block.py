@@ -332,7 +332,7 @@ class NativeDraft:
     def sampled(
         self, token: int, place: int, temp: float, top_p: float, min_p: float, top_k: int, key: np.ndarray
     ) -> tuple[int, float]:
-        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: its random one, (2,)."""
+        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's random key, (2,)."""
         table, (row,) = self.parts.rows([token])
         sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())
         following: tuple[int, float] = sampled_token(self.passes, table, row, self.entries + place, *how)

@@ -333,6 +333,6 @@ def block_kernels(vectors: int) -> ModuleType | None:
 
 
 def fused_kernel(name: str) -> Callable[..., mx.array] | None:
-    """The native CPU kernel of an operation (cpu/fused.h, attention.h, distribution.cpp); None if there is none."""
+    """The native CPU kernel of an operation (cpu/fused.h, attention.h, matvec.h); None if there is none."""
     module = cpu.native() if on_cpu() else None
     return None if module is None else getattr(module, name)

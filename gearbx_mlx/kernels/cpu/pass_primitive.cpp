@@ -172,6 +172,7 @@ std::pair<int64_t, float> best(const nb::capsule& passes_of, mx::array& table, i
 std::pair<int64_t, float> sampled(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset,
                                   float temp, float top_p, float min_p, int top_k, uint32_t first, uint32_t second) {
   Passes& passes = looked_up(passes_of, table, {token}, offset);
+  require(temp > 0, "the temperature must be above 0");
   const gearbx_sampling how = {temp, top_p, min_p, top_k, {first, second}};
   const nb::gil_scoped_release released;
   return passes.next(offset, [&](const float* logits, int64_t count) { return gearbx_sampled(logits, count, &how); });

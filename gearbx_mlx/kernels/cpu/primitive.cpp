@@ -152,6 +152,7 @@ mx::array sampled_token_of(const mx::array& logprobs, const mx::array& key, floa
   const auto s = mx::default_stream(mx::Device::cpu);
   require(logprobs.ndim() == 2 && logprobs.shape(0) == 1 && logprobs.size() > 0, "there must be one row");
   require(key.dtype() == mx::uint32 && key.ndim() == 1 && key.size() == 2, "a key has two numbers of uint32");
+  require(temp > 0, "the temperature must be above 0");
   const gearbx_sampling how = {temp, top_p, min_p, top_k, {0, 0}};
   return mx::array({1}, mx::uint32, std::make_shared<Sampled>(s, how), {in_float32(logprobs, s), key});
 }

@@ -1,5 +1,5 @@
-// The token that is sampled from a row of logits: mlx-lm's filters, and Gumbel noise as MLX makes it, but only of tokens
-// that it may make the largest.
+// The token that is sampled from a row of logits: mlx-lm's filters, then Gumbel noise as MLX makes it, which is computed
+// only for tokens that could still win.
 
 #include <algorithm>
 #include <cmath>
@@ -85,9 +85,9 @@ struct Best {
 };
 
 constexpr float MOST_NOISE = 16.7f;  // that of the largest u
-constexpr float SLACK = 2e-7f;       // of what is rounded in between
+constexpr float SLACK = 2e-7f;       // u is rounded to a float
 
-// Lets tokens win of those from `first` on whose logits are z. Noise above d has a u above exp(-exp(-d)), and so 1 - u is
+// Offers the tokens from `first` on, whose logits are z, to `best`. Noise above d has a u above exp(-exp(-d)), and so 1 - u is
 // below exp(-d): that is compared first.
 void take_lanes(Best& best, int64_t first, Floats z, Ints bits, float least, float inverse_temp) {
   const Floats scaled = z * all(inverse_temp);
