@@ -157,8 +157,9 @@ def mixture(
         shares: Of the tokens in each gear, lowest gear first.
         run: Tokens in a gear between two shifts, about.
     """
+    asked = parse_shares(shares)
     gearbox, read_bandwidth = engaged(model, shape, gears), bandwidth_meter()
-    plan = plan_of(gearbox.ladder, parse_shares(shares), tokens, run)
+    plan = plan_of(gearbox.ladder, asked, tokens, run)
     plans = {gear.name: [gear] * len(plan) for gear in gearbox.ladder} | {MIXED: plan}
     measured = []
     for _ in track(range(trials + 1), "trials"):

@@ -300,6 +300,7 @@ class TestText:
             assert len(request) < len(text) <= len(request) + ANSWER
         assert runs[0][0] != runs[0][1]  # each answer has a seed of its own
 
+    @pytest.mark.slow
     def test_a_model_that_answered_is_calibrated_as_before(self, cache):
         fresh, _ = load(None)
         used, tokenizer = load(None)

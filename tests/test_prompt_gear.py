@@ -167,6 +167,7 @@ def test_flags_that_cannot_be(command, flags, named):
 
 
 class TestEvaluation:
+    @pytest.mark.slow
     def test_prompts_are_read_and_not_predicted(self, tmp_path):
         text = tmp_path / "text.txt"
         text.write_text("Once upon a time there was a king who had three sons. " * 30)

@@ -196,7 +196,7 @@ def test_a_client_that_sends_slowly_is_let_go(client):
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", b"411"),
+        (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"411"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1e3\r\n\r\n", b"400"),
         (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n", b"400"),
@@ -206,9 +206,9 @@ def test_a_client_that_sends_slowly_is_let_go(client):
             b"411",
         ),
         (b"nonsense\r\n\r\n", b"400"),
-        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n", b"405"),
-        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
+        (b"DELETE /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
+        (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"414"),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"),
     ],
     ids=range(10),
 )
