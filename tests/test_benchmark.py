@@ -166,7 +166,7 @@ def test_a_mixture_of_the_papers_shares_has_its_bound():
 )
 def test_a_mixture_that_cannot_be(flags, message):
     with pytest.raises(GearbxError, match=re.escape(message)):
-        mixture(shape="64x1", **flags)
+        mixture(shape="256x1", **flags)
 
 
 @pytest.mark.slow
