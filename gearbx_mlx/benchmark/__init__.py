@@ -83,7 +83,7 @@ class DecodeBenchmark(ModelBenchmark):
 
     what: ClassVar[str] = "decode"
 
-    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0, most=10**9)
+    context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0, most=10**15)
 
 
 @dataclass(frozen=True)

@@ -294,11 +294,11 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 def check_bounds(name: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds."""
     try:
-        inside = least <= value <= most
+        inside, above = least <= value <= most, value > most
     except TypeError:  # from a program
-        inside = False
+        inside = above = False
     if not inside:
-        upper = f" to {most:g}" if most < LARGEST_SHOWN else " or more"
+        upper = f" to {most:g}" if above or most < LARGEST_SHOWN else " or more"
         raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
 
 
