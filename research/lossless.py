@@ -390,9 +390,14 @@ class Writer:
     def written(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return generated(self.responses(mode, prompt, max_tokens))
 
-    def responses(self, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        """Greedily, or with the same random numbers every time."""
-        return self.by(make_sampler(self.temp), mode, prompt, max_tokens)
+    def responses(
+        self, mode: Lossless | Static, prompt: list[int], max_tokens: int, sampler: Any = None
+    ) -> Iterator[Any]:
+        """Greedily, or with the same random numbers every time. sampler: one of the writer's temperature without."""
+        box = self.gearbox
+        mx.random.seed(0)
+        given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": sampler or make_sampler(self.temp)}
+        return stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given)
 
     def sampled(
         self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int
@@ -401,19 +406,13 @@ class Writer:
         seen: list[Any] = []
 
         def noted() -> Iterator[Any]:
-            for each in self.by(sampler, mode, prompt, max_tokens):
+            for each in self.responses(mode, prompt, max_tokens, sampler):
                 seen.append(each)
                 yield each
 
         tokens, seconds = generated(noted())
         accepted = sum(each.source == DRAFT for each in seen)
         return (tokens, sum(each.drafted for each in seen), accepted), seconds
-
-    def by(self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int) -> Iterator[Any]:
-        box = self.gearbox
-        mx.random.seed(0)
-        given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": sampler}
-        return stream_generate(box.model, self.tokenizer, prompt, max_tokens, **given)
 
 
 Name = TypeVar("Name")
@@ -434,6 +433,12 @@ def written_in_turn(
             for name, write in ways.items():
                 found[name][place].append(write(prompt, tokens))
     return found
+
+
+def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> list[float]:
+    """Of each prompt: how many times as fast a way was as the first, the median of its trials."""
+    seconds = ([[spent for _, spent in trials] for trials in way] for way in (first, other))
+    return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
 
 def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
@@ -475,15 +480,13 @@ def lossless_time(
     ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}
     asked = first_prompts(plain.tokenizer, prompts, num_prompts)
     found = written_in_turn(ways, asked, max_tokens, pairs)
-    faster: dict[str, list[float]] = {name: [] for name in ways}
+    faster = {name: times_faster(found["first"], each) for name, each in found.items()}
     same = dict.fromkeys(ways, 0)
     for place, prompt in enumerate(asked):
         trials = {name: each[place] for name, each in found.items()}
-        seconds = {name: [spent for _, spent in done] for name, done in trials.items()}
         for name, done in trials.items():
             top = writers[name].alone(prompt, max_tokens)[0] if name.endswith("8") else trials["first"][0][0]
             same[name] += all(text == top for text, _ in done)
-            faster[name].append(statistics.median(ratios(seconds["first"], seconds[name])))
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
     head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
     return Found({"lossless_time": table_here(head, rows)}, {"faster": faster, "same": same})
@@ -527,8 +530,7 @@ def lossless_sampled(
         found = written_in_turn(ways, asked, max_tokens, pairs)
         first = next(iter(found.values()))
         for (whose, mode), written in found.items():
-            of_trials = [([s for _, s in a], [s for _, s in b]) for a, b in zip(first, written)]
-            faster = [statistics.median(ratios(*each)) for each in of_trials]
+            faster = times_faster(first, written)
             tops = [trials[0][0][0] for trials in found[whose, "static"]]
             same = sum(all(text[0] == top for text, _ in trials) for trials, top in zip(written, tops))
             ms = 1000 * statistics.median(spent for trials in written for _, spent in trials)
@@ -569,10 +571,8 @@ def lossless_contexts(
         for temp in temps:
             writer.temp = temp
             found = written_in_turn({"alone": writer.alone, "lossless": writer.lossless}, prompts, max_tokens, pairs)
-            faster, same = [], 0
-            for alone, lossless in zip(found["alone"], found["lossless"]):
-                faster.append(statistics.median(ratios([s for _, s in alone], [s for _, s in lossless])))
-                same += all(tokens == alone[0][0] for tokens, _ in lossless)
+            faster, both = times_faster(found["alone"], found["lossless"]), zip(found["alone"], found["lossless"])
+            same = sum(all(tokens == alone[0][0] for tokens, _ in lossless) for alone, lossless in both)
             alone_ms = 1000 * statistics.median(spent for trials in found["alone"] for _, spent in trials)
             rows.append([context, temp, f"{alone_ms:.1f}", spread(faster), f"{same} of {len(prompts)}"])
             data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})

@@ -56,6 +56,29 @@ def test_drafts_know_the_sampler_of_a_request(demo, temperature, kind):
 
 
 @pytest.mark.slow
+def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
+    def broken(tokenizer, **settings):
+        def sample(logprobs):
+            raise ZeroDivisionError("a bug")
+
+        return sample if settings["temp"] == 0.5 else real(tokenizer, **settings)
+
+    real = job.sampler_for
+    alone = text_of(client, max_tokens=120, gearbx={"gear": "high"})
+    monkeypatch.setattr(job, "sampler_for", broken)
+
+    def others():
+        for _ in range(3):
+            error_of(
+                client.post("/v1/completions", json={"prompt": "x", "temperature": 0.5, "gearbx": {"gear": "high"}}),
+                500,
+            )
+
+    assert beside(client, others, gearbx={"gear": "high"}) == alone
+    assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gearbx", [{"gear": "high"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"}], ids=str
 )

@@ -301,7 +301,9 @@ def write(writer: Writer, following: Following, rule: JointRule, most: int) -> P
 def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
     """Random numbers that texts draw in the block will be drawn again after it, and its errors do not count."""
     states = [chooser.state for chooser in choosers]
-    with same_random_numbers():
+    # Greedy texts draw nothing; to put numbers back for each of their drafts would only make MLX's graph longer.
+    draws = not all(chooser.greedy and not chooser.processors for chooser in choosers)
+    with same_random_numbers() if draws else contextlib.nullcontext():
         try:
             yield
         finally:

@@ -12,13 +12,13 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.server import Vision
 
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
-from ..decoding.sampling import sampler_for
+from ..decoding.sampling import GumbelSampler, sampler_for
 from .grammar import constraint_for
 from .provider import Served
 from .requests import BaseRequest
@@ -209,7 +209,7 @@ class Job:
             return default if value is None else value
 
         temp, top_k = given(asked.temperature, defaults.temp), given(asked.top_k, defaults.top_k)
-        return sampler_for(
+        sampler = sampler_for(
             self.served.tokenizer,
             temp=temp if temp >= COLDEST else 0.0,
             top_p=given(asked.top_p, defaults.top_p),
@@ -218,6 +218,9 @@ class Job:
             xtc_probability=asked.xtc_probability,
             xtc_threshold=asked.xtc_threshold,
         )
+        if sampler is greedy_sampler or isinstance(sampler, GumbelSampler):  # drafts have to know them
+            return sampler
+        return self.safely(sampler, greedy_sampler)
 
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
         """The request's processors; what the answer has to fit comes last."""

@@ -72,7 +72,8 @@ typedef struct {
   uint32_t key[2];
 } gearbx_sampling;
 
-// The token with the largest sum of logit over temperature and Gumbel noise, among those that the filters keep of `count`.
+// The token with the largest sum of logit over temperature and Gumbel noise, among those of `count` that the filters
+// keep.
 int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how);
 
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.

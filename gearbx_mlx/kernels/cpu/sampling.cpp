@@ -15,9 +15,9 @@ namespace {
 
 constexpr float MOST_BELOW = 16;  // nats below the largest logit, where the tokens of a nucleus are looked for first
 
-// Numbers i to i + LANES of a row; -inf after its end.
-inline Floats load_row(const float* row, int64_t i, int64_t count) {
-  return i + LANES <= count ? load(row + i) : load_some(row + i, count - i, -INFINITY);
+// As many numbers as lie side by side, of `count` that are left; -inf after their end.
+inline Floats load_row(const float* row, int64_t count) {
+  return count >= LANES ? load(row) : load_some(row, count, -INFINITY);
 }
 
 std::vector<float> at_least(const float* logits, int64_t count, float least) {
@@ -30,7 +30,7 @@ std::vector<float> at_least(const float* logits, int64_t count, float least) {
 // The least logit of the fewest tokens that have a share `p` of all probability together.
 float nucleus(const float* logits, int64_t count, float highest, float p) {
   double total = 0;
-  for (int64_t i = 0; i < count; i += LANES) total += sum_of(exponential(load_row(logits, i, count) - all(highest)));
+  for (int64_t i = 0; i < count; i += LANES) total += sum_of(exponential(load_row(logits + i, count - i) - all(highest)));
   for (const float below : {MOST_BELOW, INFINITY}) {
     std::vector<float> heap = at_least(logits, count, highest - below);
     std::make_heap(heap.begin(), heap.end());
@@ -87,8 +87,8 @@ struct Best {
 constexpr float MOST_NOISE = 16.7f;  // that of the largest u
 constexpr float SLACK = 2e-7f;       // u is rounded to a float
 
-// Offers the tokens from `first` on, whose logits are z, to `best`. Noise above d has a u above exp(-exp(-d)), and so 1 - u is
-// below exp(-d): that is compared first.
+// Offers the tokens from `first` on, whose logits are z, to `best`. Noise above d has a u above exp(-exp(-d)), and so
+// 1 - u is below exp(-d): that is compared first.
 void take_lanes(Best& best, int64_t first, Floats z, Ints bits, float least, float inverse_temp) {
   const Floats scaled = z * all(inverse_temp);
   const Floats most = exponential(-larger(all(best.score) - scaled, all(0)));
@@ -106,7 +106,6 @@ void take_lanes(Best& best, int64_t first, Floats z, Ints bits, float least, flo
 }  // namespace
 }  // namespace gearbx
 
-
 extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how) {
   using namespace gearbx;
   int64_t likeliest;
@@ -120,7 +119,7 @@ extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gear
   Ints place;
   for (uint32_t lane = 0; lane < LANES; lane++) place[lane] = lane;
   for (int64_t i = 0; i < half; i += LANES, place += LANES) {
-    const Floats a = load_row(logits + i, 0, half - i), b = load_row(logits + second + i, 0, half - i);
+    const Floats a = load_row(logits + i, half - i), b = load_row(logits + second + i, half - i);
     const float highest = largest(larger(a, b));
     if (highest < least || highest * inverse_temp + MOST_NOISE < best.score) continue;
     const auto [of_a, of_b] = hashed<Ints>(how->key, place, place + static_cast<uint32_t>(second));
