@@ -1,7 +1,10 @@
 """The one exception that a user is meant to read."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
 
 
 class GearbxError(ValueError):
@@ -39,3 +42,14 @@ def about(thing: object) -> Iterator[None]:
 def one_line(error: BaseException, most: int = 300) -> str:
     """An error's message on one line, at most so many characters of it; the error's kind where there is no message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
+
+
+def check_range(shown: str, value: float, least: float, most: float = math.inf) -> None:
+    """Raises GearbxError for a number outside of its bounds. shown: what the message calls it."""
+    try:
+        inside, above = least <= value <= most, value > most
+    except TypeError:  # from a program
+        inside = above = False
+    if not inside:
+        upper = f" to {most:g}" if above or most < LARGEST_SHOWN else " or more"
+        raise GearbxError(f"{shown} is {value}; give {least:g}{upper}")

@@ -10,9 +10,9 @@ from ..cli.flags import ModelSettings
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.gears import LadderSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, flag_of, given, parser_of
+from ..cli.settings import Settings, command_settings, flag, flag_of, given, parser_of
 from ..cli.start import call, command
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..serving import APIS, AUTO, DEFAULT_TIMEOUT
 
 KEY = "OPENAI_API_KEY"

@@ -8,9 +8,9 @@ from ..cli.flags import ModelSettings
 from ..cli.gate import GateSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parse_shares, parser_of
+from ..cli.settings import Settings, command_settings, flag, parse_shares, parser_of
 from ..cli.start import call, command
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..evaluation.target import Wish
 from ..routing.acceptance import Dial, DraftFile
 from ..routing.gates import ThresholdFile

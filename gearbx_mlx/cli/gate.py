@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..files.reading import read_as
 from ..gears.ladder import Ladder
 from ..routing.gates import (
@@ -21,7 +21,7 @@ from ..routing.gates import (
     fitting,
     parse_thresholds,
 )
-from .settings import LARGEST_SHOWN, Settings, flag
+from .settings import Settings, flag
 
 AUTO: Literal["auto"] = "auto"
 Thresholds = tuple[float, ...] | Literal["auto"]

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_range
 from ..routing.calibration import check_shares
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -61,7 +61,6 @@ def parse_shares(text: str) -> list[float]:
 
 
 T = TypeVar("T")
-LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
 
 
 def flag(
@@ -293,13 +292,7 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
 
 def check_bounds(name: str, value: float, least: float, most: float = math.inf) -> None:
     """Raises GearbxError for a number outside of its bounds."""
-    try:
-        inside, above = least <= value <= most, value > most
-    except TypeError:  # from a program
-        inside = above = False
-    if not inside:
-        upper = f" to {most:g}" if above or most < LARGEST_SHOWN else " or more"
-        raise GearbxError(f"{flag_of(name)} is {value}; give {least:g}{upper}")
+    check_range(flag_of(name), value, least, most)
 
 
 def given(settings: Settings, default: Settings) -> list[str]:

@@ -26,7 +26,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from ..compat import loops
 from ..compat.arrays import OwnRandomState, dtype_name, next_key
 from ..compat.loops import LogSumExp
-from ..errors import GearbxError
+from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
 from ..formats.exact import ExactModule
 from ..formats.kv_cache import KVGears
@@ -168,9 +168,7 @@ class GumbelSampler:
             "xtc_threshold": (0, 0.5),
         }
         for name, (least, most) in bounds.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise GearbxError(f"{name} is {value}; give {least} {'or more' if most == math.inf else f'to {most}'}")
+            check_range(name, getattr(self, name), least, most)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Tokens (B,) from log-probabilities (B, V)."""

@@ -10,9 +10,9 @@ from ..cli.flags import SMALL_MODEL, ModelSettings, turns_of
 from ..cli.gate import GateSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
+from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import call, command
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import KV_BITS, kv_ladder
 
 POLICIES = ("static", "random", "route", "kickdown", "inverted", "position", "oracle", "lossless", "lossless-fixed")

@@ -7,9 +7,9 @@ from typing import ClassVar
 from ..bit_selection.defaults import ACCURACY_THRESHOLD
 from ..cli.flags import CalibrationTextSettings, ModelSettings
 from ..cli.gears import FormatSettings
-from ..cli.settings import LARGEST_SHOWN, Settings, command_settings, flag, parser_of
+from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import command
-from ..errors import GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import DENSE, Ladder
 
 DESCRIPTION = (
