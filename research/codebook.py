@@ -122,9 +122,9 @@ def measure_error(rows: int) -> str:
     return table([*head, "squared error", "below affine", "its root below", "seconds"], found)
 
 
-def measure_kl(problems: int) -> str:
+def measure_kl(name: str, problems: int) -> str:
     stored = HELD_OUT.read_text(encoding="utf-8").splitlines()[:problems]
-    model, tokenizer = load()
+    model, tokenizer = load(name)
     texts = [f"Question: {p['question']}\nAnswer: {p['answer']}" for p in map(json.loads, stored)]
     check = GarbageCheck(model, [tokenizer.encode(text) for text in texts], written=0)
 
@@ -143,7 +143,7 @@ def measure_kl(problems: int) -> str:
     for name, (_, _, ladder, format) in FORMATS.items():
         for bits, effective, kl in found(format, ladder):
             lines.append([name, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
-    return table(["format", "bits", "effective bits", "KL, nats", "below affine"], lines)
+    return table([f"{name}, format", "bits", "effective bits", "KL, nats", "below affine"], lines)
 
 
 def measure_points(target_bpw: float) -> str:
@@ -545,6 +545,7 @@ def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
 def codebook_formats(
     what: list[Literal["error", "kl", "points"]] = [],  # noqa: B006 - nothing changes it
     rows: int = 1024,
+    model: str = "smollm2",
     problems: int = 16,
     target_bpw: float = 6.0,
 ) -> Found:
@@ -554,15 +555,16 @@ def codebook_formats(
     group sizes, on which the logarithm of the error is interpolated.
 
     Args:
-        what: error (4096-wide matrices, Gaussian and Student t), kl (the demo model on held-out problems), points (the
-            H-Process on the demo model: XFP's table 10); all if not given.
+        what: error (4096-wide matrices, Gaussian and Student t), kl (a model on held-out problems of GSM8K), points
+            (the H-Process on the demo model: XFP's table 10); all if not given.
         rows: For error: rows of the matrices.
-        problems: For kl: held-out problems.
+        model: For kl.
+        problems: For kl.
         target_bpw: For points.
     """
     measures: dict[str, Callable[[], str]] = {
         "error": lambda: measure_error(rows),
-        "kl": lambda: measure_kl(problems),
+        "kl": lambda: measure_kl(model, problems),
         "points": lambda: measure_points(target_bpw),
     }
     return Found({name: measures[name]() for name in what or measures})

@@ -16,7 +16,6 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
-from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.convert import convert
@@ -24,7 +23,6 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL, find
 
 from . import ROOT
-from .lossless import widened
 from .studies import Found, in_turn, ratios, spread, study, table_here
 
 BLOCK = 1 << 24
@@ -91,15 +89,14 @@ def forget(file: Path) -> None:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+LIMIT_STEP, MOST_LIMIT = 8 << 20, 1 << 30
 PROMPT = "Once upon a time there was a"
 FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "exact, streamed"}
 
 
-def models(directory, times):
-    """The bfloat16 model and its geared checkpoint, made if they are not there."""
-    original, geared = directory / "bf16", directory / "exact"
-    if not original.exists():
-        save_model(widened(load()[0], times), original)
+def models(model: str, directory: Path) -> tuple[Path, Path]:
+    """The bfloat16 model and its geared checkpoint, made if it is not there."""
+    original, geared = find(model), directory / "exact"
     if not geared.exists():
         convert(original, geared, gears="4,16", format="exact")
     return original, geared
@@ -127,27 +124,20 @@ def print_text(form, limit, original, geared, max_tokens, kernels):
 
 def under_limit(form: str, limit: int, about: "Streamed") -> tuple[str | None, Any]:
     """The text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
-    command = [sys.executable, "-m", "research", "streaming", about.directory, "--times", about.times, "--form", form]
+    command = [sys.executable, "-m", "research", "streaming", about.directory, "--model", about.model, "--form", form]
     command += ["--limit", limit, "--kernels", about.kernels, "--max-tokens", about.max_tokens]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
     last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
     return (done.stdout, 1024 * int(last)) if done.returncode == 0 else (None, last)
 
 
-def limits(original, about):
-    """The size of the bfloat16 weights, and by form what happens without a limit and with one of that size."""
-    size = (original / "model.safetensors").stat().st_size
-    free = {form: under_limit(form, 0, about) for form in FORMS}
-    return size, free, {form: under_limit(form, size, about) for form in FORMS}
-
-
-def limits_table(size, free, limited):
-    rows = []
-    for form, name in FORMS.items():
-        text, last = limited[form]
-        same = "the same text" if text == free["bf16"][0] else "another text"
-        rows.append([name, f"{free[form][1] / 1e6:.0f}", same if text else last.split(":")[0]])
-    return table(["weights", "peak of the process, MB", f"under a limit of {size / 1e6:.0f} MB"], rows)
+def least_limit(form: str, text: str | None, about: "Streamed", high: int) -> int:
+    """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
+    low = 0
+    while high - low > LIMIT_STEP:
+        middle = (low + high) // 2
+        low, high = (low, middle) if under_limit(form, middle, about)[0] == text else (middle, high)
+    return high
 
 
 @dataclass
@@ -155,7 +145,7 @@ class Streamed:
     """The models of `streaming`, and how their texts are written."""
 
     directory: Path
-    times: int
+    model: str
     max_tokens: int
     kernels: str
 
@@ -163,32 +153,40 @@ class Streamed:
 @study("docs/performance.md", minutes=5)
 def streaming(
     directory: Path,
-    times: int = 8,
+    model: str = "smollm2",
     max_tokens: int = 64,
     kernels: str = "native",
     form: Literal["bf16", "resident", "stream"] | None = None,
     limit: int = 0,
 ) -> Found | None:
-    """The limit of memory that only the top gear read from the disk respects.
+    """The least memory that a text needs: from bfloat16, from format exact, and from its top gear on the disk.
 
-    The demo model is widened and converted to format exact. A text is written under a limit on memory, in processes of
-    their own: by the bfloat16 model, by format exact in memory, and by format exact from the disk. The limit is
-    RLIMIT_DATA: the private memory that a process may write, where the weights go, since MLX maps no file. RLIMIT_AS
-    would count libraries too, and addresses that are never touched.
+    A model of bfloat16 is converted to format exact. The text is written in processes of their own, under limits on
+    memory that close in on the least one: by the bfloat16 model, and by format exact in memory and from the disk. The
+    limit is RLIMIT_DATA: the private memory that a process may write, where the weights go, since MLX maps no file.
+    RLIMIT_AS would count libraries too, and addresses that are never touched.
 
     Args:
-        directory: For the models; they are kept for the next run.
-        times: Copies of every unit: a power of two.
+        directory: For the converted model, which is kept for the next run.
         form: Write one text under --limit, and nothing else.
         limit: Bytes.
     """
-    about = Streamed(directory.resolve(), times, max_tokens, kernels)
-    original, geared = models(about.directory, times)
+    about = Streamed(directory.resolve(), model, max_tokens, kernels)
+    original, geared = models(model, about.directory)
     if form:
         print_text(form, limit, original, geared, max_tokens, kernels)
         return None
-    memory = limits(original, about)
-    return Found({"memory_limit": limits_table(*memory)}, {"limits": memory})
+    free = {name: under_limit(name, 0, about) for name in FORMS}
+    if missing := [last for text, last in free.values() if text is None]:
+        raise GearbxError(f"no text without a limit: {missing[0]}")
+    text = free["bf16"][0]
+    least = {name: least_limit(name, text, about, MOST_LIMIT) for name in FORMS}
+    rows = [
+        [FORMS[name], f"{most / MEGABYTE:.0f}", f"{least[name] / MEGABYTE:.0f}", "yes" if own == text else "no"]
+        for name, (own, most) in free.items()
+    ]
+    head = [f"{model}, {max_tokens} tokens", "peak of the process, MB", "least limit, MB", "the same text"]
+    return Found({"memory_limit": table_here(head, rows)}, {"free": free, "least": least})
 
 
 @study(minutes=5)

@@ -1,6 +1,7 @@
 """What a manifest's tables gain, for docs/sensitivity.md."""
 
 import json
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from gearbx_mlx.telemetry.report import get_pyplot, save
 from .studies import HELD_OUT, Found, run_python, study
 
 TEXT = CalibrationTextSettings()
-SAMPLES, LENGTH = TEXT.num_samples, TEXT.sequence_length
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
 SMALLEST_DRAWN = 1e-7  # nats; the picture is logarithmic
 
@@ -34,12 +34,36 @@ def dynamic_table(model, sensitivities, target, low, high):
     return {path: high if value > threshold else low for path, value in sensitivities.items()}
 
 
-def texts_of(tokenizer):
-    """Windows of the calibration text and of the held-out text."""
-    return {
-        "calibration": windows_of(tokenizer, read_documents(CALIBRATION)[:SAMPLES], LENGTH, SAMPLES * LENGTH, ""),
-        "held_out": windows_of(tokenizer, read_documents(HELD_OUT), LENGTH, 10**6, ""),
-    }
+@dataclass(frozen=True)
+class Subject:
+    """A model, the directory for what is measured, the held-out text, and how much of both texts is read."""
+
+    results: Path
+    model: str | None
+    held_out: Path
+    samples: int
+    length: int
+    tokens: int
+
+    def texts(self, tokenizer):
+        """Windows of the calibration text and of the held-out text."""
+        read, most = read_documents(CALIBRATION)[: self.samples], self.samples * self.length
+        return {
+            "calibration": windows_of(tokenizer, read, self.length, most, ""),
+            "held_out": windows_of(tokenizer, read_documents(self.held_out), self.length, self.tokens, ""),
+        }
+
+    def measure_layers(self, out, *flags):
+        """`gearbx_mlx sensitivity` on the calibration text."""
+        text = ["--num-samples", self.samples, "--sequence-length", self.length, "--format", "affine"]
+        named = [] if self.model is None else ["--model", self.model]
+        run_python("-m", "gearbx_mlx.sensitivity", *named, *text, *flags, "--out", self.results / out)
+
+    def allocate(self):
+        text = ["--num-samples", self.samples, "--sequence-length", self.length]
+        named = [] if self.model is None else ["--model", self.model]
+        manifest = self.results / "manifest.json"
+        run_python("-m", "gearbx_mlx.allocate", *named, *text, "--manifest", manifest, "--gears", "4,5,16")
 
 
 def dynamic_tables(results, model, calibration):
@@ -72,12 +96,12 @@ def measured_tables(model, texts, tables):
     return rows
 
 
-def measure(results):
+def measure(subject):
     """The content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
-    manifest = read_precision(results / "manifest.json")
-    model, tokenizer = load()
-    texts = texts_of(tokenizer)
-    dynamic = dynamic_tables(results, model, texts["calibration"])
+    manifest = read_precision(subject.results / "manifest.json")
+    model, tokenizer = load(subject.model)
+    texts = subject.texts(tokenizer)
+    dynamic = dynamic_tables(subject.results, model, texts["calibration"])
     tables: dict[tuple[str, float | None], Any] = {}
     for gear in (4, 5):
         target = gear + 0.5
@@ -93,12 +117,12 @@ def measure(results):
     return {"rows": rows, "tokens": {name: sum(len(w) - 1 for w in windows) for name, windows in texts.items()}}
 
 
-def measure_least(results):
+def measure_least(subject):
     """The content of least.json: every layer at its min_bits."""
-    manifest = read_precision(results / "manifest.json")
-    model, tokenizer = load()
+    manifest = read_precision(subject.results / "manifest.json")
+    model, tokenizer = load(subject.model)
     least = {path: layer.min_bits for path, layer in manifest.layers.items()}
-    return measured_tables(model, texts_of(tokenizer), {("every layer at its min_bits", None): least})[0]
+    return measured_tables(model, subject.texts(tokenizer), {("every layer at its min_bits", None): least})[0]
 
 
 def allocation_table(found):
@@ -158,17 +182,17 @@ def has_heavy_tails(weight):
     return np.quantile(values, 0.999) > GAUSSIAN * np.sqrt(np.mean(np.square(values, dtype=np.float64)))
 
 
-def measure_clamps(results):
+def measure_clamps(subject):
     """The content of clamps.json: by layer with heavy tails, the KL at each width, as it is and with weights cut."""
-    bits = read_precision(results / "manifest.json").bits
-    model, tokenizer = load()
-    windows = texts_of(tokenizer)["calibration"]
+    bits = read_precision(subject.results / "manifest.json").bits
+    model, tokenizer = load(subject.model)
+    windows = subject.texts(tokenizer)["calibration"]
     ladder = ",".join(map(str, (*bits, 16)))
     heavy = [layer.path for layer in discover(model)[0] if has_heavy_tails(layer.module.weight)]
     found = {}
     for name, format in (("plain", "affine"), ("cut", Cut())):
         exact = ExactSensitivity(
-            Gearbox(load()[0], ladder, format=format, kernels="auto", activations="float"), windows
+            Gearbox(load(subject.model)[0], ladder, format=format, kernels="auto", activations="float"), windows
         )
         layers = [layer for layer in exact.in_order() if layer.path in heavy]
         found[name] = {layer.path: [exact.measure(layer, width).kl for width in bits] for layer in layers}
@@ -240,22 +264,39 @@ def draw(results: Path, path: Path) -> None:
 
 
 @study("docs/sensitivity.md", writes="images/sensitivity.png", minutes=30)
-def sensitivity(results: Path, keep: bool = False) -> Found:
+def sensitivity(
+    results: Path,
+    model: str | None = None,
+    held_out: Path = HELD_OUT,
+    samples: int = TEXT.num_samples,
+    length: int = TEXT.sequence_length,
+    tokens: int = 10**6,
+    keep: bool = False,
+) -> Found:
     """What a manifest's tables gain on held-out text, beside uniform gears and mlx-lm's dynamic quantization.
 
     First `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight,
-    several pairs of widths for mlx-lm's.
+    several pairs of widths for mlx-lm's. Of another model than the one that ships, tables alone are compared.
 
     Args:
         results: Directory for the manifest and for what is measured.
+        model: A directory or a Hub repository; the model that ships if not given.
+        held_out: A text, or JSON Lines.
+        samples: Windows of the calibration text.
+        length: Tokens of a window.
+        tokens: Of the held-out text, at most.
         keep: Take what an earlier run measured.
     """
-    manifest = results / "manifest.json"
+    subject = Subject(results, model, held_out, samples, length, tokens)
+    measures = {"clamps": measure_clamps, "least": measure_least, "allocation": measure}
     if not keep:
-        run_python("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--out", manifest)
-        run_python("-m", "gearbx_mlx.sensitivity", "--format", "affine", "--fast", "--out", results / "fast.json")
-        run_python("-m", "gearbx_mlx.allocate", "--manifest", manifest, "--gears", "4,5,16")
-        (results / "clamps.json").write_text(json.dumps(measure_clamps(results), indent=1))
-        (results / "least.json").write_text(json.dumps(measure_least(results), indent=1))
-        (results / "allocation.json").write_text(json.dumps(measure(results), indent=1))
+        results.mkdir(parents=True, exist_ok=True)
+        subject.measure_layers("manifest.json")
+        subject.measure_layers("fast.json", "--fast")
+        subject.allocate()
+        for name in measures if model is None else ["allocation"]:
+            (results / f"{name}.json").write_text(json.dumps(measures[name](subject), indent=1))
+    if model is not None:
+        found = json.loads((results / "allocation.json").read_text())
+        return Found({f"allocation_{model}": allocation_table(found)}, found)
     return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})
