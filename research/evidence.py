@@ -228,13 +228,15 @@ def chi_square(results):
     return table(["prompt", "chi-square", "degrees of freedom", "p"], rows)
 
 
-def pair(results, *thresholds):
-    report = json.loads((results / "pair" / "evaluation.json").read_text())
+def pair(results, folder, *thresholds):
+    """A copy of a model has as many parameters, and fewer bytes."""
+    report = json.loads((results / folder / "evaluation.json").read_text())
+    copy = all(row["parameter_ratio"] == 1 for row in report["policies"])
     rows = [
         [
             str(row["threshold"]).removesuffix(".0"),
             percent(row["share_top"], 1),
-            percent(row["parameter_ratio"], 1),
+            megabytes(row["weight_bytes_per_token"]) if copy else percent(row["parameter_ratio"], 1),
             f"{row['perplexity']:.3f}",
             f"{row['against_random_same_share']['perplexity']:.3f}",
             percent(row["top1_agreement"], 1),
@@ -244,7 +246,8 @@ def pair(results, *thresholds):
         for row in report["policies"]
         if str(row["threshold"]).removesuffix(".0") in thresholds
     ]
-    head = ["threshold", "large", "parameters", "perplexity", "by chance", "agreement", "by chance", "KL vs chance"]
+    cost = "MB/token" if copy else "parameters"
+    head = ["threshold", "large", cost, "perplexity", "by chance", "agreement", "by chance", "KL vs chance"]
     return table(head, rows)
 
 

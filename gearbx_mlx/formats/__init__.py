@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import GearbxError
+from ..errors import GearbxError, check_range
 
 if TYPE_CHECKING:
     from .base import Format
@@ -126,8 +126,7 @@ def check_option(name: str, value: float, shown: str | None = None) -> None:
     (least, most), choices, shown = rules["range"], rules["choices"], shown or f"{name} of codebooks"
     if choices and value not in choices:
         raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
-    if not least <= value <= most:  # not a number either
-        raise GearbxError(f"{shown} is {value}; give {least:g} to {most:g}")
+    check_range(shown, value, least, most)
 
 
 def split_name(name: str) -> tuple[str, str]:
