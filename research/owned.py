@@ -90,7 +90,7 @@ def size(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pairs: i
 
 def geared(path: str, gears: str, kernels: str) -> nn.Module:
     """A model in gears, as `generate` loads it."""
-    model, _ = load(path)
+    model, _ = load(path, lazy=True)
     Gearbox(model, gears, kernels=kernels)
     return model
 

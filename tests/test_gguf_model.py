@@ -241,7 +241,7 @@ def test_a_file_that_may_only_be_read_is_enough(tmp_path):
         ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre is 'tekken'"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),
-        ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "num_hidden_layers"),
+        ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "llama.block_count is 2147483648"),
         ({"tokenizer.ggml.tokens": (ARRAY, struct.pack("<IQ", STRING, 1) + text("a"))}, "do not fit"),
     ],
 )

@@ -233,7 +233,7 @@ def runs_of(model: str | None, gears: Ladder | None, tokens: int) -> Iterator[Mo
         before = mx.get_active_memory()
         flags = GearFlags(kernels=kernels, activations=activations)
         resolved = resolve_gears(ModelSettings(model), LayoutSettings(gears=gears), flags)
-        resolved = replace(resolved, takes_whole=gears is None and resolved.saved is None)
+        resolved = replace(resolved, drafts_best=gears is None and resolved.saved is None)
         loaded = Loaded.of(resolved)
         gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
         del loaded

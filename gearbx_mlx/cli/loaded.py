@@ -40,7 +40,7 @@ from ..kernels import MEASURE
 from ..kernels.device import available_memory, recommended_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import FAILED
-from ..loading import DEMO_MODEL, find, load, load_small, model_name
+from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
 from .bases import Base, base_key, draft_with, find_base
@@ -83,9 +83,12 @@ class Loaded:
         """
         if not resolved.observes:
             warn_of_memory(resolved)
-        model, tokenizer, config = load_model(resolved.model, chat_template)
+        # Codes that are split as they are read take no memory twice.
+        lazy = not resolved.observes and current() is None and is_packed(resolved.model.model)
+        model, tokenizer, config = load_model(resolved.model, chat_template, lazy)
         codes = own_codes(model)
         if codes is None:
+            mx.eval(model.parameters())
             return cls(resolved, model, tokenizer, config)
         resolved = in_own_codes(resolved, codes)
         return cls(resolved, model, tokenizer, config, codes.told(None if resolved.observes else resolved.ladder))
@@ -99,7 +102,7 @@ class Loaded:
         resolved = self.resolved
         if resolved.kv_gears is not None:
             check_heads(self.model, resolved.kv_gears)
-        if resolved.takes_whole and takes_whole(resolved, self.model):
+        if resolved.drafts_best and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
         key, text = base_key(resolved, self.model, self.tokenizer)
         base = None if key is None else find_base(resolved, self.model, self.tokenizer, key, text)
@@ -185,7 +188,8 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
     with about(model_name(resolved.model.model)):
-        found = replace(resolved, ladder=ladder_of_codes(codes, resolved.asked, given))
+        ladder = ladder_of_codes(codes, resolved.asked, given)
+        found = replace(resolved, ladder=codes.drafting() if resolved.drafts_best else ladder)
         found.check_mode()
     return found
 
@@ -402,7 +406,7 @@ def warn_of_memory(resolved: Resolved) -> None:
     files = files_of(resolved.model.model)
     if files is None:
         return
-    if resolved.takes_whole and all(entry.dtype == "BF16" for entry in files.matrices.values()):
+    if resolved.drafts_best and all(entry.dtype == "BF16" for entry in files.matrices.values()):
         resolved = resolved.in_whole_weights()
     needed = memory_with(files, resolved)
     if needed > most:
@@ -461,13 +465,13 @@ def trust(trust_remote_code: bool) -> dict[str, Any]:
     return {"trust_remote_code": True} if trust_remote_code else {}
 
 
-def load_model(settings: ModelSettings, chat_template: str = "") -> tuple[nn.Module, Any, dict]:
-    """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's.
+def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = False) -> tuple[nn.Module, Any, dict]:
+    """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's. lazy: weights are not read yet.
 
     Raises:
         GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
-    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path}
+    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path, "lazy": lazy}
     if chat_template:
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()

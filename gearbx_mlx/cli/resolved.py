@@ -64,8 +64,8 @@ class Resolved:
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
     whose tables the gears have. calibrate_base: the text that chooses the lowest gear's codes ("": what ships).
     cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked until the gear is left.
-    asked: gears, format and group size as given. takes_whole: a model of bfloat16 may have one
-    copy of its weights with the draft inside, format exact, where kernels of ours run.
+    asked: gears, format and group size as given. drafts_best: mode lossless without any of these, so that they are
+    chosen for the model: the draft of original weights (`layout_of_drafts`), and of codes (`OwnCodes.drafting`).
     """
 
     model: ModelSettings
@@ -88,7 +88,7 @@ class Resolved:
     asked: LayoutSettings = field(default_factory=LayoutSettings)
     kv_gears: tuple[int, ...] | None = None
     mode: ModeChoice = field(default_factory=ModeChoice)
-    takes_whole: bool = False
+    drafts_best: bool = False
 
     @property
     def observes(self) -> bool:
@@ -133,7 +133,7 @@ def resolve(settings: GearedSettings) -> Resolved:
         check_kv_mode(mode.mode, settings.cache.kv_gear)
     found = resolve_gears(settings.model, layout, settings.gears, settings.floors, settings.controller)
     chosen = found.saved or layout.gears or layout.format or settings.gears.keeps_originals
-    found = replace(found, kv_gears=kv_gears, mode=mode, takes_whole=mode.mode == LOSSLESS and not chosen)
+    found = replace(found, kv_gears=kv_gears, mode=mode, drafts_best=mode.mode == LOSSLESS and not chosen)
     if found.saved or layout.gears or not is_packed(settings.model.model):  # whose codes say later which gears it has
         found.check_mode()
     return found

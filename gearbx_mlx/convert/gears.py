@@ -37,7 +37,7 @@ from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
-from ..loading import load
+from ..loading import load, model_name
 from ..telemetry.summary import as_json
 from . import Budget, ConvertSettings
 
@@ -52,7 +52,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     """
     conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
     model, tokenizer = load_cast(source, conversion.dtype, keywords, lazy=True)
-    with about(source):
+    with about(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
         check_names(source)

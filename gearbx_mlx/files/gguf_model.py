@@ -21,8 +21,9 @@ from typing import Any
 
 import mlx.core as mx
 import platformdirs
+from mlx_lm.utils import load_model
 
-from ..errors import GearbxError, GearbxWarning
+from ..errors import GearbxError, GearbxWarning, one_line
 from .gguf import AGAIN, CODED, GROUP, Gguf, GgufTensor, codes_of
 from .gguf_tokenizer import BPE, CUTS, PIECES, ends_of, write_tokenizer
 from .reading import shown, unreadable
@@ -120,6 +121,7 @@ def unpacked(name: str, opened: Callable[[], Gguf], dense: bool) -> Path:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=directory.parent) as work:
             unpack(gguf, Path(work) / name, dense)
+            check_loads(gguf, Path(work) / name)
             if not directory.exists():  # another process may have been quicker
                 (Path(work) / name).rename(directory)
     except OSError as error:
@@ -146,6 +148,10 @@ def check(gguf: Gguf) -> None:
             raise GearbxError(
                 f"{path}: has a tensor {shown(name)}, which no {of['general.architecture']} of mlx-lm has; {AGAIN}"
             )
+    key = f"{of['general.architecture']}.block_count"
+    blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
+    if of.get(key) != blocks:
+        raise GearbxError(f"{path}: {key} is {shown(of.get(key))}, and there are tensors of {blocks} blocks; {AGAIN}")
     embedding = gguf.tensors.get("token_embd.weight")
     tokens = of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
@@ -175,13 +181,24 @@ def unpack(gguf: Gguf, directory: Path, dense: bool) -> None:
                 bits[name.rpartition(".")[0]] = CODED[tensor.encoding.name]
         write_tokenizer(gguf.metadata, directory)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({error!r}); {AGAIN}") from error
+        fields = "a number of heads, a token or another field is beyond what there is"
+        problem = f"{error} is missing" if isinstance(error, KeyError) else f"{fields}: {one_line(error)}"
+        raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({problem}); {AGAIN}") from error
     if bits:
         config["quantization"] = quantization_of(bits)
     if not dense:
         config |= {"torch_dtype": "float16", WIDENED: widened_by(gguf)}
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def check_loads(gguf: Gguf, directory: Path) -> None:
+    """Raises GearbxError for metadata, such as a number of layers or widths, with which mlx-lm has other weights."""
+    try:
+        load_model(directory, lazy=True)
+    except Exception as error:  # a configuration that does not fit fails in a hundred ways
+        problem = one_line(error).partition(",")[0]
+        raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({problem}); {AGAIN}") from error
 
 
 def arrays_of(gguf: Gguf, tensor: GgufTensor, dense: bool, one: int = 0) -> Iterator[tuple[str, mx.array]]:
@@ -246,8 +263,8 @@ def config_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
     of = {key.removeprefix(own): value for key, value in gguf.metadata.items()}
     vocabulary, width = gguf.tensors["token_embd.weight"].shape
     heads = of["attention.head_count"]
-    if not all(isinstance(of[key], int) and of[key] > 0 for key in ("attention.head_count", "block_count")):
-        raise ValueError("attention.head_count and block_count are not numbers")
+    if not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"attention.head_count is {shown(heads)}")
     scaling = of.get("rope.scaling.type", "none")
     linear = scaling == "linear" and kind.model_type == "gemma3_text"
     if not (scaling == "none" or linear) or any(name in gguf.tensors for name in STRETCHED):

@@ -22,7 +22,7 @@ from ..formats.tied import linear_of
 from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
-from .adapters import layers_of, places_of, put_modules, tree_of
+from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
 from .cost import GearCosts, LayerPath, token_bytes, warn_of_unknown_routing
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
@@ -54,7 +54,7 @@ from .sources import (
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
-from .tensor_files import fingerprint, with_adapters
+from .tensor_files import fingerprint, fingerprint_of, samples_of, with_adapters
 
 
 class Gearbox(GearCosts):
@@ -122,8 +122,11 @@ class Gearbox(GearCosts):
         layout = layout_of(model, ladder, format, manage, group_size)
         self.model, self.saved, self.device = model, layout.saved, device_in_use()
         self.ladder, self.format, self.group_size = layout.ladder, layout.format, layout.group_size
-        self.fingerprint = model_fingerprint(model)
+        coded = set() if layout.codes is None else {*layout.codes.modules}
+        self.fingerprint = "" if coded else model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
+        others = {name: array for name, array in base_arrays(model).items() if name.rpartition(".")[0] not in coded}
+        samples = samples_of(others) if coded else {}
         self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         if self.format.ladders or self.of_codes:
@@ -152,6 +155,8 @@ class Gearbox(GearCosts):
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
         made = self._made()  # after which fewer layers may change
+        if isinstance(self.source, FromCodes) and coded:
+            self.fingerprint = with_adapters(fingerprint_of(samples | self.source.samples), model)
         with giving_back(self._changing, None if self.in_place else made):
             self._attach(made)
 
@@ -214,6 +219,8 @@ class Gearbox(GearCosts):
             self.shifts, self.shift_seconds = 0, 0.0  # to be read from files at first is to be made
             if self.saved is not None:  # what no gear changes: another thread could not read it
                 self.saved.read(self.model.parameters())
+            elif self.in_place:
+                mx.eval(self.model.parameters())
         else:
             self.active_memory[first.name] = mx.get_active_memory()
 

@@ -26,6 +26,9 @@ from .sharding import sharding_of
 SPLIT = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear, nn.QuantizedEmbedding)
 LOW = 4  # bits of the lower gear by default, where codes have more
 AFFINE = "affine"
+OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
+AGREEMENT = 0.78  # the share of tokens that 4 bits of 6 or 8 choose alike: docs/formats.md, measured on SmolLM2
+LEAST_GAIN = 1.1  # in bytes; drafts have costs besides
 FOR_MORE = "for more, give the original with --low-model and this model"
 
 
@@ -45,25 +48,43 @@ class OwnCodes:
         sizes = collections.Counter(module.group_size for module in self.modules.values())
         return sizes.most_common(1)[0][0] if sizes else 0
 
-    def watched(self, default: Ladder) -> Ladder:
-        """The gears that a record names where none is engaged: its own, if there are several."""
-        return self.chosen(None) if self.splits else default
-
-    def told(self, ladder: Ladder | None = None) -> str:
-        """What can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
-        ladder = self.chosen(ladder)
-        if len(ladder) > 1:
-            return f"{self.bits} bits: gears {ladder} in place"
-        more = f"gears {self.chosen(None)} in place draft too" if self.splits else FOR_MORE
-        return f"{self.bits} bits: drafts come by lookup; {more}"
+    @property
+    def widths(self) -> list[int]:
+        """The bits of all layers, ascending: several in mixed recipes."""
+        return sorted({self.bits, *(module.bits for module in self.modules.values())})
 
     @property
     def splits(self) -> bool:
         """Whether there is a lower gear by default."""
         return self.bits > LOW and bool(self.modules)
 
+    def watched(self, default: Ladder) -> Ladder:
+        """The gears that a record names where none is engaged: its own, if there are several."""
+        return self.chosen(None) if self.splits else default
+
+    def drafting(self) -> Ladder:
+        """The default of mode lossless: with the lower gear only where its drafts save more than they read.
+
+        One drafted token and its verification read (1 + c) times the top gear's bytes, c being the lower gear's share,
+        for 1 + AGREEMENT tokens.
+        """
+        share = (LOW + OF_SCALES) / (self.bits + OF_SCALES)
+        pays = (1 + AGREEMENT) / (1 + share) >= LEAST_GAIN
+        return self.chosen(None) if pays else Ladder([self.bits])
+
+    def told(self, ladder: Ladder | None = None) -> str:
+        """What can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
+        ladder, bits = self.chosen(ladder), " and ".join(map(str, self.widths))
+        if len(ladder) > 1:
+            return f"{bits} bits: gears {ladder} in place"
+        deep = self.widths[-1] > LOW and bool(self.modules)
+        more = f"gears {LOW},{self.widths[-1]} in place draft too" if deep else FOR_MORE
+        return f"{bits} bits: drafts come by lookup; {more}"
+
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
         """The ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below that.
+
+        The top gear of a mixed recipe has the bits of most layers, or the most bits of any.
 
         Raises:
             GearbxError: one whose top gear is not the checkpoint, with the ladders that there are.
@@ -71,12 +92,17 @@ class OwnCodes:
         if ladder is None or ladder == "":
             return Ladder([LOW, self.bits] if self.splits else [self.bits])
         ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
-        if ladder.top.bits != self.bits or (len(ladder) > 1 and not self.modules):
-            lower = [bits for bits in QUANTIZED if bits < self.bits] if self.modules else []
-            pairs = "".join(f"{bits},{self.bits}, " for bits in reversed(lower))
+        tops = sorted({self.bits, self.widths[-1]}, reverse=True)
+        if ladder.top.bits not in tops or (len(ladder) > 1 and not self.modules):
+            pairs = [f"{b},{top}" for top in tops for b in reversed(QUANTIZED) if b < top] if self.modules else []
+            shown = " and ".join(map(str, self.widths))
+            reason = (
+                "of which a gear has the first ones" if self.modules else "in codes that have no coarser ones inside"
+            )
+            choices = ", ".join([*pairs, f"{'or ' if pairs else ''}{self.bits} alone"])
             raise GearbxError(
-                f"gears {ladder}: the model is quantized to {self.bits} bits, of which a gear has the first ones; "
-                f"choose from {pairs}{'or ' if pairs else ''}{self.bits} alone, or give the original"
+                f"gears {ladder}: the model is quantized to {shown} bits, {reason}; choose from {choices}, or give "
+                "the original"
             )
         return ladder
 

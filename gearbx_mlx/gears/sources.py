@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +41,7 @@ from .ladder import DENSE, Ladder
 from .layout import Layout
 from .offload import EMPTY, Residency, Resident, hand_back
 from .saved import SavedGears
+from .tensor_files import samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
 FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
@@ -222,13 +223,17 @@ class FromFiles(Source):
 
 @dataclass(frozen=True)
 class FromCodes(Source):
-    """Splits the codes of a checkpoint that is quantized already (in_place.py)."""
+    """Splits the codes of a checkpoint that is quantized already (in_place.py).
+
+    samples: of the arrays that were split, for the model's fingerprint; reading all for it would take memory twice.
+    """
 
     codes: OwnCodes
     ladder: Ladder
     compute_dtype: mx.Dtype
     bits: Mapping[str, int]
     sizes: Mapping[str, int]
+    samples: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, codes: OwnCodes, ladder: Ladder, compute_dtype: mx.Dtype) -> "FromCodes":
@@ -261,12 +266,19 @@ class FromCodes(Source):
                 raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
 
     def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
-        """All gears of all layers; of each layer the array of the checkpoint leaves when its planes are made."""
-        made = dict[str, Gears]()
-        for layer in layers:
-            made[layer.path] = self._gears(layer, self.codes.modules.pop(layer.path))
+        """All gears of all layers; of each layer the array of the checkpoint leaves when its planes are made.
+
+        The largest comes first: weights that are not read yet take no memory beside it.
+        """
+        layers, made = list(layers), dict[str, Gears]()
+        for layer in sorted(layers, key=lambda layer: -layer.module.weight.size):
+            stored = self.codes.modules.pop(layer.path)
+            arrays = tree_flatten(stored.parameters())
+            self.samples.update(samples_of({f"{layer.path}.{name}": array for name, array in arrays}))
+            del arrays
+            made[layer.path] = self._gears(layer, stored)
             self.read({layer.path: made[layer.path].values()}, {})
-        return made
+        return {layer.path: made[layer.path] for layer in layers}
 
     def _gears(self, layer: Layer, stored: nn.Module) -> Gears:
         widths, dense, native = self.widths(layer), linear_of(layer.module), isinstance(layer.module, Native)

@@ -231,9 +231,14 @@ def with_adapters(base: str, model: nn.Module) -> str:
 
 def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
     """The fingerprint of parameters, by name."""
+    return fingerprint_of(samples_of(arrays))
+
+
+def samples_of(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
+    """The shape of each array and a few of its values, by name."""
     few = {name: sample(array) for name, array in arrays.items()}
     mx.eval(few)
-    return fingerprint_of({name: (array.shape, np.array(few[name])) for name, array in arrays.items()})
+    return {name: (array.shape, np.array(few[name])) for name, array in arrays.items()}
 
 
 def sample(array: mx.array) -> mx.array:
