@@ -14,7 +14,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from ..errors import GearbxError
-from .grammar import ResponseFormat
+from .grammar import ResponseFormat, function_name
 from .web import Refused, misfit
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
@@ -166,11 +166,6 @@ class FunctionName(BaseModel, frozen=True):
 class NamedTool(BaseModel, frozen=True):
     type: Literal["function"]
     function: FunctionName
-
-
-def function_name(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
 
 
 class ChatRequest(BaseRequest, frozen=True):

@@ -21,11 +21,10 @@ from ..compat.names import text_machine, tokenized
 from ..decoding.mode import Mode
 from ..errors import one_line
 from .grammar import constraint_for
-from .job import Asked, Begun, Job, Prompt
+from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
 from .requests import BaseRequest, ChatRequest, TextRequest
 from .web import Refused
-from .writers import Batch, Single
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
