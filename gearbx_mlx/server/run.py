@@ -13,8 +13,7 @@ from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
 from ..serving.listening import Escaping, Server
 from ..serving.proxy.app import proxy_application
-from ..serving.proxy.judging import Rule
-from ..serving.proxy.route import Between
+from ..serving.proxy.route import Between, Rule
 from ..serving.proxy.upstream import ServerPlace, Upstream, checked_url
 from ..serving.web import Guard, host_name, is_loopback
 from . import ProxySettings, ServerSettings

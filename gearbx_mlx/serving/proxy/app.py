@@ -15,8 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
 from ..web import Guard, Refused, application, escaped, event_stream, page
-from .judging import CHAT, TEXT
-from .route import Between, ProxyRoute
+from .route import CHAT, TEXT, Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
 
 log = logging.getLogger("gearbx_mlx.server")
