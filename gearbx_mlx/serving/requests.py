@@ -296,6 +296,11 @@ def named_tool(name: str | None) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a chat message; its arguments are JSON as text."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
     """The content of a chat message; text alone as text, since not every chat template takes parts."""
     if isinstance(content, str) or all(hasattr(part, "text") for part in content):

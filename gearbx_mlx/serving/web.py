@@ -192,13 +192,13 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        answer: ASGIApp = self.inside
         try:
             self.guard.check_page(scope["headers"])
         except Refused as refused:
             self.note(scope, refused.status_code)
-            await self.response(scope, refused)(scope, receive, send)
-        else:
-            await self.inside(scope, receive, send)
+            answer = self.response(scope, refused)
+        await answer(scope, receive, send)
 
     def response(self, scope: Scope, refused: Refused) -> Response:
         return JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
@@ -334,11 +334,7 @@ def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
 def page() -> Response:
     """The page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
     text = files("gearbx_mlx.serving").joinpath("page.html").read_bytes()
-    headers = {
-        "Content-Security-Policy": policy(text),
-        "Cache-Control": "no-store",
-        "Referrer-Policy": "no-referrer",
-    }
+    headers = {"Content-Security-Policy": policy(text), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
@@ -348,15 +344,7 @@ def policy(text: bytes) -> str:
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(found[b'script'])}",
-            f"style-src {' '.join(found[b'style'])}",
-            "img-src data:",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
+    return (
+        f"default-src 'none'; script-src {' '.join(found[b'script'])}; style-src {' '.join(found[b'style'])}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )

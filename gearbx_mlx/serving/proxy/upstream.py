@@ -221,12 +221,8 @@ class Upstream:
         if not isinstance(found, dict):
             raise self.failed(f"{does} what is not a JSON object")
         if found.get("error") and not found.get("choices"):
-            raise self.reported(found["error"])
+            raise self.failed(f"reports an error: {brief(hidden(said_in(found['error']), self.place.key))}")
         return found
-
-    def reported(self, error: Any) -> Failed:
-        """What a server says of itself in an answer of 200, without the key, which it may repeat."""
-        return self.failed(f"reports an error: {brief(hidden(said_in(error), self.place.key))}")
 
     def failed(self, why: str) -> Failed:
         return Failed(f"the {self.name} server {why}")
