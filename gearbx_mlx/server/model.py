@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
@@ -29,7 +28,6 @@ from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES, check_threshold
 from ..serving.app import server_application
 from ..serving.listening import Server
-from ..serving.metrics import Gauges, Metrics
 from ..serving.provider import GearedProvider, Served
 from ..serving.requests import Options
 from ..serving.scheduler import Scheduler
@@ -166,22 +164,12 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         scheduler = Scheduler(provider, kept)
         server.serves = said_of(provider)
         try:
-            server.start(server_application(guard, scheduler, Metrics(gauges(scheduler))))
+            server.start(server_application(guard, scheduler))
             yield server
         finally:
             scheduler.stop_and_join()
             server.stop()
             provider.forget()
-
-
-def gauges(scheduler: Scheduler) -> Gauges:
-    """What /metrics reads at the moment it is asked."""
-    return {
-        "requests_running": ("Answers in the making", lambda: scheduler.running),
-        "requests_waiting": ("Requests that wait for their turn", lambda: scheduler.queued),
-        "memory_bytes": ("Bytes of MLX's arrays", mx.get_active_memory),
-        "peak_memory_bytes": ("The most bytes that MLX's arrays had", mx.get_peak_memory),
-    }
 
 
 def said_of(provider: GearedProvider) -> str:

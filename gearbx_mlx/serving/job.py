@@ -28,9 +28,8 @@ from ..decoding.sampling import GumbelSampler, sampler_for
 from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
 from ..routing.gates import policy_named
 from .grammar import constraint_for
-from .provider import Served
+from .provider import Served, Spelling
 from .requests import BaseRequest
-from .spelling import Spelling
 from .web import Refused
 
 COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow

@@ -284,11 +284,8 @@ def room(served: Served, prompt: int, most: int) -> int:
     if served.context is None:
         return most
     if prompt >= served.context:
-        raise Refused(
-            400,
-            f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it",
-            code="context_length_exceeded",
-        )
+        why = f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it"
+        raise Refused(400, why, code="context_length_exceeded")
     return min(most, served.context - prompt)
 
 
@@ -304,11 +301,8 @@ def check_length(served: Served, texts: Any) -> None:
     """Raises Refused for a text that cannot fit the context, before seconds go by to make tokens of it."""
     length = sum(map(len, texts_in(texts)))
     if served.context is not None and length > served.context * served.longest_token:
-        raise Refused(
-            400,
-            f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it",
-            code="context_length_exceeded",
-        )
+        why = f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it"
+        raise Refused(400, why, code="context_length_exceeded")
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -325,9 +319,8 @@ def check_template_arguments(request: BaseRequest) -> None:
     """Raises Refused for arguments that are not the template's own, but tell transformers what to do with it."""
     taken = (getattr(request, "chat_template_kwargs", None) or {}).keys() & RESERVED
     if taken:
-        raise Refused(
-            400, f"chat_template_kwargs has {min(taken)}, which is not the template's", param="chat_template_kwargs"
-        )
+        why = f"chat_template_kwargs has {min(taken)}, which is not the template's"
+        raise Refused(400, why, param="chat_template_kwargs")
 
 
 # The end of a thread that computed with MLX.
