@@ -75,17 +75,6 @@ class Thinking:
         places = np.flatnonzero(text == self.end[0])
         return next((int(p) + size for p in places if tuple(text[p : p + size].tolist()) == self.end), None)
 
-    def may_start(self, text: np.ndarray) -> bool:
-        """Whether the next token may begin the thinking part."""
-        return not self.opened and not len(text)
-
-
-def thinking_of(tokenizer: Any, opened: bool) -> Thinking | None:
-    """How a model of mlx-lm's tokenizer thinks; None if it does not."""
-    if not tokenizer.has_thinking:
-        return None
-    return Thinking(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), opened)
-
 
 @dataclass(frozen=True)
 class Text:
@@ -254,7 +243,7 @@ class Constraint:
         if begins is None:
             return ~self._only_ends
         mask = self._in_grammar(text[begins:])
-        return mask | self._starts if self._thinking.may_start(text) else mask
+        return mask if self._thinking.opened or len(text) else mask | self._starts
 
     def _in_grammar(self, text: np.ndarray) -> np.ndarray:
         """The mask of the tokens that may follow a text of the grammar."""
@@ -359,4 +348,7 @@ def constraint_for(
     if tokenizer not in _grammars:
         _grammars[tokenizer] = functools.lru_cache(KEPT)(functools.partial(compiled, tokens_of(tokenizer)))
     matcher = _grammars[tokenizer](form).deep_copy()
-    return Constraint(matcher, frozenset(tokenizer.eos_token_ids), thinking_of(tokenizer, thinking), form.field)
+    thinks = None
+    if tokenizer.has_thinking:
+        thinks = Thinking(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), thinking)
+    return Constraint(matcher, frozenset(tokenizer.eos_token_ids), thinks, form.field)

@@ -15,11 +15,10 @@ from .requests import (
     Options,
     Share,
     Tokens,
+    as_chat,
     chat_content,
-    chat_fields,
     json_schema,
     named_tool,
-    parse,
     text_of,
     tool_call,
 )
@@ -167,11 +166,6 @@ class MessagesRequest(CountTokensRequest):
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
-    return parse(ChatRequest, chat_body(request))
-
-
-def chat_body(request: CountTokensRequest) -> dict[str, Any]:
-    """The body of the chat completion that answers a request."""
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     messages = system + [part for message in request.messages for part in chat_messages(message)]
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
@@ -181,7 +175,7 @@ def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     if functions and request.tool_choice is not None:
         chosen = {"any": "required", "tool": named_tool(request.tool_choice.name)}.get(choice)
     wanted = request.output_config.format if request.output_config is not None else None
-    return chat_fields(
+    return as_chat(
         request,
         messages,
         functions,

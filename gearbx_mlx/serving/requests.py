@@ -262,19 +262,22 @@ def parse(kind: type[R], body: Any) -> R:
 SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
 
 
-def chat_fields(
+def as_chat(
     request: BaseModel,
     messages: list[dict[str, Any]],
     functions: list[dict[str, Any]],
     thinks: bool | None,
     **further: Any,
-) -> dict[str, Any]:
-    """The body of the chat completion that answers a request of another API.
+) -> ChatRequest:
+    """The chat completion that answers a request of another API.
 
     Args:
         functions: that may be called.
         thinks: whether a model that can think before it answers does so; None: as its template has it.
         further: other fields; what is None is left out.
+
+    Raises:
+        Refused: what a chat completion cannot be.
     """
     body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True) | {"messages": messages}
     if body.get("stream"):
@@ -283,7 +286,7 @@ def chat_fields(
         body["tools"] = [{"type": "function", "function": function} for function in functions]
     if thinks is not None:
         body["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return body | {name: value for name, value in further.items() if value is not None}
+    return parse(ChatRequest, body | {name: value for name, value in further.items() if value is not None})
 
 
 def json_schema(name: str, schema: Any) -> dict[str, Any]:

@@ -17,11 +17,10 @@ from .requests import (
     Options,
     Share,
     Tokens,
+    as_chat,
     chat_content,
-    chat_fields,
     json_schema,
     named_tool,
-    parse,
     tool_call,
 )
 from .web import Refused
@@ -145,7 +144,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
     if wanted is not None:
         is_schema = wanted.type == "json_schema"
         response_format = json_schema(wanted.name, wanted.schema_) if is_schema else {"type": wanted.type}
-    body = chat_fields(
+    return as_chat(
         request,
         messages,
         [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools or ()],
@@ -154,7 +153,6 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
         tool_choice=named_tool(choice.name) if isinstance(choice, ChosenFunction) else choice,
         response_format=response_format,
     )
-    return parse(ChatRequest, body)
 
 
 def add_item(messages: list[dict[str, Any]], item: Any) -> None:

@@ -404,7 +404,7 @@ class ProxyRoute:
             Failed: the events are too many, no token is seen for too long, or the stream ends.
         """
         small = self.between.servers[SMALL]
-        clock, seen, size = Clock(small.place.timeout), 0, 0
+        clock, seen, size = Clock(small.timeout), 0, 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
