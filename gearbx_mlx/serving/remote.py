@@ -522,15 +522,11 @@ class RemoteServer:
             if model is None:
                 raise
             self.listed = {}
-        self.model = self.only_model() if model is None else model
+        if model is None and len(self.listed) != 1:
+            shown = ", ".join(list(self.listed)[:10]) or "none"
+            raise connection.error(f"its models are {shown}", "name one with --server-model")
+        self.model: str = next(iter(self.listed)) if model is None else model
         self.way: Way | None = None
-
-    def only_model(self) -> str:
-        names = list(self.listed)
-        if len(names) == 1:
-            return names[0]
-        shown = ", ".join(names[:10]) or "none"
-        raise self.connection.error(f"its models are {shown}", "name one with --server-model")
 
     def vocab_size(self) -> int | None:
         """The length of the model's logits, if the server says it: llama.cpp does, Ollama, and ours."""

@@ -2,15 +2,7 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from ..errors import GearbxError
