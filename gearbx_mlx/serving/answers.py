@@ -17,7 +17,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
 from .job import Begun, Emitted, Progress
-from .requests import BaseRequest, ChatRequest
+from .requests import AnyRequest, ChatRequest
 from .web import Refused
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -122,7 +122,7 @@ class Writing:
     ended: whether all of it has come. calls: how many tools it has called.
     """
 
-    def __init__(self, request: BaseRequest, index: int, begun: Begun):
+    def __init__(self, request: AnyRequest, index: int, begun: Begun):
         self.request, self.index, self.begun = request, index, begun
         self.chat = isinstance(request, ChatRequest)
         self.parse = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
@@ -229,7 +229,7 @@ class Answer:
         index, begun: of the first that has begun.
     """
 
-    def __init__(self, request: BaseRequest, texts: int, index: int, begun: Begun):
+    def __init__(self, request: AnyRequest, texts: int, index: int, begun: Begun):
         self.request, self.texts, self.begun = request, texts, begun
         self.writings = {index: Writing(request, index, begun)}
         self.tally = Tally.of(begun.prompt.served.gears)

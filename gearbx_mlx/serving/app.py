@@ -35,7 +35,7 @@ from .messages import (
     chat_request,
     messages_error,
 )
-from .requests import BaseRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, ChatRequest, TextRequest
 from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
 from .web import Guard, Refused, application, event_stream, page, refusal
@@ -332,7 +332,7 @@ def about_models(here: Service) -> list[dict[str, Any]]:
 # Completions.
 
 
-async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Response:
+async def complete(here: Service, request: AnyRequest, dialect: Dialect) -> Response:
     """Answer a completion, in one piece or as a stream."""
     texts = request.apart()
     came = answers(here, texts)
@@ -345,7 +345,7 @@ async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Res
         return JSONResponse(dialect.whole(await answer.whole(came)))
 
 
-async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[tuple[int, Any], None]:
     """What comes of requests for a text each, with their places and every token counted; closed, it ends the work.
 
     Raises:

@@ -29,7 +29,7 @@ from ..decoding.stream import NO_LOGPROBS, as_single, stream_generate
 from ..routing.gates import policy_named
 from .grammar import constraint_for
 from .provider import Served, Spelling
-from .requests import BaseRequest
+from .requests import AnyRequest
 from .web import Refused
 
 COLDEST = 0.001  # a temperature below that is greedy: logits of half precision would overflow
@@ -105,7 +105,7 @@ class Asked:
     left: set when nothing waits for the answer any more. prompt: once its tokens are known.
     """
 
-    request: BaseRequest
+    request: AnyRequest
     index: int
     answers: asyncio.Queue[Any]
     left: threading.Event

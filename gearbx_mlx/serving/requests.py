@@ -1,6 +1,6 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, ValidationInfo
 from typing_extensions import Self
@@ -115,31 +115,6 @@ class BaseRequest(BaseModel, frozen=True):
         """The most tokens of the answer; None: the server's default."""
         return self.max_tokens
 
-    @property
-    def typed(self) -> str:
-        """What the user typed last, which chooses the first gear of mode route."""
-        return ""
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
-        return None
-
-    @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the prompt names; None: none."""
-        return None
-
-    @property
-    def takes_calls(self) -> bool:
-        """Whether an answer may have calls of tools; else they are text."""
-        return False
-
-    @property
-    def must_call(self) -> list[dict[str, Any]] | None:
-        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
-        return None
-
 
 class ChatTurn(BaseModel, frozen=True):
     """What is checked of a message; the chat template gets all of it."""
@@ -180,6 +155,7 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def typed(self) -> str:
+        """What the user typed last, which chooses the first gear of mode route."""
         last = next((message.content for message in reversed(self.messages) if message.role == "user"), None)
         if isinstance(last, list):
             return " ".join(str(part.get("text", "")) for part in last)
@@ -187,19 +163,23 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
         wanted = max(0, self.top_logprobs or 0, 0 if self.logprobs is True else int(self.logprobs or 0))
         return wanted if self.logprobs or wanted else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the prompt names; None: none."""
         return (self.tools or None) if self.takes_calls else None
 
     @property
     def takes_calls(self) -> bool:
+        """Whether an answer may have calls of tools; else they are text."""
         return self.tool_choice != "none"
 
     @property
     def must_call(self) -> list[dict[str, Any]] | None:
+        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         tools = self.tools or []
@@ -212,7 +192,11 @@ class ChatRequest(BaseRequest, frozen=True):
 
 
 class TextRequest(BaseRequest, frozen=True):
-    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts."""
+    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts. Such a text calls no tools."""
+
+    shown_tools: ClassVar[None] = None
+    takes_calls: ClassVar[bool] = False
+    must_call: ClassVar[None] = None
 
     prompt: str | TokenList | Annotated[list[str | TokenList], Field(min_length=1)]
     logprobs: Logprobs | None = None
@@ -225,7 +209,7 @@ class TextRequest(BaseRequest, frozen=True):
 
     @property
     def typed(self) -> str:
-        """The prompt, where it is text; else nothing."""
+        """The prompt, where it is text; else nothing. It chooses the first gear of mode route."""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     @property
@@ -237,6 +221,8 @@ class TextRequest(BaseRequest, frozen=True):
     def alternatives(self) -> int | None:
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
+
+AnyRequest = ChatRequest | TextRequest
 
 R = TypeVar("R", bound=BaseModel)
 

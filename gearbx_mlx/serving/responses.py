@@ -80,16 +80,14 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(BaseModel):
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class ChosenFunction(BaseModel):
     type: Literal["function"]
     name: ToolName
+
+
+class FunctionTool(ChosenFunction):
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class TextFormat(BaseModel):

@@ -23,7 +23,7 @@ from ..errors import one_line
 from .grammar import constraint_for
 from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
-from .requests import BaseRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, ChatRequest, TextRequest
 from .web import Refused
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
@@ -65,14 +65,14 @@ class Scheduler(ResponseGenerator):
         if self.closed or not self.generation_available():
             raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
 
-    def count(self, request: BaseRequest) -> int:
+    def count(self, request: AnyRequest) -> int:
         """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
         served = self.current(request)
         if served is None:
             raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
         return len(prompt_of(self, request, served).tokens)
 
-    def current(self, request: BaseRequest) -> Served | None:
+    def current(self, request: AnyRequest) -> Served | None:
         """The model that a request names, if it is the one that is loaded. Raises Refused for one that is not here."""
         return self.provider.current(self.provider.key_of(request.model, request.adapters))
 
@@ -256,7 +256,7 @@ class Scheduler(ResponseGenerator):
 # From a request to the tokens of its prompt.
 
 
-def prompt_of(generator: ResponseGenerator, request: BaseRequest, served: Served) -> Prompt:
+def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served) -> Prompt:
     """The tokens of a prompt, by mlx-lm's templates.
 
     Raises:
@@ -289,7 +289,7 @@ def room(served: Served, prompt: int, most: int) -> int:
     return min(most, served.context - prompt)
 
 
-def check_tokens(request: BaseRequest, served: Served) -> None:
+def check_tokens(request: AnyRequest, served: Served) -> None:
     """Raises Refused for tokens that the vocabulary does not have."""
     given = request.tokens if isinstance(request, TextRequest) else []
     for token in (*given, *map(int, request.logit_bias or {})):
@@ -315,7 +315,7 @@ def texts_in(value: Any) -> Iterator[str]:
                 yield from texts_in(part)
 
 
-def check_template_arguments(request: BaseRequest) -> None:
+def check_template_arguments(request: AnyRequest) -> None:
     """Raises Refused for arguments that are not the template's own, but tell transformers what to do with it."""
     taken = (getattr(request, "chat_template_kwargs", None) or {}).keys() & RESERVED
     if taken:

@@ -35,6 +35,7 @@ LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
 METHODS = ["GET", "POST", "OPTIONS"]
+WRONG = "invalid_request_error"
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -100,14 +101,7 @@ class Refused(HTTPException):
         code: OpenAI's code.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ):
+    def __init__(self, status: int, message: str, kind: str = WRONG, param: str | None = None, code: str | None = None):
         super().__init__(status, message)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
