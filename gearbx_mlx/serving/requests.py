@@ -192,9 +192,9 @@ class ChatRequest(BaseRequest, frozen=True):
 
 
 class TextRequest(BaseRequest, frozen=True):
-    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts. Such a text calls no tools."""
+    """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts."""
 
-    shown_tools: ClassVar[None] = None
+    shown_tools: ClassVar[None] = None  # such a text calls no tools
     takes_calls: ClassVar[bool] = False
     must_call: ClassVar[None] = None
 
