@@ -159,10 +159,14 @@ class Scheduler(ResponseGenerator):
         tokens = job.prompt.key
         cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_again(mode))
         cached = len(tokens) - len(rest)
-        if self.shares(job):
-            self.batch(served, mode).add(job, cache, cached)
-        else:
+        which = self.shared(job)
+        if which is None:
             self.writers[job] = Single(job, cache, cached, self.cli_args, self.keep, self.meanwhile)
+        else:
+            batch = self.writers.get(which)
+            if not isinstance(batch, Batch):
+                batch = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
+            batch.add(job, cache, cached)
         machine = text_machine(self, served.tokenizer)
         asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name_of(key)))
         return True
@@ -178,22 +182,15 @@ class Scheduler(ResponseGenerator):
         most = asked.request.most_tokens or self.cli_args.max_tokens
         return Job(asked, prompt, mode, room(served, len(prompt.tokens), most))
 
-    def shares(self, job: Job) -> bool:
-        """Whether the answer shares its passes with others, where they are in the making.
+    def shared(self, job: Job) -> Any:
+        """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
 
-        With a seed it does where they change no text: elsewhere its gears would depend on the others.
+        With a seed it shares them where that changes no text: elsewhere its gears would depend on the others.
         """
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
         plain = cache and job.served.controller is None and job.prompt.vision is None
         again = job.asked.request.seed is None or job.served.same_in_company(job.mode)
-        return plain and again and self.provider.is_batchable and job.served.shared(job.mode) is not None
-
-    def batch(self, served: Served, mode: Mode) -> Batch:
-        which = served.shared(mode)
-        found = self.writers.get(which)
-        if not isinstance(found, Batch):
-            found = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
-        return found
+        return job.served.shared(job.mode) if plain and again and self.provider.is_batchable else None
 
     def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache for texts that go on from these tokens."""
