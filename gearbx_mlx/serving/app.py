@@ -353,7 +353,7 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
     """
     came: asyncio.Queue[Any] = asyncio.Queue()
     left, open_texts = threading.Event(), len(texts)
-    since, begun = [time.perf_counter()] * len(texts), [False] * len(texts)
+    asked, since = time.perf_counter(), dict[int, float]()
     try:
         for place, text in enumerate(texts):
             await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
@@ -368,8 +368,8 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
                 here.metrics.prompt(len(found.prompt.tokens), found.cached)
             if isinstance(found, Emitted):
                 now = time.perf_counter()
-                here.metrics.token(found.seen, now - since[index], not begun[index])
-                since[index], begun[index] = now, True
+                here.metrics.token(found.seen, now - since.get(index, asked), index not in since)
+                since[index] = now
             yield index, found
     finally:
         left.set()

@@ -448,14 +448,14 @@ class Way:
         others = {"number": {"logprobs": self.asked}, "n_probs": {"n_probs": self.asked}}
         return others.get(self.form, {"logprobs": True, "top_logprobs": self.asked})
 
-    def request(self, question: Question, max_tokens: int, temperature: float) -> tuple[str, dict[str, Any]]:
+    def request(self, question: Question, max_tokens: int) -> tuple[str, dict[str, Any]]:
         """The path below the URL of the API, or of the server for Ollama's, and the body."""
         body = {"stream": self.streamed, **self.fields}
         body |= {"messages": question.messages} if question.chat else {"prompt": question.prompt}
         if self.form == OLLAMA:
-            body["options"] = {"num_predict": max_tokens, "temperature": temperature}
+            body["options"] = {"num_predict": max_tokens, "temperature": 0.0}
             return ("/api/chat", body) if question.chat else ("/api/generate", body | {"raw": True})
-        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        body |= {"max_tokens": max_tokens, "temperature": 0.0}
         if question.chat and question.template:
             body["chat_template_kwargs"] = question.template
         return "/chat/completions" if question.chat else "/completions", body
@@ -549,7 +549,7 @@ class RemoteServer:
         ways, words = ways_to_ask(question.chat, self.openai, self.ollama), ""
         while ways:
             try:
-                with closing(self.asked(ways[0], question, TRIED_TOKENS, 0.0)) as chunks:
+                with closing(self.asked(ways[0], question, TRIED_TOKENS)) as chunks:
                     if any(token.logprobs for chunk in islice(chunks, TRIED_CHUNKS) for token in chunk.tokens):
                         return ways[0]
                 ways = after_silence(ways)
@@ -561,18 +561,18 @@ class RemoteServer:
             f"gives no log-probabilities for {self.model}{words}", "start it with them, or use another server"
         )
 
-    def answer(self, question: Question, max_tokens: int, temperature: float = 0.0) -> Chunks:
-        """The answer as it comes. Closing the generator ends the request.
+    def answer(self, question: Question, max_tokens: int) -> Chunks:
+        """The greedy answer as it comes. Closing the generator ends the request.
 
         Raises:
             RemoteError: the server fails, now or in the midst of the answer, or gives no log-probabilities.
         """
         self.way = self.way or self.learn(question)
-        return self.asked(self.way, question, max_tokens, temperature)
+        return self.asked(self.way, question, max_tokens)
 
-    def asked(self, way: Way, question: Question, max_tokens: int, temperature: float) -> Chunks:
+    def asked(self, way: Way, question: Question, max_tokens: int) -> Chunks:
         """The answer to a question that is asked in this way; as `answer`."""
-        path, body = way.request(question, max_tokens, temperature)
+        path, body = way.request(question, max_tokens)
         place = self.connection.root if way.api == OLLAMA else self.connection.base
         with self.connection.opened(place + path, {"model": self.model, **body}) as reply:
             for chunk in way.chunks(reply):
