@@ -11,11 +11,12 @@ from ..cli.flags import turns_of
 from ..cli.gate import GateSettings, RoutingSettings
 from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
+from ..serving import is_loopback
 from ..serving.listening import Escaping, Server
 from ..serving.proxy.app import proxy_application
 from ..serving.proxy.route import Between, Rule
 from ..serving.proxy.upstream import Upstream, checked_url
-from ..serving.web import Guard, host_name, is_loopback
+from ..serving.web import Guard, host_name
 from . import ProxySettings, ServerSettings
 
 API_KEY = "GEARBX_API_KEY"

@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import GearbxError, one_line
 from ..files.reading import parse_json, shown
-from .others import address_of, is_loopback
+from . import address_of, is_loopback
 
 LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request

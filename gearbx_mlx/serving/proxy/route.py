@@ -24,8 +24,7 @@ from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
 from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, NAMES, SMALL, pair_gate, pair_monitor
 from .. import ASSUMED_VOCABULARY
-from ..others import Clock, about_logprobs
-from ..remote import Logprobs, Way, after_silence, others, tokens_of, ways_to_ask
+from ..remote import Clock, Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
 from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
 
 CHAT, TEXT = "/chat/completions", "/completions"

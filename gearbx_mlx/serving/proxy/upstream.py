@@ -16,7 +16,7 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..others import Clock, brief, failures, hidden, parsed_url, said_in
+from ..remote import Clock, brief, failures, hidden, parsed_url, said_in
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
