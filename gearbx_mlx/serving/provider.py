@@ -173,16 +173,15 @@ class Served:
             found = default_thresholds(len(self.gears), self.vocabulary)
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
-    def same_in_company(self, mode: Mode) -> bool:
-        """Whether a text is the same whatever other texts share its passes: its gears do not depend on them."""
-        return mode.name in ("lossless", "static", "telemetry-only")
-
-    def shared(self, mode: Mode) -> tuple[str, str] | None:
+    def shared(self, mode: Mode, seeded: bool) -> tuple[str, str] | None:
         """What texts have in common that share passes; None: they are not shared.
 
-        Mode and gear, a mode alone, or all its settings, where these say what is drafted.
+        Mode and gear, a mode alone, or all its settings, where these say what is drafted. With a seed a text is shared
+        where that changes none: in mode route its gears would depend on the others.
         """
         if self.gearbox is None or mode.name not in ("lossless", "static", "telemetry-only", "route"):
+            return None
+        if seeded and mode.name == "route":
             return None
         if mode.name == "static":
             gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder

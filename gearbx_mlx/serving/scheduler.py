@@ -183,14 +183,10 @@ class Scheduler(ResponseGenerator):
         return Job(asked, prompt, mode, room(served, len(prompt.tokens), most))
 
     def shared(self, job: Job) -> Any:
-        """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
-
-        With a seed it shares them where that changes no text: elsewhere its gears would depend on the others.
-        """
+        """What the answer has in common with those in the making with which it shares its passes; None: it is alone."""
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
-        plain = cache and job.served.controller is None and job.prompt.vision is None
-        again = job.asked.request.seed is None or job.served.same_in_company(job.mode)
-        return job.served.shared(job.mode) if plain and again and self.provider.is_batchable else None
+        plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None
 
     def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache for texts that go on from these tokens."""
@@ -257,21 +253,26 @@ def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served)
     """The tokens of a prompt, by mlx-lm's templates.
 
     Raises:
-        Refused: messages that the chat template does not take, or that are far longer than the context.
+        Refused: messages that the chat template does not take, or that are far longer than the context; arguments that
+            are not the template's own, but tell transformers what to do with it.
     """
-    texts = request.messages if isinstance(request, ChatRequest) else request.typed
-    messages = [turn.model_dump(exclude_unset=True) for turn in texts] if isinstance(texts, list) else []
-    check_length(served, messages or texts)
-    check_template_arguments(request)
-    if isinstance(request, TextRequest) and request.tokens:
-        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
+    arguments: dict[str, Any] | None = None
     if isinstance(request, ChatRequest):
+        messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
+        check_length(served, messages)
+        arguments = request.chat_template_kwargs
+        if taken := (arguments or {}).keys() & RESERVED:
+            why = f"chat_template_kwargs has {min(taken)}, which is not the template's"
+            raise Refused(400, why, param="chat_template_kwargs")
         wanted = CompletionRequest("chat", "", messages, request.shown_tools, None)
+    elif request.tokens:
+        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
     else:
+        check_length(served, request.typed)
         wanted = CompletionRequest("text", request.typed, [], None, None)
-    arguments = SimpleNamespace(chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
+    template = SimpleNamespace(chat_template_kwargs=arguments)
     try:
-        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, arguments))
+        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, template))
     except Exception as error:  # a template is a program, and raises what it likes
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 
@@ -310,14 +311,6 @@ def texts_in(value: Any) -> Iterator[str]:
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             if name != "image_url":
                 yield from texts_in(part)
-
-
-def check_template_arguments(request: AnyRequest) -> None:
-    """Raises Refused for arguments that are not the template's own, but tell transformers what to do with it."""
-    taken = (getattr(request, "chat_template_kwargs", None) or {}).keys() & RESERVED
-    if taken:
-        why = f"chat_template_kwargs has {min(taken)}, which is not the template's"
-        raise Refused(400, why, param="chat_template_kwargs")
 
 
 # The end of a thread that computed with MLX.
