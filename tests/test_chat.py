@@ -9,7 +9,7 @@ import pytest
 from chats import ASKED, MODES, MORE, as_without_a_cache, chat, in_gears, tokens_of, with_roles
 from conftest import save_model, tiny_model
 
-from gearbx_mlx.chat.commands import obey
+from gearbx_mlx.chat.run import obey
 from gearbx_mlx.cli.signals import CtrlC, Interrupted, caught
 from gearbx_mlx.decoding.caches import length
 

@@ -11,8 +11,7 @@ from conftest import save_model, tiny_model
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.chat.commands import obey
-from gearbx_mlx.chat.run import converse, take
+from gearbx_mlx.chat.run import converse, obey, take
 from gearbx_mlx.cli.loaded import Loaded, load_cache
 from gearbx_mlx.cli.resolved import resolve
 from gearbx_mlx.cli.settings import command_settings

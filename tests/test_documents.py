@@ -28,7 +28,8 @@ OTHERS_FLAGS = {
     "--tasks",
     "--model_args",
     "--install",
-}  # llama.cpp, pip, ...
+    "--modelfile",
+}  # llama.cpp, Ollama, pip, ...
 
 
 @pytest.mark.docs

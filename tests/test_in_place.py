@@ -13,7 +13,7 @@ from mlx_lm.utils import quantize_model
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
-from gearbx_mlx.chat.commands import obey
+from gearbx_mlx.chat.run import obey
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine

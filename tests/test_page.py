@@ -9,7 +9,7 @@ import pytest
 from http_server import chat, in_the_making
 from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
 
-from gearbx_mlx.serving.writers import Batch
+from gearbx_mlx.serving.job import Batch
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser

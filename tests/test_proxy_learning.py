@@ -6,7 +6,7 @@ import pytest
 from fake_server import answer, chat_entry, chat_event, chatting, events, fake_server, one_model, refused
 from proxies import CHAT, EASY, chunks, proxy
 
-from gearbx_mlx.serving.proxy import judging
+from gearbx_mlx.serving.proxy import route
 
 SURE = [math.log(0.999), math.log(0.0009)]
 TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
@@ -69,7 +69,7 @@ def test_what_a_server_could_not_do_is_tried_again_later(large, monkeypatch):
         client.post(CHAT, json=EASY | {"stream": True})
         able.append(True)
         for forget, asked in [(60.0, [False, True]), (0.0, [True])]:
-            monkeypatch.setattr(judging, "FORGET", forget)
+            monkeypatch.setattr(route, "FORGET", forget)
             before = len(fake.requests)
             assert gearbx(client.post(CHAT, json=EASY | {"stream": True})) == ("small", "entropy")
             assert [body["stream"] for _, body in fake.requests[before:]] == asked

@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from gearbx_mlx.serving.answers import event_text
 from gearbx_mlx.serving.listening import Server
-from gearbx_mlx.serving.messages import Messages, MessagesRequest, arguments, chat_body, messages_error
+from gearbx_mlx.serving.messages import Messages, MessagesRequest, arguments, chat_request, messages_error
 from gearbx_mlx.serving.requests import parse
 from gearbx_mlx.serving.web import Guard, Refused, application
 
@@ -29,7 +29,7 @@ HEAD = {"id": "chatcmpl-7", "object": "chat.completion", "model": "demo", "creat
 def chat_of(**fields):
     """The chat completion's body for a request of the Messages API."""
     said = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
-    return chat_body(parse(MessagesRequest, said | fields))
+    return chat_request(parse(MessagesRequest, said | fields)).model_dump(exclude_unset=True)
 
 
 def completion(finish_reason="stop", **written):

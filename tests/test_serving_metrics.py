@@ -1,11 +1,12 @@
 import threading
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.serving.metrics import Metrics
+from gearbx_mlx.serving.app import Metrics
 
 
 def response(gear="low", **fields):
@@ -47,8 +48,8 @@ def test_tokens_gears_and_drafts():
 
 
 def test_requests_and_prompts():
-    waiting = [3]
-    metrics = Metrics({"requests_waiting": ("Requests that wait", lambda: waiting[0])})
+    scheduler = SimpleNamespace(running=1, queued=3)
+    metrics = Metrics(scheduler)
     for status in (200, 200, 400):
         metrics.answered("/v1/completions", status)
     metrics.prompt(20, 0)
@@ -59,7 +60,8 @@ def test_requests_and_prompts():
     names = ("prompts", "prompt_tokens", "prompt_cached_tokens", "prompt_cache_hits")
     assert [found[f"gearbx_{name}_total",] for name in names] == [2, 25, 25, 1]
     assert found["gearbx_requests_waiting",] == 3
-    waiting[0] = 1
+    assert found["gearbx_requests_running",] == 1
+    scheduler.queued = 1
     assert read(metrics)["gearbx_requests_waiting",] == 1
 
 

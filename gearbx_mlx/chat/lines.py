@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
@@ -22,10 +22,13 @@ Words = Sequence[str]
 FILES: Words = ("FILES",)  # stands for the names of files
 
 
-class Lines(Protocol):
-    """Where messages come from. `interactive`: a person types at a terminal."""
+class PlainLines:
+    """Lines as they come, from a pipe for instance. `interactive`: a person types at a terminal."""
 
-    interactive: bool
+    def __init__(self, interactive: bool):
+        self.interactive = interactive
+        if sys.stdin is None:
+            raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
 
     def read(self) -> str | None:
         """The next message, without the end of its line; None: there are no more.
@@ -34,34 +37,6 @@ class Lines(Protocol):
             GearbxError: a line that is not text; further lines can be read.
             Interrupted: Ctrl-C was typed.
         """
-        ...
-
-
-def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
-    """Standard input.
-
-    Args:
-        words: what Tab completes: a word at the beginning of the line, and those that may follow it.
-        history: remember lines in a file of the user's.
-    """
-    interactive = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
-    if interactive:
-        try:
-            return EditedLines(words, history_file() if history else None)
-        except ImportError:
-            terminal.note(INSTALL)
-    return PlainLines(interactive)
-
-
-class PlainLines:
-    """Lines as they come, from a pipe for instance."""
-
-    def __init__(self, interactive: bool):
-        self.interactive = interactive
-        if sys.stdin is None:
-            raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
-
-    def read(self) -> str | None:
         if self.interactive:
             print(PROMPT, end="", file=sys.stderr, flush=True)
         try:
@@ -92,6 +67,25 @@ class EditedLines:
                 return self._session.prompt()
         except EOFError:
             return None
+
+
+Lines = PlainLines | EditedLines
+
+
+def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
+    """Standard input.
+
+    Args:
+        words: what Tab completes: a word at the beginning of the line, and those that may follow it.
+        history: remember lines in a file of the user's.
+    """
+    interactive = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    if interactive:
+        try:
+            return EditedLines(words, history_file() if history else None)
+        except ImportError:
+            terminal.note(INSTALL)
+    return PlainLines(interactive)
 
 
 @contextlib.contextmanager

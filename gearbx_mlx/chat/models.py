@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -30,46 +30,11 @@ IN_GEARS = " is for weights as they are, and these are in gears"
 SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 
-class ChatModel(Protocol):
-    """One or two models. `gears` are the names that /gear takes, lowest first, and `modes` those that /mode takes.
-
-    reads_again: whether the latest answer is read again, in the gear of prompts, with the next message.
-    """
-
-    tokenizer: Any
-    config: dict[str, Any]
-    gears: Sequence[str]
-    modes: Sequence[str]
-    reads_again: bool
-
-    @property
-    def mode(self) -> str:
-        """The mode of the next answer, by name."""
-        ...
-
-    def new_cache(self) -> list[Any]:
-        """Empty caches."""
-        ...
-
-    def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
-        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
-        ...
-
-    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
-        """Answer a message, as typed; `tokens` are to be read, `keywords` go to stream_generate."""
-        ...
-
-    def hold(self, gear: str | None) -> None:
-        """Stay in a gear; None: back to the mode. Raises GearbxError for a gear that does not exist."""
-        ...
-
-    def change(self, mode: str, words: Sequence[str]) -> None:
-        """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
-        ...
-
-
 class GearedChat:
     """One model in gears, or one that is only observed.
+
+    gears: the names that /gear takes, lowest first. modes: those that /mode takes. reads_again: whether the latest
+    answer is read again, in the gear of prompts, with the next message.
 
     Args:
         stack: what lasts as long as the chat: the controller.
@@ -98,19 +63,23 @@ class GearedChat:
 
     @property
     def mode(self) -> str:
+        """The mode of the next answer, by name."""
         return STATIC if self._held else self._choice.mode
 
     def new_cache(self) -> list[Any]:
+        """Empty caches."""
         draft, size = self._keywords["draft_model"], self._settings.cache.max_kv_size
         if draft is None:
             return make_prompt_cache(self._model, size)
         return [*make_prompt_cache(self._model), *make_prompt_cache(draft)]
 
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
+        """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), replace(begun, bits=self._bits_read))
 
     def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+        """Answer a message, as typed; `tokens` are to be read, `keywords` go to stream_generate."""
         keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
         gearbox, alone = self._geared.gearbox, self._controller is None
@@ -119,6 +88,7 @@ class GearedChat:
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:
+        """Stay in a gear; None: back to the mode. Raises GearbxError for a gear that does not exist."""
         if gear is None:
             self._held = ""
             return
@@ -129,6 +99,7 @@ class GearedChat:
         self._held = name
 
     def change(self, mode: str, words: Sequence[str]) -> None:
+        """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
         choice = replace(self._start, mode=mode, asked=True)
         if words:  # else the flags that the chat was started with
             check_mode(mode, MODES)
@@ -159,7 +130,11 @@ class GearedChat:
 
 
 class PairChat:
-    """A small and a large model that take turns. Raises GearbxError as `generate` for the same settings."""
+    """A small and a large model that take turns, to be used as a `GearedChat` is.
+
+    Raises:
+        GearbxError: as `generate` for the same settings.
+    """
 
     reads_again = False
 
@@ -201,6 +176,9 @@ class PairChat:
         if words:
             raise GearbxError(f"/mode {PAIR} takes no flags; /gear small or /gear large stays with one model")
         self._held = ""
+
+
+ChatModel = GearedChat | PairChat
 
 
 def check_mode(mode: str, possible: Collection[str]) -> None:

@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
 from ..cli.gate import RoutingSettings
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.resolved import Resolved, resolve
-from ..decoding.governor import Governor
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
@@ -29,7 +25,6 @@ from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES, check_threshold
 from ..serving.app import server_application
 from ..serving.listening import Server
-from ..serving.metrics import Gauges, Metrics
 from ..serving.provider import GearedProvider, Served
 from ..serving.requests import Options
 from ..serving.scheduler import Scheduler
@@ -38,29 +33,6 @@ from . import ServerSettings
 
 SHIFTING = ("route", "kickdown", "lossless", "static")
 GOVERNED = ("route", "kickdown")
-
-
-def serve_geared(
-    geared: Geared, draft_model: nn.Module | None, controller: Governor | None, close: Callable[[], None]
-) -> Served:
-    """A model with its gearbox, as it is served. `close` ends what watches the machine for it."""
-    modes = modes_of(geared, draft_model is not None, controller is not None)
-    default_mode = geared.mode("").settled(geared.gearbox, geared.loaded.tokenizer, None).name
-    return Served(
-        model=geared.loaded.model,
-        tokenizer=geared.loaded.tokenizer,
-        config=geared.loaded.config,
-        gearbox=geared.gearbox,
-        mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
-        modes=modes,
-        default_mode=default_mode,
-        gears=tuple(gear.name for gear in geared.gearbox.ladder),
-        context=context_length(geared.loaded.config),
-        vocabulary=vocabulary(geared.loaded.model),
-        draft_model=draft_model,
-        controller=controller,
-        close=close,
-    )
 
 
 def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str, ...]:
@@ -131,17 +103,18 @@ def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
             check_threshold(threshold)
         return Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=initial_gear)
 
-    further: dict[str, Any] = {"modes": (PAIR,), "default_mode": PAIR, "gears": NAMES}
     return Served(
         model=pair.large,
         tokenizer=pair.tokenizer,
         config=pair.config,
         gearbox=None,
         mode=mode,
+        modes=(PAIR,),
+        default_mode=PAIR,
+        gears=NAMES,
         context=context_length(pair.config),
         vocabulary=pair.vocab_size,
         small_model=pair.small,
-        **further,
     )
 
 
@@ -166,22 +139,12 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         scheduler = Scheduler(provider, kept)
         server.serves = said_of(provider)
         try:
-            server.start(server_application(guard, scheduler, Metrics(gauges(scheduler))))
+            server.start(server_application(guard, scheduler))
             yield server
         finally:
             scheduler.stop_and_join()
             server.stop()
             provider.forget()
-
-
-def gauges(scheduler: Scheduler) -> Gauges:
-    """What /metrics reads at the moment it is asked."""
-    return {
-        "requests_running": ("Answers in the making", lambda: scheduler.running),
-        "requests_waiting": ("Requests that wait for their turn", lambda: scheduler.queued),
-        "memory_bytes": ("Bytes of MLX's arrays", mx.get_active_memory),
-        "peak_memory_bytes": ("The most bytes that MLX's arrays had", mx.get_peak_memory),
-    }
 
 
 def said_of(provider: GearedProvider) -> str:
@@ -212,7 +175,23 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
         draft_model = load_draft_model(draft_model_path, loaded.tokenizer)
         geared = loaded.in_gears()
         controller = stack.enter_context(geared.governor())
-        return serve_geared(geared, draft_model, controller, stack.pop_all().close)
+        modes = modes_of(geared, draft_model is not None, controller is not None)
+        default_mode = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None).name
+        return Served(
+            model=loaded.model,
+            tokenizer=loaded.tokenizer,
+            config=loaded.config,
+            gearbox=geared.gearbox,
+            mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
+            modes=modes,
+            default_mode=default_mode,
+            gears=tuple(gear.name for gear in geared.gearbox.ladder),
+            context=context_length(loaded.config),
+            vocabulary=vocabulary(loaded.model),
+            draft_model=draft_model,
+            controller=controller,
+            close=stack.pop_all().close,  # of what watches the machine
+        )
 
 
 def cli_args(settings: ServerSettings) -> argparse.Namespace:

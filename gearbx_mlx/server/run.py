@@ -11,12 +11,12 @@ from ..cli.flags import turns_of
 from ..cli.gate import GateSettings, RoutingSettings
 from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
+from ..serving import is_loopback
 from ..serving.listening import Escaping, Server
 from ..serving.proxy.app import proxy_application
-from ..serving.proxy.judging import Rule
-from ..serving.proxy.route import Between
-from ..serving.proxy.upstream import ServerPlace, Upstream, checked_url
-from ..serving.web import Guard, host_name, is_loopback
+from ..serving.proxy.route import Between, Rule
+from ..serving.proxy.upstream import Upstream, checked_url
+from ..serving.web import Guard, host_name
 from . import ProxySettings, ServerSettings
 
 API_KEY = "GEARBX_API_KEY"
@@ -67,10 +67,10 @@ def serving_proxy(
         GearbxError: an address that is taken, what is not a URL or a key, flags that no pair can have.
     """
     rule = rule_of(settings, routing, gate)
-    small, large = (Upstream(place_of(settings, server)) for server in (SMALL, LARGE))
+    small, large = (upstream_of(settings, server) for server in (SMALL, LARGE))
     between = Between(small, large, rule, not settings.no_fallback)
     with Server(*address, guard.patience) as server:
-        server.serves = f"routing between {small.place.base} and {large.place.base}"
+        server.serves = f"routing between {small.base} and {large.base}"
         server.start(proxy_application(guard, between))
         yield server
 
@@ -83,11 +83,11 @@ def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSetting
     return Rule(turns.threshold(settings.vocab_size), turns.window, turns.min_duration, settings.vocab_size)
 
 
-def place_of(settings: ProxySettings, server: int) -> ServerPlace:
-    """Where a server is, and how to ask it. Raises GearbxError for what is not a URL."""
+def upstream_of(settings: ProxySettings, server: int) -> Upstream:
+    """A server, and how to ask it. Raises GearbxError for what is not a URL."""
     flag = f"{NAMES[server]}_server"
     url = getattr(settings, flag)
-    return ServerPlace(
+    return Upstream(
         NAMES[server],
         checked_url(url, f"--{NAMES[server]}-server"),
         getattr(settings, f"{flag}_model"),

@@ -17,7 +17,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
 from .job import Begun, Emitted, Progress
-from .requests import BaseRequest, ChatRequest
+from .requests import AnyRequest, ChatRequest
 from .web import Refused
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -122,7 +122,7 @@ class Writing:
     ended: whether all of it has come. calls: how many tools it has called.
     """
 
-    def __init__(self, request: BaseRequest, index: int, begun: Begun):
+    def __init__(self, request: AnyRequest, index: int, begun: Begun):
         self.request, self.index, self.begun = request, index, begun
         self.chat = isinstance(request, ChatRequest)
         self.parse = begun.prompt.served.tokenizer.tool_parser if request.takes_calls else None
@@ -215,7 +215,8 @@ class Writing:
         """What whole choices and pieces have in common."""
         logprobs = None
         if self.request.alternatives is not None:
-            logprobs = chat_logprobs(self.emitted) if self.chat else text_logprobs(self.emitted, self.offset)
+            known = [one.logprob for one in self.emitted if one.logprob is not None]
+            logprobs = {"content": known} if self.chat else text_logprobs(known, self.offset)
         stopped = {} if self.stop_word is None else {"stop_reason": self.stop_word}
         return {"index": self.index, "finish_reason": self.finish_reason, "logprobs": logprobs, **stopped}
 
@@ -228,7 +229,7 @@ class Answer:
         index, begun: of the first that has begun.
     """
 
-    def __init__(self, request: BaseRequest, texts: int, index: int, begun: Begun):
+    def __init__(self, request: AnyRequest, texts: int, index: int, begun: Begun):
         self.request, self.texts, self.begun = request, texts, begun
         self.writings = {index: Writing(request, index, begun)}
         self.tally = Tally.of(begun.prompt.served.gears)
@@ -320,14 +321,8 @@ def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
     ]
 
 
-def chat_logprobs(emitted: Sequence[Emitted]) -> dict[str, Any]:
-    """Log-probabilities of tokens in the form of chats."""
-    return {"content": [one.logprob for one in emitted if one.logprob is not None]}
-
-
-def text_logprobs(emitted: Sequence[Emitted], offset: int) -> dict[str, Any]:
-    """The same in the form of text completions; `offset` characters of the answer came before them."""
-    known = [one.logprob for one in emitted if one.logprob is not None]
+def text_logprobs(known: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
+    """Tokens that are listed as in chats, as text completions have them; `offset` characters came before them."""
     return {
         "tokens": [own["token"] for own in known],
         "token_logprobs": [own["logprob"] for own in known],

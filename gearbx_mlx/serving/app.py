@@ -1,4 +1,4 @@
-"""The routes of the server: OpenAI's completions, Anthropic's messages, and what says how the server is.
+"""The routes of the server: OpenAI's completions, Anthropic's messages, and what says how the server is and counts.
 
 A route reads a request, hands it to the scheduler, whose thread computes, and sends what comes back as it comes.
 """
@@ -6,17 +6,23 @@ A route reads a request, hands it to the scheduler, whose thread computes, and s
 import asyncio
 import threading
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import mlx.core as mx
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
+from ..telemetry.summary import Tally
+from ..telemetry.trace import Token
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
 from .job import Asked, Begun, Emitted, Progress
 from .messages import (
@@ -29,14 +35,113 @@ from .messages import (
     chat_request,
     messages_error,
 )
-from .metrics import EXPOSED, Metrics
-from .requests import BaseRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, ChatRequest, TextRequest
 from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
 from .web import Guard, Refused, application, event_stream, page, refusal
 
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
+FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
+PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+WINDOW = 10  # seconds over which tokens per second are counted
+KEPT = 2**18  # times of tokens, more than come in these seconds
+
+
+# What is counted.
+
+
+class Metrics:
+    """Counts what a server does, for Prometheus: requests, tokens, gears, drafts, times. Each object counts for itself.
+
+    No label has text of a client in it.
+
+    Args:
+        scheduler: whose requests are counted, and the memory of MLX, when Prometheus asks; None: nothing is computed.
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, scheduler: Scheduler | None = None, clock: Callable[[], float] = time.monotonic):
+        self.registry, self.clock = CollectorRegistry(), clock
+        self.times: deque[float] = deque(maxlen=KEPT)  # of the latest tokens
+        own: dict[str, Any] = {"namespace": "gearbx", "registry": self.registry}
+        if scheduler is not None:
+            Gauge("requests_running", "Answers in the making", **own).set_function(lambda: scheduler.running)
+            Gauge("requests_waiting", "Requests that wait for their turn", **own).set_function(lambda: scheduler.queued)
+            Gauge("memory_bytes", "Bytes of MLX's arrays", **own).set_function(mx.get_active_memory)
+            Gauge("peak_memory_bytes", "The most bytes that MLX's arrays had", **own).set_function(mx.get_peak_memory)
+        self.requests = Counter("requests", "Requests that were answered", ["route", "status"], **own)
+        self.prompts = Counter("prompts", "Prompts", **own)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were read", **own)
+        self.cached_tokens = Counter("prompt_cached_tokens", "Tokens of prompts that were in a KV cache", **own)
+        self.cache_hits = Counter("prompt_cache_hits", "Prompts whose beginning was in a KV cache", **own)
+        self.tokens = Counter("generated_tokens", "Tokens of answers, by gear", ["gear"], **own)
+        self.gear_share = Gauge("gear_share", "Share of a gear in the tokens of answers", ["gear"], **own)
+        self.shifts = Counter("shifts", "Tokens in another gear than the one before", **own)
+        self.weight_bytes = Counter("weight_bytes_read", "Bytes of weights read", **own)
+        self.drafted = Counter("drafted_tokens", "Tokens proposed for verification", ["source"], **own)
+        self.accepted = Counter("accepted_tokens", "Proposed tokens that were accepted", ["source"], **own)
+        acceptance = Gauge("acceptance_rate", "Share of proposed tokens that was accepted", ["source"], **own)
+        self.first = Histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first token", buckets=FIRST_TOKEN, **own
+        )
+        self.others = Histogram(
+            "time_per_token_seconds", "Seconds between two tokens of an answer", buckets=PER_TOKEN, **own
+        )
+        said = f"Tokens of answers per second, over the last {WINDOW} seconds"
+        Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
+        self.tally = tally = Tally(defaultdict(int), {})
+        acceptance.labels("draft").set_function(lambda: share(tally.accepted, tally.drafted))
+        acceptance.labels("lookup").set_function(lambda: share(tally.from_lookup, tally.looked_up))
+
+    def answered(self, route: str, status: int) -> None:
+        """Count an answered request.
+
+        Args:
+            route: a path that the server has; what a client made up is counted under one name.
+            status: of HTTP.
+        """
+        self.requests.labels(route, str(status)).inc()
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """Count a prompt, of which some tokens were in a KV cache."""
+        self.prompts.inc()
+        self.prompt_tokens.inc(tokens - cached)
+        self.cached_tokens.inc(cached)
+        self.cache_hits.inc(cached > 0)
+
+    def token(self, response: Token, seconds: float, first: bool = False) -> None:
+        """Count a token of an answer.
+
+        Args:
+            response: the token's GearResponse.
+            seconds: since the token before; since the request, for the first one.
+        """
+        self.tally.add(response)
+        self.tokens.labels(response.gear).inc()
+        for gear, count in self.tally.gear_tokens.items():
+            self.gear_share.labels(gear).set(self.tally.mean(count))
+        self.shifts.inc(response.shifted)
+        self.weight_bytes.inc(response.weight_bytes)
+        self.drafted.labels("draft").inc(response.drafted)
+        self.accepted.labels("draft").inc(response.from_draft)
+        self.drafted.labels("lookup").inc(response.looked_up)
+        self.accepted.labels("lookup").inc(response.source == "lookup")
+        self.times.append(self.clock())
+        (self.first if first else self.others).observe(seconds)
+
+    def tokens_per_second(self) -> float:
+        """Of all answers together, over the last whole seconds."""
+        now = int(self.clock())
+        return sum(now - WINDOW <= at < now for at in list(self.times)) / WINDOW
+
+    def text(self) -> bytes:
+        """Everything that was counted, in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+def share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -168,7 +273,7 @@ async def say_whether_answers_are_computed(here: Here) -> Response:
 
 @keyed.get("/metrics", response_class=Response, responses=also("text/plain", {"type": "string"}))
 async def show_what_was_counted(here: Here) -> Response:
-    return Response(here.metrics.text(), media_type=EXPOSED)
+    return Response(here.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.head("/", include_in_schema=False)
@@ -177,12 +282,12 @@ async def show_the_page() -> Response:
     return page()
 
 
-def server_application(guard: Guard, scheduler: Scheduler | None = None, metrics: Metrics | None = None) -> FastAPI:
+def server_application(guard: Guard, scheduler: Scheduler | None = None) -> FastAPI:
     """The server of one model; without a scheduler, what describes it."""
     routes = APIRouter()
     for part in (router, keyed, theirs):
         routes.include_router(part)
-    metrics = metrics or Metrics()
+    metrics = Metrics(scheduler)
     app = application(
         routes,
         guard,
@@ -227,7 +332,7 @@ def about_models(here: Service) -> list[dict[str, Any]]:
 # Completions.
 
 
-async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Response:
+async def complete(here: Service, request: AnyRequest, dialect: Dialect) -> Response:
     """Answer a completion, in one piece or as a stream."""
     texts = request.apart()
     came = answers(here, texts)
@@ -240,7 +345,7 @@ async def complete(here: Service, request: BaseRequest, dialect: Dialect) -> Res
         return JSONResponse(dialect.whole(await answer.whole(came)))
 
 
-async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator[tuple[int, Any], None]:
+async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[tuple[int, Any], None]:
     """What comes of requests for a text each, with their places and every token counted; closed, it ends the work.
 
     Raises:
@@ -248,7 +353,7 @@ async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator
     """
     came: asyncio.Queue[Any] = asyncio.Queue()
     left, open_texts = threading.Event(), len(texts)
-    since, begun = [time.perf_counter()] * len(texts), [False] * len(texts)
+    asked, since = time.perf_counter(), dict[int, float]()
     try:
         for place, text in enumerate(texts):
             await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
@@ -263,8 +368,8 @@ async def answers(here: Service, texts: Sequence[BaseRequest]) -> AsyncGenerator
                 here.metrics.prompt(len(found.prompt.tokens), found.cached)
             if isinstance(found, Emitted):
                 now = time.perf_counter()
-                here.metrics.token(found.seen, now - since[index], not begun[index])
-                since[index], begun[index] = now, True
+                here.metrics.token(found.seen, now - since.get(index, asked), index not in since)
+                since[index] = now
             yield index, found
     finally:
         left.set()

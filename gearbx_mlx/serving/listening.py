@@ -22,6 +22,7 @@ MOST_CONNECTIONS = 256
 ROOM = 16  # connections that are kept free for new ones as long as others are idle
 LONGEST_HEAD = 2**16  # bytes of a request before its body
 LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
+LAST_WORDS = 2  # seconds in which answers may end once the server stops
 LOOK = 0.005  # seconds
 SLOW = Refused(408, "the request came too slowly", "timeout")
 
@@ -146,8 +147,8 @@ class Server:
         host, port = self.socket.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    def start(self, app: ASGIApp, last_words: int = 2) -> None:
-        """Answer from now on; `last_words`: seconds in which answers may end once the server stops."""
+    def start(self, app: ASGIApp) -> None:
+        """Answer from now on."""
         self.app = app
         config = uvicorn.Config(
             app,
@@ -162,7 +163,7 @@ class Server:
             headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
             limit_concurrency=MOST_CONNECTIONS,
             h11_max_incomplete_event_size=LONGEST_HEAD,
-            timeout_graceful_shutdown=last_words,
+            timeout_graceful_shutdown=LAST_WORDS,
         )
         server = uvicorn.Server(config)
         self.thread = threading.Thread(target=server.run, kwargs={"sockets": [self.socket]}, daemon=True)

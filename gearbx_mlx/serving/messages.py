@@ -15,12 +15,12 @@ from .requests import (
     Options,
     Share,
     Tokens,
+    as_chat,
     chat_content,
-    chat_fields,
     json_schema,
     named_tool,
-    parse,
     text_of,
+    tool_call,
 )
 from .web import Refused
 
@@ -42,18 +42,10 @@ class Base64(BaseModel):
     media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
     data: str
 
-    @property
-    def address(self) -> str:
-        return f"data:{self.media_type};base64,{self.data}"
-
 
 class Url(BaseModel):
     type: Literal["url"]
     url: str
-
-    @property
-    def address(self) -> str:
-        return self.url
 
 
 class ImageBlock(BaseModel):
@@ -61,7 +53,9 @@ class ImageBlock(BaseModel):
     source: Annotated[Base64 | Url, Field(discriminator="type")]
 
     def as_chat(self) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": self.source.address}}
+        source = self.source
+        url = source.url if isinstance(source, Url) else f"data:{source.media_type};base64,{source.data}"
+        return {"type": "image_url", "image_url": {"url": url}}
 
 
 Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
@@ -172,11 +166,6 @@ class MessagesRequest(CountTokensRequest):
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
     """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
-    return parse(ChatRequest, chat_body(request))
-
-
-def chat_body(request: CountTokensRequest) -> dict[str, Any]:
-    """The body of the chat completion that answers a request."""
     system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
     messages = system + [part for message in request.messages for part in chat_messages(message)]
     choice = request.tool_choice.type if request.tool_choice is not None else "auto"
@@ -186,7 +175,7 @@ def chat_body(request: CountTokensRequest) -> dict[str, Any]:
     if functions and request.tool_choice is not None:
         chosen = {"any": "required", "tool": named_tool(request.tool_choice.name)}.get(choice)
     wanted = request.output_config.format if request.output_config is not None else None
-    return chat_fields(
+    return as_chat(
         request,
         messages,
         functions,
@@ -202,7 +191,8 @@ def chat_messages(message: Turn) -> list[dict[str, Any]]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results = [tool_message(block) for block in message.content if isinstance(block, ToolResultBlock)]
-    calls = [tool_call(block) for block in message.content if isinstance(block, ToolUseBlock)]
+    uses = [block for block in message.content if isinstance(block, ToolUseBlock)]
+    calls = [tool_call(one.id, one.name, json.dumps(one.input, ensure_ascii=False)) for one in uses]
     thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
     rest = [block for block in message.content if isinstance(block, TextBlock | ImageBlock)]
     if not rest and not calls and (results or not thoughts):
@@ -211,11 +201,6 @@ def chat_messages(message: Turn) -> list[dict[str, Any]]:
     own |= {"tool_calls": calls} if calls else {}
     own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
     return [*results, own]
-
-
-def tool_call(block: ToolUseBlock) -> dict[str, Any]:
-    function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
-    return {"id": block.id, "type": "function", "function": function}
 
 
 def tool_message(block: ToolResultBlock) -> dict[str, Any]:

@@ -1,12 +1,17 @@
-"""The models that a server serves, each with its gears, in the place of mlx-lm's own provider."""
+"""The models that a server serves, each with its gears, in the place of mlx-lm's own provider.
+
+`Spelling` says what each token adds to a text, as characters and bytes: `decode([token])` drops spaces and parts of
+characters.
+"""
 
 import argparse
+import codecs
+import functools
 import gc
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +21,78 @@ from jinja2 import TemplateSyntaxError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.processors import load_processor
 from mlx_lm.server import ModelProvider
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
+from ..compat.names import own_tokenizer
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode, is_read_again
 from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer
 from ..routing.gates import default_thresholds
+from .remote import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
-from .spelling import Vocabulary
 from .web import Refused
+
+KEPT = 2**16  # tokens
+SPACE = "▁"  # of SentencePiece
+
+
+class Vocabulary:
+    """The tokens of a vocabulary as bytes, in the midst of a text.
+
+    Args:
+        tokenizer: of mlx-lm.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._own = own_tokenizer(tokenizer)
+        detokenizer = tokenizer.detokenizer
+        self.is_bytewise = isinstance(detokenizer, BPEStreamingDetokenizer)
+        self.is_spaced = isinstance(detokenizer, SPMStreamingDetokenizer)
+        self._trims = self.is_bytewise or getattr(detokenizer, "trim_space", False)
+        self.spelled = functools.lru_cache(KEPT)(self._spelled)
+
+    def first(self, token: int) -> bytes:
+        """What a token adds to an empty text: mlx-lm takes the space away with which that begins."""
+        if self.is_bytewise or self.is_spaced:
+            return self.spelled(token).removeprefix(b" " if self._trims else b"")
+        once: str = self._own.decode([token])
+        return self.spelled(token) if "\ufffd" in once else once.encode()
+
+    def _spelled(self, token: int) -> bytes:
+        piece = self._own.convert_ids_to_tokens(token) if token < len(self._own) else None
+        if piece is None:  # beyond the vocabulary, for which mlx-lm writes this
+            return b"!" if self.is_bytewise else b""
+        if not self.is_bytewise and len(piece) == 6 and piece.startswith("<0x"):
+            return bytes([int(piece[3:5], 16)])
+        if self.is_spaced:
+            return str(piece).replace(SPACE, " ").encode()
+        once = self._own.decode([token])
+        if self.is_bytewise or ("\ufffd" in once and all(char in SYMBOLS for char in piece)):
+            return b"".join(bytes([SYMBOLS[char]]) if char in SYMBOLS else char.encode() for char in piece)
+        twice: str = self._own.decode([token, token])
+        return twice[len(once) :].encode()
+
+
+class Spelling:
+    """The tokens of one text, which together are the text. A character belongs to the token that completes it."""
+
+    def __init__(self, vocabulary: Vocabulary):
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_empty = True
+
+    def alternative(self, token: int) -> bytes:
+        """What a token would add."""
+        return self._vocabulary.first(token) if self._is_empty else self._vocabulary.spelled(token)
+
+    def add(self, token: int, last: bool, is_end: bool) -> tuple[str, bytes]:
+        """What a token adds: nothing where it is the mark of the end."""
+        added = b"" if is_end else self.alternative(token)
+        text = self._decoder.decode(added, last)
+        self._is_empty &= not added and (is_end or self._vocabulary.is_spaced)
+        return text, added
 
 
 @dataclass(frozen=True)
@@ -52,12 +119,12 @@ class Served:
     controller: Governor | None = None
     close: Callable[[], None] = lambda: None
 
-    @cached_property
+    @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the longest token of the vocabulary."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    @cached_property
+    @functools.cached_property
     def spelled(self) -> Vocabulary:
         """The tokens of the vocabulary as bytes."""
         return Vocabulary(self.tokenizer)
@@ -106,16 +173,15 @@ class Served:
             found = default_thresholds(len(self.gears), self.vocabulary)
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
-    def same_in_company(self, mode: Mode) -> bool:
-        """Whether a text is the same whatever other texts share its passes: its gears do not depend on them."""
-        return mode.name in ("lossless", "static", "telemetry-only")
-
-    def shared(self, mode: Mode) -> tuple[str, str] | None:
+    def shared(self, mode: Mode, seeded: bool) -> tuple[str, str] | None:
         """What texts have in common that share passes; None: they are not shared.
 
-        Mode and gear, a mode alone, or all its settings, where these say what is drafted.
+        Mode and gear, a mode alone, or all its settings, where these say what is drafted. With a seed a text is shared
+        where that changes none: in mode route its gears would depend on the others.
         """
         if self.gearbox is None or mode.name not in ("lossless", "static", "telemetry-only", "route"):
+            return None
+        if seeded and mode.name == "route":
             return None
         if mode.name == "static":
             gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder

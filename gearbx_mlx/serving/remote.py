@@ -5,9 +5,12 @@ how to ask a server for log-probabilities; which one it understands is found out
 """
 
 import json
+import re
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,10 +20,90 @@ from msgspec import Struct
 
 from ..errors import GearbxError, one_line
 from ..files.reading import parse_json, parse_python_json, typed
-from . import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI
-from .others import Clock, about_logprobs, brief, failures, hidden, is_loopback, parsed_url, said_in
+from . import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI, is_loopback
 
 T = TypeVar("T")
+
+# What requests to other servers have in common: addresses, keys, and how they fail.
+
+HIDDEN = "***"
+SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
+
+
+@contextmanager
+def failures(described: Callable[[Exception], Exception]) -> Iterator[None]:
+    """Turns what httpx raises inside into what `described` makes of it.
+
+    A UnicodeError is among it: of a name that no host can have.
+    """
+    try:
+        yield
+    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
+        raise described(error) from error
+
+
+class Clock:
+    """Notices that nothing of worth has come for so many seconds."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._since = seconds, time.monotonic()
+
+    def heard(self) -> None:
+        """Something came: the time begins again."""
+        self._since = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() - self._since > self.seconds
+
+
+def hidden(text: str, key: str | None) -> str:
+    """The text without the key, which a server may repeat, also as JSON or a URL escapes it."""
+    return spellings(key).sub(HIDDEN, text) if key else text
+
+
+@cache
+def spellings(key: str) -> re.Pattern[str]:
+    """The ways to write a key of ASCII, each character as itself or escaped; JSON may stand inside JSON."""
+    ways = ((re.escape(char), f"{ord(char):02x}") for char in key)
+    return re.compile("".join(rf"(?:\\{{0,7}}{char}|(?i:\\{{1,7}}u00{code}|%{code}))" for char, code in ways))
+
+
+def brief(text: str) -> str:
+    """A server's words on one line, shortened."""
+    return " ".join(text.split())[:300]
+
+
+def said_in(error: Any) -> str:
+    """The words of OpenAI's error object, or of what stands in its place."""
+    return str(error.get("message", error) if isinstance(error, dict) else error)
+
+
+def about_logprobs(status: int, said: str) -> bool:
+    """Whether a server refused a request for the number or the kind of its log-probabilities."""
+    return status in (400, 422) and any(word in said for word in ("logprobs", "n_probs"))
+
+
+def parsed_url(url: str, flag: str) -> httpx.URL:
+    """A server's URL, which has a host and a path alone.
+
+    Raises:
+        GearbxError: no such URL; without what may be a password.
+    """
+    url = url.strip()
+    shown = flag if set("@?#") & set(url) else f"{flag} {url[:100]!a}"
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}") from error
+    if parts.port is not None and not 0 < parts.port < 2**16:
+        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}")
+    if parts.scheme not in ("http", "https") or not parts.host:
+        raise GearbxError(f"{shown} is not an http or https URL; {SUCH_AS}")
+    if set("?#\\ ") & set(url):
+        raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
+    return parts
+
 
 # What servers answer, as chunks of text with the log-probabilities of their tokens
 
@@ -448,14 +531,14 @@ class Way:
         others = {"number": {"logprobs": self.asked}, "n_probs": {"n_probs": self.asked}}
         return others.get(self.form, {"logprobs": True, "top_logprobs": self.asked})
 
-    def request(self, question: Question, max_tokens: int, temperature: float) -> tuple[str, dict[str, Any]]:
+    def request(self, question: Question, max_tokens: int) -> tuple[str, dict[str, Any]]:
         """The path below the URL of the API, or of the server for Ollama's, and the body."""
         body = {"stream": self.streamed, **self.fields}
         body |= {"messages": question.messages} if question.chat else {"prompt": question.prompt}
         if self.form == OLLAMA:
-            body["options"] = {"num_predict": max_tokens, "temperature": temperature}
+            body["options"] = {"num_predict": max_tokens, "temperature": 0.0}
             return ("/api/chat", body) if question.chat else ("/api/generate", body | {"raw": True})
-        body |= {"max_tokens": max_tokens, "temperature": temperature}
+        body |= {"max_tokens": max_tokens, "temperature": 0.0}
         if question.chat and question.template:
             body["chat_template_kwargs"] = question.template
         return "/chat/completions" if question.chat else "/completions", body
@@ -522,15 +605,11 @@ class RemoteServer:
             if model is None:
                 raise
             self.listed = {}
-        self.model = self.only_model() if model is None else model
+        if model is None and len(self.listed) != 1:
+            shown = ", ".join(list(self.listed)[:10]) or "none"
+            raise connection.error(f"its models are {shown}", "name one with --server-model")
+        self.model: str = next(iter(self.listed)) if model is None else model
         self.way: Way | None = None
-
-    def only_model(self) -> str:
-        names = list(self.listed)
-        if len(names) == 1:
-            return names[0]
-        shown = ", ".join(names[:10]) or "none"
-        raise self.connection.error(f"its models are {shown}", "name one with --server-model")
 
     def vocab_size(self) -> int | None:
         """The length of the model's logits, if the server says it: llama.cpp does, Ollama, and ours."""
@@ -553,7 +632,7 @@ class RemoteServer:
         ways, words = ways_to_ask(question.chat, self.openai, self.ollama), ""
         while ways:
             try:
-                with closing(self.asked(ways[0], question, TRIED_TOKENS, 0.0)) as chunks:
+                with closing(self.asked(ways[0], question, TRIED_TOKENS)) as chunks:
                     if any(token.logprobs for chunk in islice(chunks, TRIED_CHUNKS) for token in chunk.tokens):
                         return ways[0]
                 ways = after_silence(ways)
@@ -565,18 +644,18 @@ class RemoteServer:
             f"gives no log-probabilities for {self.model}{words}", "start it with them, or use another server"
         )
 
-    def answer(self, question: Question, max_tokens: int, temperature: float = 0.0) -> Chunks:
-        """The answer as it comes. Closing the generator ends the request.
+    def answer(self, question: Question, max_tokens: int) -> Chunks:
+        """The greedy answer as it comes. Closing the generator ends the request.
 
         Raises:
             RemoteError: the server fails, now or in the midst of the answer, or gives no log-probabilities.
         """
         self.way = self.way or self.learn(question)
-        return self.asked(self.way, question, max_tokens, temperature)
+        return self.asked(self.way, question, max_tokens)
 
-    def asked(self, way: Way, question: Question, max_tokens: int, temperature: float) -> Chunks:
+    def asked(self, way: Way, question: Question, max_tokens: int) -> Chunks:
         """The answer to a question that is asked in this way; as `answer`."""
-        path, body = way.request(question, max_tokens, temperature)
+        path, body = way.request(question, max_tokens)
         place = self.connection.root if way.api == OLLAMA else self.connection.base
         with self.connection.opened(place + path, {"model": self.model, **body}) as reply:
             for chunk in way.chunks(reply):

@@ -1,20 +1,12 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictBool,
-    ValidationError,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from ..errors import GearbxError
-from .grammar import ResponseFormat
+from .grammar import ResponseFormat, function_name
 from .web import Refused, misfit
 
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model that the server was started with
@@ -123,31 +115,6 @@ class BaseRequest(BaseModel, frozen=True):
         """The most tokens of the answer; None: the server's default."""
         return self.max_tokens
 
-    @property
-    def typed(self) -> str:
-        """What the user typed last, which chooses the first gear of mode route."""
-        return ""
-
-    @property
-    def alternatives(self) -> int | None:
-        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
-        return None
-
-    @property
-    def shown_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the prompt names; None: none."""
-        return None
-
-    @property
-    def takes_calls(self) -> bool:
-        """Whether an answer may have calls of tools; else they are text."""
-        return False
-
-    @property
-    def must_call(self) -> list[dict[str, Any]] | None:
-        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
-        return None
-
 
 class ChatTurn(BaseModel, frozen=True):
     """What is checked of a message; the chat template gets all of it."""
@@ -166,11 +133,6 @@ class FunctionName(BaseModel, frozen=True):
 class NamedTool(BaseModel, frozen=True):
     type: Literal["function"]
     function: FunctionName
-
-
-def function_name(tool: dict[str, Any]) -> Any:
-    function = tool.get("function")
-    return function.get("name") if isinstance(function, dict) else None
 
 
 class ChatRequest(BaseRequest, frozen=True):
@@ -193,6 +155,7 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def typed(self) -> str:
+        """What the user typed last, which chooses the first gear of mode route."""
         last = next((message.content for message in reversed(self.messages) if message.role == "user"), None)
         if isinstance(last, list):
             return " ".join(str(part.get("text", "")) for part in last)
@@ -200,19 +163,23 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are wanted beside each; None: no log-probabilities are."""
         wanted = max(0, self.top_logprobs or 0, 0 if self.logprobs is True else int(self.logprobs or 0))
         return wanted if self.logprobs or wanted else None
 
     @property
     def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the prompt names; None: none."""
         return (self.tools or None) if self.takes_calls else None
 
     @property
     def takes_calls(self) -> bool:
+        """Whether an answer may have calls of tools; else they are text."""
         return self.tool_choice != "none"
 
     @property
     def must_call(self) -> list[dict[str, Any]] | None:
+        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         tools = self.tools or []
@@ -227,6 +194,10 @@ class ChatRequest(BaseRequest, frozen=True):
 class TextRequest(BaseRequest, frozen=True):
     """The body of /v1/completions: a prompt as text or as tokens, or a list of prompts."""
 
+    shown_tools: ClassVar[None] = None  # such a text calls no tools
+    takes_calls: ClassVar[bool] = False
+    must_call: ClassVar[None] = None
+
     prompt: str | TokenList | Annotated[list[str | TokenList], Field(min_length=1)]
     logprobs: Logprobs | None = None
     echo: NotServed = None
@@ -238,7 +209,7 @@ class TextRequest(BaseRequest, frozen=True):
 
     @property
     def typed(self) -> str:
-        """The prompt, where it is text; else nothing."""
+        """The prompt, where it is text; else nothing. It chooses the first gear of mode route."""
         return self.prompt if isinstance(self.prompt, str) else ""
 
     @property
@@ -250,6 +221,8 @@ class TextRequest(BaseRequest, frozen=True):
     def alternatives(self) -> int | None:
         return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
+
+AnyRequest = ChatRequest | TextRequest
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -267,19 +240,22 @@ def parse(kind: type[R], body: Any) -> R:
 SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
 
 
-def chat_fields(
+def as_chat(
     request: BaseModel,
     messages: list[dict[str, Any]],
     functions: list[dict[str, Any]],
     thinks: bool | None,
     **further: Any,
-) -> dict[str, Any]:
-    """The body of the chat completion that answers a request of another API.
+) -> ChatRequest:
+    """The chat completion that answers a request of another API.
 
     Args:
         functions: that may be called.
         thinks: whether a model that can think before it answers does so; None: as its template has it.
         further: other fields; what is None is left out.
+
+    Raises:
+        Refused: what a chat completion cannot be.
     """
     body = request.model_dump(include=SAME, exclude_none=True, exclude_unset=True) | {"messages": messages}
     if body.get("stream"):
@@ -288,7 +264,7 @@ def chat_fields(
         body["tools"] = [{"type": "function", "function": function} for function in functions]
     if thinks is not None:
         body["chat_template_kwargs"] = {"enable_thinking": thinks}
-    return body | {name: value for name, value in further.items() if value is not None}
+    return parse(ChatRequest, body | {name: value for name, value in further.items() if value is not None})
 
 
 def json_schema(name: str, schema: Any) -> dict[str, Any]:
@@ -299,6 +275,11 @@ def json_schema(name: str, schema: Any) -> dict[str, Any]:
 def named_tool(name: str | None) -> dict[str, Any]:
     """The `tool_choice` of a chat completion that has to call this function."""
     return {"type": "function", "function": {"name": name}}
+
+
+def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call in a chat message; its arguments are JSON as text."""
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:

@@ -17,11 +17,11 @@ from .requests import (
     Options,
     Share,
     Tokens,
+    as_chat,
     chat_content,
-    chat_fields,
     json_schema,
     named_tool,
-    parse,
+    tool_call,
 )
 from .web import Refused
 
@@ -80,16 +80,14 @@ InputItem = Annotated[
 ]
 
 
-class FunctionTool(BaseModel):
-    type: Literal["function"]
-    name: ToolName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
 class ChosenFunction(BaseModel):
     type: Literal["function"]
     name: ToolName
+
+
+class FunctionTool(ChosenFunction):
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
 
 
 class TextFormat(BaseModel):
@@ -144,7 +142,7 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
     if wanted is not None:
         is_schema = wanted.type == "json_schema"
         response_format = json_schema(wanted.name, wanted.schema_) if is_schema else {"type": wanted.type}
-    body = chat_fields(
+    return as_chat(
         request,
         messages,
         [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools or ()],
@@ -153,7 +151,6 @@ def chat_of_response(request: ResponsesRequest) -> ChatRequest:
         tool_choice=named_tool(choice.name) if isinstance(choice, ChosenFunction) else choice,
         response_format=response_format,
     )
-    return parse(ChatRequest, body)
 
 
 def add_item(messages: list[dict[str, Any]], item: Any) -> None:
@@ -166,8 +163,7 @@ def add_item(messages: list[dict[str, Any]], item: Any) -> None:
     elif isinstance(item, CallItem):
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        function = {"name": item.name, "arguments": item.arguments}
-        messages[-1].setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+        messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments))
 
 
 # Answers.
@@ -184,6 +180,13 @@ class ResponseAnswer(TypedDict):
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
     gearbx: GearsReport
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of its id, its item, the name of its part
+    "thinking": ("rs", {"type": "reasoning", "summary": []}, "reasoning_text"),
+    "text": ("msg", {"type": "message", "role": "assistant"}, "output_text"),
+    "call": ("fc", {"type": "function_call"}, "function_call_arguments"),
+}
 
 
 class ResponseDialect(BlockDialect):
@@ -255,8 +258,7 @@ class ResponseDialect(BlockDialect):
 
     @property
     def part_name(self) -> str:
-        names = {"thinking": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
-        return names[self.kind or ""]
+        return KINDS[self.kind or ""][2]
 
     @property
     def part(self) -> dict[str, Any]:
@@ -274,17 +276,12 @@ class ResponseDialect(BlockDialect):
         return {"item_id": self.block()["id"], "output_index": self.place, **part}
 
     def block(self) -> dict[str, Any]:
-        kinds: dict[str, tuple[str, dict[str, Any]]] = {
-            "thinking": ("rs", {"type": "reasoning", "summary": []}),
-            "text": ("msg", {"type": "message", "role": "assistant"}),
-            "call": ("fc", {"type": "function_call", "call_id": self.call.get("id")}),
-        }
-        prefix, item = kinds[self.kind or ""]
+        prefix, item, _ = KINDS[self.kind or ""]
+        own: dict[str, Any] = {"content": [self.part]}
         if self.kind == "call":
-            item |= {"name": (self.call.get("function") or {}).get("name"), "arguments": self.content}
-        else:
-            item["content"] = [self.part]
-        return {"id": f"{prefix}_{self.identity}_{self.place}", **item, "status": "completed"}
+            name = (self.call.get("function") or {}).get("name")
+            own = {"call_id": self.call.get("id"), "name": name, "arguments": self.content}
+        return {"id": f"{prefix}_{self.identity}_{self.place}", **item, **own, "status": "completed"}
 
 
 def response_usage(counts: Mapping[str, Any]) -> dict[str, Any]:

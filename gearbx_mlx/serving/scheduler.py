@@ -21,11 +21,10 @@ from ..compat.names import text_machine, tokenized
 from ..decoding.mode import Mode
 from ..errors import one_line
 from .grammar import constraint_for
-from .job import Asked, Begun, Job, Prompt
+from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
-from .requests import BaseRequest, ChatRequest, TextRequest
+from .requests import AnyRequest, ChatRequest, TextRequest
 from .web import Refused
-from .writers import Batch, Single
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
@@ -66,14 +65,14 @@ class Scheduler(ResponseGenerator):
         if self.closed or not self.generation_available():
             raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
 
-    def count(self, request: BaseRequest) -> int:
+    def count(self, request: AnyRequest) -> int:
         """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
         served = self.current(request)
         if served is None:
             raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
         return len(prompt_of(self, request, served).tokens)
 
-    def current(self, request: BaseRequest) -> Served | None:
+    def current(self, request: AnyRequest) -> Served | None:
         """The model that a request names, if it is the one that is loaded. Raises Refused for one that is not here."""
         return self.provider.current(self.provider.key_of(request.model, request.adapters))
 
@@ -160,10 +159,14 @@ class Scheduler(ResponseGenerator):
         tokens = job.prompt.key
         cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_again(mode))
         cached = len(tokens) - len(rest)
-        if self.shares(job):
-            self.batch(served, mode).add(job, cache, cached)
-        else:
+        which = self.shared(job)
+        if which is None:
             self.writers[job] = Single(job, cache, cached, self.cli_args, self.keep, self.meanwhile)
+        else:
+            batch = self.writers.get(which)
+            if not isinstance(batch, Batch):
+                batch = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
+            batch.add(job, cache, cached)
         machine = text_machine(self, served.tokenizer)
         asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name_of(key)))
         return True
@@ -179,22 +182,11 @@ class Scheduler(ResponseGenerator):
         most = asked.request.most_tokens or self.cli_args.max_tokens
         return Job(asked, prompt, mode, room(served, len(prompt.tokens), most))
 
-    def shares(self, job: Job) -> bool:
-        """Whether the answer shares its passes with others, where they are in the making.
-
-        With a seed it does where they change no text: elsewhere its gears would depend on the others.
-        """
+    def shared(self, job: Job) -> Any:
+        """What the answer has in common with those in the making with which it shares its passes; None: it is alone."""
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
-        plain = cache and job.served.controller is None and job.prompt.vision is None
-        again = job.asked.request.seed is None or job.served.same_in_company(job.mode)
-        return plain and again and self.provider.is_batchable and job.served.shared(job.mode) is not None
-
-    def batch(self, served: Served, mode: Mode) -> Batch:
-        which = served.shared(mode)
-        found = self.writers.get(which)
-        if not isinstance(found, Batch):
-            found = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
-        return found
+        plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
+        return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None
 
     def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache for texts that go on from these tokens."""
@@ -257,25 +249,30 @@ class Scheduler(ResponseGenerator):
 # From a request to the tokens of its prompt.
 
 
-def prompt_of(generator: ResponseGenerator, request: BaseRequest, served: Served) -> Prompt:
+def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served) -> Prompt:
     """The tokens of a prompt, by mlx-lm's templates.
 
     Raises:
-        Refused: messages that the chat template does not take, or that are far longer than the context.
+        Refused: messages that the chat template does not take, or that are far longer than the context; arguments that
+            are not the template's own, but tell transformers what to do with it.
     """
-    texts = request.messages if isinstance(request, ChatRequest) else request.typed
-    messages = [turn.model_dump(exclude_unset=True) for turn in texts] if isinstance(texts, list) else []
-    check_length(served, messages or texts)
-    check_template_arguments(request)
-    if isinstance(request, TextRequest) and request.tokens:
-        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
+    arguments: dict[str, Any] | None = None
     if isinstance(request, ChatRequest):
+        messages = [turn.model_dump(exclude_unset=True) for turn in request.messages]
+        check_length(served, messages)
+        arguments = request.chat_template_kwargs
+        if taken := (arguments or {}).keys() & RESERVED:
+            why = f"chat_template_kwargs has {min(taken)}, which is not the template's"
+            raise Refused(400, why, param="chat_template_kwargs")
         wanted = CompletionRequest("chat", "", messages, request.shown_tools, None)
+    elif request.tokens:
+        return Prompt(served, request.tokens, [request.tokens], ["assistant"])
     else:
+        check_length(served, request.typed)
         wanted = CompletionRequest("text", request.typed, [], None, None)
-    arguments = SimpleNamespace(chat_template_kwargs=getattr(request, "chat_template_kwargs", None))
+    template = SimpleNamespace(chat_template_kwargs=arguments)
     try:
-        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, arguments))
+        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, template))
     except Exception as error:  # a template is a program, and raises what it likes
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 
@@ -285,15 +282,12 @@ def room(served: Served, prompt: int, most: int) -> int:
     if served.context is None:
         return most
     if prompt >= served.context:
-        raise Refused(
-            400,
-            f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it",
-            code="context_length_exceeded",
-        )
+        why = f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it"
+        raise Refused(400, why, code="context_length_exceeded")
     return min(most, served.context - prompt)
 
 
-def check_tokens(request: BaseRequest, served: Served) -> None:
+def check_tokens(request: AnyRequest, served: Served) -> None:
     """Raises Refused for tokens that the vocabulary does not have."""
     given = request.tokens if isinstance(request, TextRequest) else []
     for token in (*given, *map(int, request.logit_bias or {})):
@@ -305,11 +299,8 @@ def check_length(served: Served, texts: Any) -> None:
     """Raises Refused for a text that cannot fit the context, before seconds go by to make tokens of it."""
     length = sum(map(len, texts_in(texts)))
     if served.context is not None and length > served.context * served.longest_token:
-        raise Refused(
-            400,
-            f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it",
-            code="context_length_exceeded",
-        )
+        why = f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it"
+        raise Refused(400, why, code="context_length_exceeded")
 
 
 def texts_in(value: Any) -> Iterator[str]:
@@ -320,15 +311,6 @@ def texts_in(value: Any) -> Iterator[str]:
         for name, part in value.items() if isinstance(value, dict) else enumerate(value):
             if name != "image_url":
                 yield from texts_in(part)
-
-
-def check_template_arguments(request: BaseRequest) -> None:
-    """Raises Refused for arguments that are not the template's own, but tell transformers what to do with it."""
-    taken = (getattr(request, "chat_template_kwargs", None) or {}).keys() & RESERVED
-    if taken:
-        raise Refused(
-            400, f"chat_template_kwargs has {min(taken)}, which is not the template's", param="chat_template_kwargs"
-        )
 
 
 # The end of a thread that computed with MLX.

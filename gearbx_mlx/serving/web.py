@@ -29,12 +29,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import GearbxError, one_line
 from ..files.reading import parse_json, shown
-from .others import address_of, is_loopback
+from . import address_of, is_loopback
 
 LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
 METHODS = ["GET", "POST", "OPTIONS"]
+WRONG = "invalid_request_error"
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -100,14 +101,7 @@ class Refused(HTTPException):
         code: OpenAI's code.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ):
+    def __init__(self, status: int, message: str, kind: str = WRONG, param: str | None = None, code: str | None = None):
         super().__init__(status, message)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
@@ -192,13 +186,13 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        answer: ASGIApp = self.inside
         try:
             self.guard.check_page(scope["headers"])
         except Refused as refused:
             self.note(scope, refused.status_code)
-            await self.response(scope, refused)(scope, receive, send)
-        else:
-            await self.inside(scope, receive, send)
+            answer = self.response(scope, refused)
+        await answer(scope, receive, send)
 
     def response(self, scope: Scope, refused: Refused) -> Response:
         return JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
@@ -334,11 +328,7 @@ def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
 def page() -> Response:
     """The page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
     text = files("gearbx_mlx.serving").joinpath("page.html").read_bytes()
-    headers = {
-        "Content-Security-Policy": policy(text),
-        "Cache-Control": "no-store",
-        "Referrer-Policy": "no-referrer",
-    }
+    headers = {"Content-Security-Policy": policy(text), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
@@ -348,15 +338,7 @@ def policy(text: bytes) -> str:
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"script-src {' '.join(found[b'script'])}",
-            f"style-src {' '.join(found[b'style'])}",
-            "img-src data:",
-            "connect-src 'self'",
-            "base-uri 'none'",
-            "form-action 'none'",
-            "frame-ancestors 'none'",
-        )
+    return (
+        f"default-src 'none'; script-src {' '.join(found[b'script'])}; style-src {' '.join(found[b'style'])}; "
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )

@@ -15,8 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
 from ..web import Guard, Refused, application, escaped, event_stream, page
-from .judging import CHAT, TEXT
-from .route import Between, ProxyRoute
+from .route import CHAT, TEXT, Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -98,8 +97,8 @@ async def list_models_of_both(request: Request) -> Response:
 async def models_of(server: Upstream) -> list[dict[str, Any]]:
     """The models that requests reach on a server: the one that it is asked for, or those that it lists."""
     mark = {"object": "model", "gearbx": {"server": server.name}}
-    if server.place.model is not None:
-        return [{"id": server.place.model, "created": 0, "owned_by": "gearbx-mlx", **mark}]
+    if server.model is not None:
+        return [{"id": server.model, "created": 0, "owned_by": "gearbx-mlx", **mark}]
     try:
         return [row | mark for row in await server.models()]
     except Failed as error:

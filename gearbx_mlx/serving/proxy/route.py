@@ -1,34 +1,37 @@
 """The way of one request between two servers: who answers it, why, and what the client receives.
 
+Who answers is decided by the prompt, then by the entropy of the first tokens that the small server writes. The rule is
+that of two models that take turns (routing/pair.py), at the first moment at which it lets go of the small model: after
+`min_gear_duration` tokens, by the mean of the last `window`. Of a server's tokens the entropy is known within bounds;
+the rule is applied to both. Servers differ in how they give log-probabilities, and the proxy learns it.
+
 Until the first part of the answer has been sent, a server that fails is replaced by the other one.
 """
 
-from collections.abc import AsyncIterator, Mapping
+import math
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 
 from ...errors import GearbxError, one_line
-from ...routing.pair import LARGE, NAMES, SMALL
-from ..others import Clock, about_logprobs
-from ..remote import Way, after_silence, others
-from .judging import (
-    TEXT,
-    FirstTokens,
-    Part,
-    Rule,
-    Ways,
-    asked_whole,
-    by_prompt,
-    choices_of,
-    judged_by_stream,
-    lengths_of,
-    part_of,
-)
+from ...files.reading import typed
+from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from ...routing.gates import first_gear
+from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, NAMES, SMALL, pair_gate, pair_monitor
+from .. import ASSUMED_VOCABULARY
+from ..remote import Clock, Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
 from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
 
+CHAT, TEXT = "/chat/completions", "/completions"
+FORGET = 60.0  # seconds after which what a server could not do is tried again: it may be another one by then
+SEVERAL_TEXTS = ("echo", "suffix", "best_of")  # whose logprobs would be of more than one answer
+NOT_JUDGED = ("stream", "stream_options", "n", *SEVERAL_TEXTS)
+LENGTHS = ("max_tokens", "max_completion_tokens")
 LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
 ASKED = {"continue_final_message": True, "add_generation_prompt": False}
 # Who a server says that owns its models -> the fields that make it go on with the assistant's message.
@@ -48,6 +51,188 @@ ONE_WRITER = (
 
 Parts = AsyncIterator[Any]
 """Bytes of events, or one whole answer."""
+
+
+# What the small server's first tokens say.
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When the large server answers.
+
+    threshold: bits of mean entropy above which it does, 0 (always) to infinity (never). window: tokens in the mean.
+    min_gear_duration: tokens that the small server writes before it is judged. vocab_size: of the small model, which
+    bounds the entropy of the tokens that its server does not list.
+    """
+
+    threshold: float
+    window: int = DEFAULT_WINDOW
+    min_gear_duration: int = DEFAULT_MIN_DURATION
+    vocab_size: int = ASSUMED_VOCABULARY
+
+
+def typed_last(body: dict[str, Any]) -> str:
+    """The last message of a user, or the prompt of a text completion; "" where there is no text."""
+    messages = body.get("messages")
+    if isinstance(messages, list):
+        own = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
+        return " ".join(texts(own[-1].get("content"))) if own else ""
+    return " ".join(texts(body.get("prompt")))
+
+
+def texts(content: Any) -> Iterator[str]:
+    """The texts of a message or a prompt: a string, or a list of strings or of parts."""
+    if isinstance(content, str):
+        yield content
+    for part in content if isinstance(content, list) else ():
+        text = part.get("text") if isinstance(part, dict) else part
+        if isinstance(text, str):
+            yield text
+
+
+# How to ask for tokens that can be judged.
+
+
+class Ways:
+    """The ways to ask that are not known to fail, for each path of a server.
+
+    proven: paths and ways by which some answer had log-probabilities, so that one without them says nothing of the
+    server.
+    """
+
+    def __init__(self) -> None:
+        self._left: dict[str, tuple[float, list[Way]]] = {}
+        self.proven: set[tuple[str, Way]] = set()
+
+    def known(self, path: str) -> list[Way]:
+        """The ways that are left, the best first."""
+        since, left = self._left.get(path, (-FORGET, []))
+        if time.monotonic() - since < FORGET:
+            return list(left)
+        return ways_to_ask(chat=path == CHAT)
+
+    def keep(self, path: str, left: Sequence[Way]) -> None:
+        """Learn that no others work."""
+        self._left[path] = time.monotonic(), [way for way in self.known(path) if way in left]
+
+
+def judged_by_stream(body: Mapping[str, Any]) -> bool:
+    """Whether the stream that a client asks for can be judged, and given to it then."""
+    one = body.get("n") in (None, 1) and not any(body.get(name) for name in SEVERAL_TEXTS)
+    return body.get("stream") is True and one and not body.get("logprobs")
+
+
+def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:
+    """The most tokens that a client wants, under each name; 50.0 is 50."""
+    found = {name: body.get(name) for name in LENGTHS}
+    return {
+        name: int(value)
+        for name, value in found.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+    }
+
+
+# What came.
+
+
+@dataclass(frozen=True)
+class Part:
+    """A chunk of a stream, or a whole answer.
+
+    text: of the answer, without calls of tools and thoughts. bounds: of the entropy of each token, in bits. spoken:
+    whether anything is said. plain: whether `text` is all of that. finish: the reason for which the answer ends here.
+    """
+
+    text: str
+    bounds: tuple[tuple[float, float], ...]
+    spoken: bool
+    plain: bool
+    finish: str | None
+
+
+def part_of(answer: dict[str, Any], vocab_size: int, asked: int) -> Part:
+    """A part of an answer to a request for `asked` log-probabilities of each token.
+
+    Raises:
+        GearbxError: log-probabilities that no distribution has.
+    """
+    choice = next((one for one in choices_of(answer) if one.get("index", 0) == 0), {})
+    message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+    if not isinstance(message, dict) or not isinstance(text := message.get("content") or "", str):
+        raise GearbxError("its answer has no text")
+    more = any(value for name, value in message.items() if name not in ("content", "role"))
+    bounds = reported(answer, vocab_size) or bounds_of(choice.get("logprobs"), vocab_size, asked)
+    return Part(text, bounds, bool(text or more), not more, choice.get("finish_reason"))
+
+
+def choices_of(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    choices = answer.get("choices")
+    yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
+
+
+class ReportedToken(Struct):
+    """A token of one of our servers, in a chunk's `gearbx`."""
+
+    entropy: Annotated[float, Meta(ge=0)]
+
+
+def reported(answer: dict[str, Any], vocab_size: int) -> tuple[tuple[float, float], ...]:
+    """The entropies that one of our servers reports, which need no bounds; empty for any other server."""
+    own = answer.get("gearbx")
+    tokens = own.get("tokens") if isinstance(own, dict) else None
+    if not isinstance(tokens, list):
+        return ()
+    entropies = [token.entropy for token in typed(tokens, list[ReportedToken])]
+    if any(bits > math.log2(vocab_size) for bits in entropies):
+        raise GearbxError(f"its entropies are impossible for a vocabulary of {vocab_size}")
+    return tuple((bits, bits) for bits in entropies)
+
+
+def bounds_of(logprobs: Any, vocab_size: int, asked: int) -> tuple[tuple[float, float], ...]:
+    if not logprobs:
+        return ()
+    try:
+        return tuple(
+            entropy_bounds(token.logprobs, vocab_size, rounding_of(token.logprobs), token.unlisted)
+            for token in tokens_of(typed(logprobs, Logprobs), asked)
+            if token.logprobs
+        )
+    except GearbxError as error:
+        raise GearbxError(f"its logprobs are impossible: {one_line(error)}") from error
+
+
+class FirstTokens:
+    """The first tokens of the small server, and what follows from them.
+
+    seen: tokens. means: bounds of the mean over the window, in bits. choice: SMALL, LARGE, or None where the two bounds
+    would choose differently.
+    """
+
+    def __init__(self, rule: Rule):
+        self.rule, self.seen = rule, 0
+        self.means: tuple[float, float] | None = None
+        self.choice: int | None = SMALL
+        self._routing = BoundedRouting(
+            lambda: pair_monitor(rule.vocab_size, rule.window),
+            lambda: pair_gate(rule.threshold, rule.min_gear_duration),
+            first=SMALL,
+            delay=0,
+        )
+
+    def add(self, bounds: tuple[float, float]) -> None:
+        """Take the bounds of the next token's entropy, in bits; after the decision they change nothing."""
+        if not self.complete:
+            found = self._routing.update(bounds)
+            self.means = found.means
+            self.choice = min(found.possible) if len(found.possible) == 1 else None
+        self.seen += 1
+
+    @property
+    def complete(self) -> bool:
+        return self.seen >= self.rule.min_gear_duration
+
+
+# Who answers.
 
 
 @dataclass(frozen=True)
@@ -84,24 +269,19 @@ class Between:
         self.servers = small, large
         self.rule, self.fallback = rule, fallback
         self.ways = Ways()
-        self.hand_over = HandOver(large)
-
-
-class HandOver:
-    """What the small server wrote, as the beginning of the large one's answer: where the API can go on with a text.
-
-    A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
-    answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server leaves
-    the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it and begin a
-    new turn. Looks once at what the server says that it is.
-    """
-
-    def __init__(self, server: Upstream):
-        self.server = server
         self._owner: str | None = None
 
-    async def body(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
-        """The request that goes on with `text`, of so many tokens; None where the server has to start again."""
+    async def going_on(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
+        """The request by which the large server goes on with `text` of the small one; None where it starts again.
+
+        A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
+        answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server
+        leaves the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it
+        and begin a new turn.
+
+        Args:
+            tokens: of the text.
+        """
         if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
             return None
         shorter = {name: length - tokens for name, length in lengths_of(body).items()}
@@ -110,7 +290,7 @@ class HandOver:
         owner = await self.owner()
         prompt, messages = body.get("prompt"), body.get("messages")
         if path == TEXT:
-            trims = self.server.software.startswith(TRIMMING)
+            trims = self.servers[LARGE].software.startswith(TRIMMING)
             return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
         if owner not in CONTINUES or not isinstance(messages, list):
             return None
@@ -118,10 +298,10 @@ class HandOver:
         return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
 
     async def owner(self) -> str:
-        """Who the server says that owns its models; "" where it does not."""
+        """Who the large server says that owns its models, for which it is asked once; "" where it does not say."""
         if self._owner is None:
             try:
-                owners = [str(row.get("owned_by")).lower() for row in await self.server.models()]
+                owners = [str(row.get("owned_by")).lower() for row in await self.servers[LARGE].models()]
             except Failed as error:
                 if error.status not in LISTING:  # it is loading, or not there; it is asked again
                     return ""
@@ -180,11 +360,12 @@ class ProxyRoute:
                     self.decision = self.instead_of(server, error)
 
     def without_tokens(self) -> Decision | None:
-        """What is decided before any token is written."""
-        server = self.between.rule.by_itself()
-        if server is not None:
-            return Decision(server, "threshold")
-        return Decision(LARGE, "prompt") if by_prompt(self.body) == LARGE else None
+        """What is decided before any token is written: by a threshold at one of its ends, or by a prompt that looks
+        hard (GEARBX 11), of which the user's last message counts."""
+        threshold = self.between.rule.threshold
+        if threshold in (0.0, math.inf):
+            return Decision(SMALL if threshold else LARGE, "threshold")
+        return Decision(LARGE, "prompt") if first_gear(typed_last(self.body), 2) == 1 else None
 
     # By the first tokens of the small server.
 
@@ -222,7 +403,7 @@ class ProxyRoute:
             Failed: the events are too many, no token is seen for too long, or the stream ends.
         """
         small = self.between.servers[SMALL]
-        clock, seen, size = Clock(small.place.timeout), 0, 0
+        clock, seen, size = Clock(small.timeout), 0, 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
@@ -238,31 +419,31 @@ class ProxyRoute:
         raise small.failed("cut its stream short")
 
     async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: Way) -> None:
-        """Decide by the first tokens, unless they have no log-probabilities: then other ways are left."""
+        """Decide by the first tokens, unless they have no log-probabilities: then other ways are left.
+
+        Raises:
+            Failed: log-probabilities that no distribution has.
+        """
         first, text, plain = FirstTokens(self.between.rule), "", True
         part = None
         async for chunk in chunks:
-            part = self.part(chunk, way)
+            try:
+                part = part_of(chunk, self.between.rule.vocab_size, way.asked)
+            except GearbxError as error:
+                raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
             if part.spoken and not part.bounds:
                 self.silent(way, part, first)
                 return
             for bounds in part.bounds:
                 first.add(bounds)
             if part.bounds:
-                self.between.ways.prove(self.path, way)
+                self.between.ways.proven.add((self.path, way))
             self.judged = first.seen
             text, plain = text + part.text, plain and part.plain
             if part.finish is not None or first.complete:
                 break
         assert part is not None
         self.decision = self.by(first, text if plain else "", part.finish)
-
-    def part(self, answer: dict[str, Any], way: Way) -> Part:
-        """Raises Failed for log-probabilities that no distribution has."""
-        try:
-            return part_of(answer, self.between.rule.vocab_size, way.asked)
-        except GearbxError as error:
-            raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
 
     def by(self, first: FirstTokens, text: str, finish: str | None) -> Decision:
         """What the first tokens have decided; an answer that ended before has no need of another server.
@@ -275,12 +456,15 @@ class ProxyRoute:
             if finish != "length" or wanted <= first.rule.min_gear_duration:
                 return Decision(SMALL, "finished", first.means)
             return Decision(LARGE, "no logprobs", first.means)
-        undecided = first.choice is None
-        server = LARGE if first.choice is None else first.choice
-        return Decision(server, "undecided" if undecided else "entropy", first.means, text, first.seen)
+        server, why = (LARGE, "undecided") if first.choice is None else (first.choice, "entropy")
+        return Decision(server, why, first.means, text, first.seen)
 
-    def asked_whole(self, fields: dict[str, Any]) -> dict[str, Any]:
-        return asked_whole(self.body, self.between.rule.min_gear_duration, fields)
+    def asked_whole(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The request for the first tokens of the answer, as a whole, with more fields."""
+        tokens = self.between.rule.min_gear_duration
+        lengths = {name: min(tokens, length) for name, length in lengths_of(self.body).items()}
+        kept = {name: value for name, value in self.body.items() if name not in NOT_JUDGED}
+        return {**kept, **(lengths or {"max_tokens": tokens}), **fields, "stream": False}
 
     def silent(self, way: Way, part: Part, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
@@ -288,7 +472,7 @@ class ProxyRoute:
             self.ways = after_silence(self.ways)
             self.between.ways.keep(self.path, self.ways)
         else:
-            self.ways = [] if self.between.ways.proven(self.path, way) else after_silence(self.ways)
+            self.ways = [] if (self.path, way) in self.between.ways.proven else after_silence(self.ways)
 
     async def learn_from(self, error: Declined, way: Way, without: dict[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
@@ -317,8 +501,7 @@ class ProxyRoute:
         """The answer of a server, which goes on with the text of the small one if it can."""
         going_on = None
         if decision.server == LARGE:
-            handing = self.between.hand_over
-            going_on = await handing.body(self.path, self.body, decision.text, decision.tokens)
+            going_on = await self.between.going_on(self.path, self.body, decision.text, decision.tokens)
         if going_on:
             self.handed_over = decision.tokens
             try:

@@ -9,14 +9,14 @@ import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..others import Clock, brief, failures, hidden, parsed_url, said_in
+from ..remote import Clock, brief, failures, hidden, parsed_url, said_in
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -63,22 +63,6 @@ class Declined(Exception):
 
 
 @dataclass(frozen=True)
-class ServerPlace:
-    """Where a server is.
-
-    name: "small" or "large". base: URL of the API, up to /v1. model: its name for the server; None: as clients say.
-    key: sent as a bearer token. connect_timeout, timeout: seconds for the connection, and between two bytes.
-    """
-
-    name: str
-    base: str
-    model: str | None = None
-    key: str | None = None
-    connect_timeout: float = 5.0
-    timeout: float = 600.0
-
-
-@dataclass(frozen=True)
 class Event:
     """A server-sent event: its bytes, with the blank line that ends it, and the chunk of an answer in it.
 
@@ -90,21 +74,30 @@ class Event:
     is_end: bool = False
 
 
+@dataclass(eq=False)
 class Upstream:
     """Requests to a server, over connections that are kept open; those whose client leaves are cancelled.
 
-    Attributes:
-        software: what the server calls itself, lower case; "" before its first answer.
+    name: "small" or "large". base: URL of the API, up to /v1. model: its name for the server; None: as clients say.
+    key: sent as a bearer token. connect_timeout, timeout: seconds for the connection, and between two bytes. software:
+    what the server calls itself, lower case; "" before its first answer.
     """
 
-    def __init__(self, place: ServerPlace):
-        self.place, self.name, self.software = place, place.name, ""
+    name: str
+    base: str
+    model: str | None
+    key: str | None = field(repr=False)
+    connect_timeout: float
+    timeout: float
+    software: str = ""
+
+    def __post_init__(self) -> None:
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx"}
-        if place.key:
-            headers["Authorization"] = f"Bearer {place.key}"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
         self.client = httpx.AsyncClient(
             headers=headers,
-            timeout=httpx.Timeout(place.timeout, connect=place.connect_timeout),
+            timeout=httpx.Timeout(self.timeout, connect=self.connect_timeout),
             limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS),
             verify=httpx.create_ssl_context(trust_env=False),
             trust_env=False,
@@ -143,9 +136,9 @@ class Upstream:
 
     @asynccontextmanager
     async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        sent = {**body, "model": self.place.model} if self.place.model else body
+        sent = {**body, "model": self.model} if self.model else body
         content = json.dumps(sent).encode()  # as ASCII: a text may contain half of a surrogate pair
-        request = self.client.stream("POST", self.place.base + path, content=content, headers={"Content-Type": JSON})
+        request = self.client.stream("POST", self.base + path, content=content, headers={"Content-Type": JSON})
         with failures(self.described):
             async with request as response:
                 await self.check(response)
@@ -162,8 +155,8 @@ class Upstream:
         content = await self.whole(response)
         if status in NOT_OURS or status >= 500 or kind_of(response) == "text/html":
             raise self.failed(f"answers {status}" + (", so check its key" if status in NOT_OURS else ""))
-        said = hidden(content.decode("utf-8", "replace"), self.place.key)
-        later = hidden(response.headers.get("retry-after", ""), self.place.key)
+        said = hidden(content.decode("utf-8", "replace"), self.key)
+        later = hidden(response.headers.get("retry-after", ""), self.key)
         raise Declined(status, said, later if later.isascii() and later.isprintable() else "")
 
     async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
@@ -188,7 +181,7 @@ class Upstream:
         Raises:
             Failed: an event does not belong to this API or is too long, or only comments came in time.
         """
-        clock, rest, comments = Clock(self.place.timeout), bytearray(), 0
+        clock, rest, comments = Clock(self.timeout), bytearray(), 0
         async for part in self.parts(response):
             if clock.over:
                 raise self.failed(f"sent no data for {clock.seconds:g} s")
@@ -221,12 +214,8 @@ class Upstream:
         if not isinstance(found, dict):
             raise self.failed(f"{does} what is not a JSON object")
         if found.get("error") and not found.get("choices"):
-            raise self.reported(found["error"])
+            raise self.failed(f"reports an error: {brief(hidden(said_in(found['error']), self.key))}")
         return found
-
-    def reported(self, error: Any) -> Failed:
-        """What a server says of itself in an answer of 200, without the key, which it may repeat."""
-        return self.failed(f"reports an error: {brief(hidden(said_in(error), self.place.key))}")
 
     def failed(self, why: str) -> Failed:
         return Failed(f"the {self.name} server {why}")
@@ -235,16 +224,16 @@ class Upstream:
         """Why a request came to nothing."""
         match error:
             case httpx.ConnectTimeout():
-                return self.failed(f"takes no connection within {self.place.connect_timeout:g} s")
+                return self.failed(f"takes no connection within {self.connect_timeout:g} s")
             case httpx.TimeoutException():
-                return self.failed(f"sent nothing for {self.place.timeout:g} s")
+                return self.failed(f"sent nothing for {self.timeout:g} s")
             case httpx.ConnectError() | UnicodeError():
                 return self.failed("is not there (no connection)")
         return self.failed(f"cut its answer short ({type(error).__name__})")
 
     async def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises Failed."""
-        status, content = await self.get(self.place.base + "/models")
+        status, content = await self.get(self.base + "/models")
         if status != 200:
             raise Failed(f"the {self.name} server answers {status} where its models are", status)
         rows = self.parsed(content, parse_python_json, "answers").get("data")
@@ -253,7 +242,7 @@ class Upstream:
     async def why_not_well(self) -> str | None:
         """Why the server is not well; None if it answers. One that has no /health, and says so, is well."""
         try:
-            status, _ = await self.get(self.place.base.removesuffix("/v1") + "/health")
+            status, _ = await self.get(self.base.removesuffix("/v1") + "/health")
         except Failed as error:
             return str(error)
         return f"the {self.name} server answers {status}" if status >= 500 else None
