@@ -49,7 +49,6 @@ from ..routing.rounds import (
     JointRule,
     LearnedCosts,
     OneStretch,
-    PassCosts,
     PassTimes,
     Rounds,
     Stretches,
@@ -58,7 +57,7 @@ from ..routing.rounds import (
 from .sampling import Tolerance
 
 
-class StreamCosts(PassCosts):
+class StreamCosts(Costs):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
     While a verification reads the disk it computes, so that the slower of both counts. So rows have no share of
@@ -71,21 +70,19 @@ class StreamCosts(PassCosts):
     """
 
     def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear, texts: int = 1):
-        top, positions = gearbox.ladder.top, (texts, 2 * texts)
-        self._stream = stream
-        self._draft = gearbox.weight_bytes_per_token(draft, texts)
-        self._disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
-        self._memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, self._disk)]
+        top, positions, read = gearbox.ladder.top, (texts, 2 * texts), gearbox.weight_bytes_per_token(draft, texts)
+        of_disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
+        of_memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, of_disk)]
 
-    def draft(self) -> float:
-        return self._draft
+        def verification(rows: int) -> float:
+            one, two = (max(memory, disk * stream.slowdown) for memory, disk in zip(of_memory, of_disk))
+            return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
 
-    def verification(self, rows: int) -> float:
-        one, two = (max(memory, disk * self._stream.slowdown) for memory, disk in zip(self._memory, self._disk))
-        return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
+        super().__init__(lambda: read, verification)
+        self.row_share, self._stream, self._read = 0.0, stream, read
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
-        self._stream.memory.add(steps * self._draft, seconds)
+        self._stream.memory.add(steps * self._read, seconds)
 
 
 def default_cost() -> str:
@@ -93,7 +90,7 @@ def default_cost() -> str:
     return TIME if is_tuning() else BYTES
 
 
-def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
+def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
     top, agreement, stream = gearbox.ladder.top, agreement_of(gearbox.model), gearbox.residency
     if isinstance(stream, Stream):
@@ -110,11 +107,15 @@ def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts."""
+    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts.
+
+    learning: what the costs in time are learned with.
+    """
 
     rule: JointRule
     rounds: Rounds
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
+    learning: "Learning | None" = None
 
 
 Trial = Callable[[Gearbox, Gear], PassTimes | None]
@@ -203,10 +204,9 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 @dataclass
 class Learned:
-    """Plans with costs in time and what they learn, by the number of texts; how often proposals are right."""
+    """Plans with costs in time, by the number of texts; how often proposals are right."""
 
     plans: dict[int, DraftPlan] = field(default_factory=dict)
-    learning: dict[int, Learning] = field(default_factory=dict)
     agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
@@ -271,14 +271,14 @@ class DraftPlans:
         measured = None if of_one is None else (of_one.draft, dict(enumerate(of_one.verification, 1)))
         trial = self._trial if texts == 1 else None
         learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured, trial)
-        self._learned.learning[texts] = learning
         rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
-        return DraftPlan(rule, rounds, learning.stretches)
+        return DraftPlan(rule, rounds, learning.stretches, learning)
 
     def keep(self) -> None:
         """Keep what was learned, for the next start."""
-        for learning in self._learned.learning.values():
-            learning.keep()
+        for plan in self._learned.plans.values():
+            if plan.learning is not None:
+                plan.learning.keep()
 
     def _in_bytes(self, texts: int) -> DraftPlan:
         costs = bytes_of_passes(self.gearbox, self.draft, texts)
@@ -287,7 +287,7 @@ class DraftPlans:
             rule = CostRule(self.rule.agreement, costs)
         return DraftPlan(rule, self._rounds(costs, texts))
 
-    def _rounds(self, costs: PassCosts, texts: int) -> Rounds:
+    def _rounds(self, costs: Costs, texts: int) -> Rounds:
         most = self.most_looked_up // texts  # all texts together may propose as many as one
         return Rounds(costs, most, texts, self.agreement, drafts=self.draft != self.gearbox.ladder.top)
 
@@ -301,9 +301,10 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
     known: dict[str, float] = {}
     seen: set[bool] = set()
     for learned in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
-        if 1 in learned.learning:
-            known |= learned.learning[1].seconds
-            seen |= learned.learning[1].stretches.seconds.keys()
+        learning = learned.plans[1].learning if 1 in learned.plans else None
+        if learning is not None:
+            known |= learning.seconds
+            seen |= learning.stretches.seconds.keys()
     names = {Learning.IN_ROUNDS: "seconds_in_rounds", Learning.ALONE: "seconds_alone"}
     found: dict[str, float | bool] = {field: known[name] for name, field in names.items() if name in known}
     return found | {"alone_at_earlier_start": False not in seen} if Learning.ALONE in known else found
@@ -315,20 +316,6 @@ def shared_curve(rule: ProductRule) -> Any:
     if isinstance(curve, AcceptanceCurve):
         return tuple(curve.edges), tuple(curve.agreement)
     return curve if curve is typical_agreement else None
-
-
-def at_measured_speeds(rule: DraftRule, gearbox: Gearbox, draft: int | None) -> DraftRule:
-    """The rule for what drafting costs here: the rule itself, unless the top gear is read from the disk.
-
-    Args:
-        rule: for costs of memory; only one that has a curve can follow others.
-        draft: bits of the gear that drafts; None: the lowest.
-    """
-    stream = gearbox.residency
-    if not isinstance(stream, Stream) or not isinstance(rule, ProductRule) or len(gearbox.ladder) < 2:
-        return rule
-    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-    return CostRule(rule.agreement, StreamCosts(gearbox, stream, gear))
 
 
 SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"
@@ -412,13 +399,16 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
         GearbxError: a file for another model, vocabulary or ladder.
     """
     how = find_file(gearbox, how) or how
-    if isinstance(how, DraftFile):
-        return at_measured_speeds(how.rule(), gearbox, how.draft), how.draft
     if isinstance(how, int):
         return FixedLength(how), None
-    rule = default_rule() if how is None else how
-    assert not isinstance(rule, str | Path)  # a path was read
-    return at_measured_speeds(rule, gearbox, None) if how is None else rule, None
+    if how is not None and not isinstance(how, DraftFile):
+        assert not isinstance(how, str | Path)  # a path was read
+        return how, None
+    rule, draft = (default_rule(), None) if how is None else (how.rule(), how.draft)
+    stream = gearbox.residency
+    if isinstance(stream, Stream) and len(gearbox.ladder) > 1:
+        return CostRule(rule.agreement, StreamCosts(gearbox, stream, drafting_gear(gearbox, draft))), draft
+    return rule, draft
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:

@@ -217,8 +217,7 @@ def best_bound(
     top_bytes: float,
 ) -> tuple[float, float]:
     """The bound on the product of a(H) with which a token reads the fewest weight bytes, and these bytes."""
-    rules = {bound: ProductRule(curve, bound) for bound in BOUNDS}
-    return cheapest(sequences, rules, draft_bytes, top_bytes)
+    return cheapest(sequences, {bound: ProductRule(curve, bound) for bound in BOUNDS}, draft_bytes, top_bytes)
 
 
 def best_length(
