@@ -4,9 +4,9 @@ The entropy of the token's own distribution, before it is sampled, measures the 
 KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,31 +22,14 @@ from .mode import Mode, gear_of_prompt, refuse_draft_model
 from .response import GearResponse, Step
 from .wrapper import ModelWrapper, stream_wrapped
 
-
-class RecomputeRule(Protocol):
-    """Whether to compute a token again, one gear higher."""
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        """`entropy` of this token in this gear, bits; `position` counts decoded tokens from 0, `gear` the gears."""
-        ...
+RecomputeRule = Callable[[float, int, int], bool]
+"""Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
+before it, and the number of the gear, from 0."""
 
 
-class AboveThreshold:
-    """Again, if the entropy is above the threshold between this gear and the next.
-
-    Args:
-        thresholds: bits, one for each step of the ladder.
-
-    Raises:
-        GearbxError: out of order, or not finite.
-    """
-
-    def __init__(self, thresholds: Sequence[float]):
-        check_thresholds(thresholds, len(thresholds) + 1)
-        self.thresholds = tuple(thresholds)
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        return entropy > self.thresholds[gear]
+def above(thresholds: Sequence[float]) -> RecomputeRule:
+    """Again, if the entropy is above the threshold (bits) between this gear and the next."""
+    return lambda entropy, position, gear: entropy > thresholds[gear]
 
 
 class GearedModel(ModelWrapper):
@@ -84,7 +67,7 @@ class GearedModel(ModelWrapper):
             if thresholds is None:
                 thresholds = default_thresholds(gears, vocabulary(gearbox.model))
             check_thresholds(thresholds, gears)
-            rule = AboveThreshold(thresholds)
+            rule = above(tuple(thresholds))
         self.rule = rule
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.share_entropy = share_entropy
