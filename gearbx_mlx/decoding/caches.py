@@ -38,16 +38,12 @@ def parts(cache: Cache) -> Iterator[Any]:
         yield from parts(entry.caches) if hasattr(entry, "caches") else (entry,)
 
 
-def room(cache: Cache) -> float:
-    """How many entries may be added now and still be trimmed by mlx-lm.
+def room(part: Any) -> float:
+    """How many entries may be added now to the cache of a layer and still be trimmed by mlx-lm.
 
     Infinite for a cache that grows; what a rotating cache has left before it overwrites itself; 0 for one that keeps
     no entries (a state space) or has begun to overwrite.
     """
-    return min((_room(part) for part in parts(cache)), default=math.inf)
-
-
-def _room(part: Any) -> float:
     if not part.is_trimmable():
         return 0
     offset = offset_of(part)
@@ -271,9 +267,9 @@ def check_draftable(cache: Cache, name: str, tokens: float) -> None:
         name: of the model, for the error.
         tokens: that are added at most: of prompt, text and a draft together.
     """
-    if room(cache) >= tokens:
+    part = min(parts(cache), key=room)
+    if room(part) >= tokens:
         return
-    part = min(parts(cache), key=lambda part: room([part]))
     full = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
     why = "keeps a state instead of entries; leave --draft-model out"
     if full is not None:
@@ -446,12 +442,6 @@ def cache_in_gears(
 def gears_of(cache: Cache | None) -> KVGears | None:
     """The gears of a cache; None for one without."""
     return next((part.gears for part in parts(cache or ()) if type(part) is NestedKVCache), None)
-
-
-def in_prompt(cache: Cache) -> bool:
-    """Whether passes over a cache in gears read a prompt now, which they do in another way than a text."""
-    gears = gears_of(cache)
-    return gears is not None and gears.in_prompt
 
 
 def plain_cache(cache: Cache) -> list[Any]:

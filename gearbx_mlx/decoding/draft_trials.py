@@ -45,10 +45,9 @@ from ..routing.acceptance import (
 from ..routing.rounds import MOST_ROWS, LearnedCosts, PassTimes, joint_rule, predicted_cost
 from .caches import Snapshot
 from .draft_plans import name_of
-from .drafting import Drafter, Proposals, Writer
+from .drafting import Drafter, Proposals, Writer, looking, second_head
 from .rows import Verifier
 from .sampling import GREEDY, entropy_bits, reader_of
-from .second_look import looking, second_head
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches

@@ -12,6 +12,11 @@ The entropy of a token says whether the draft goes on. To read it is to wait for
 until the next step is queued. So steps may be queued ahead, as mlx-lm queues one: each takes the token before it as an
 array that is still computed. Where the draft turns out to be over, the steps beyond its end are thrown away. They cost
 passes, and change nothing.
+
+The head of a draft looks twice: its best few tokens get their logits from the top gear's rows of the head. Many drafts
+fail where the head is rounded, although what it reads would have chosen the right token: on SmolLM2 that is one token
+in thirty. A few rows of the top gear's head are some kilobytes beside the megabytes of a draft's pass. Only drafts look
+twice; a text that the low gear writes itself is its own.
 """
 
 import contextlib
@@ -24,12 +29,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
 from ..formats.block import NativeDraft, PassParts, begin_draft, pass_parts
+from ..formats.exact import ExactModule
+from ..formats.tied import IN_DRAFTS, TiedEmbedding, linear_of
+from ..gears.discovery import DENSE_LAYERS
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..gears.sharding import sharding_of
+from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import ALONE, Agreement
 from ..routing.acceptance import MOST_DRAFTED
 from ..routing.lookup import Lookup
@@ -38,11 +49,14 @@ from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Proposed, Step
 from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
-from .second_look import SecondHead, looking, second_head
 
 Following = Callable[[int, int], tuple[int, float]]
 """From a token, and its place in a draft from 0 on, to the token after it and the entropy of all in bits."""
 
+HEAD = "lm_head"
+SEEN_TWICE = 4  # with more, hardly another token wins
+CHUNK = 256  # logits, of which the largest is found first: to sort all of a vocabulary takes ten times as long
+RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
 PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
 
@@ -116,6 +130,15 @@ class Proposals:
 
 
 @dataclass(frozen=True)
+class SecondHead:
+    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`."""
+
+    top: nn.Module
+    holder: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
 class Drafter:
     """Proposes tokens, for one text or several, and says what that took.
 
@@ -169,10 +192,9 @@ class Drafter:
                 drafting.enter_context(looking(self.second))
             drafting.enter_context(rewound([writer.chooser for writer in writers]))
             inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
-            logits = self._logits(cache) if native is None else native_logits(native)
             most = min(most, rule.longest, most if native is None else native.room)
             # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writers, inputs, logits), most)
+            steps = itertools.islice(self._steps(writers, inputs, self._logits(native, cache)), most)
             queued = deque(itertools.islice(steps, 1 + self.ahead))
             drafted = 0
             while queued:
@@ -197,14 +219,17 @@ class Drafter:
             draft = begin_draft(self.parts[0], cache) if self.parts else None
         return draft
 
+    def _logits(self, native: NativeDraft | None, cache: Any) -> Callable[[mx.array], mx.array]:
+        """Tokens (B,) to the logits (B, V) after them: by the model in the gear that is engaged, or natively."""
+        if native is None:
+            return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
+        places = itertools.count()
+        return lambda inputs: native.logits(np.array(inputs).item(), next(places))
+
     @functools.cached_property
     def second(self) -> SecondHead | None:
         """The head that looks twice; asked for once both gears are made."""
         return second_head(self.gearbox, self.gear)
-
-    def _logits(self, cache: Any) -> Callable[[mx.array], mx.array]:
-        """Tokens (B,) to the logits (B, V) after them, by the model in the gear that is engaged."""
-        return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
 
     def _steps(
         self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array]
@@ -266,12 +291,6 @@ class Drafter:
                 {} if place else {"entropies": (*writer.entropies,), "weight_bytes": read, **counted}
             )
             yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
-
-
-def native_logits(draft: NativeDraft) -> Callable[[mx.array], mx.array]:
-    """The last token (1,) to the logits (1, V) after it, each time one further in the draft."""
-    places = itertools.count()
-    return lambda inputs: draft.logits(np.array(inputs).item(), next(places))
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
@@ -399,3 +418,77 @@ def chosen(
             context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
     tokens, given_up = (mx.concatenate(list(column)) for column in zip(*each))
     return ChosenTokens(tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up)
+
+
+def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
+    """What a draft of this gear looks at twice; None where the top gear has the same head, or none in memory."""
+    path = next((layer.path for layer in gearbox.layers if layer.path.split(".")[-1] == HEAD), gearbox.head)
+    if path is None or not gearbox.keeps_all or sharding_of(gearbox.model) is not None:
+        return None
+    own, top = gearbox.module_in(path, gear), gearbox.module_in(path, gearbox.ladder.top)
+    if own is None or top is None or own is top:
+        return None
+    if isinstance(own, TiedEmbedding):
+        return SecondHead(top, own, IN_DRAFTS)
+    place, _, name = path.rpartition(".")
+    return SecondHead(top, dict(gearbox.model.named_modules())[place], name)
+
+
+@contextlib.contextmanager
+def looking(second: SecondHead | None) -> Iterator[None]:
+    """The head of the gear that is engaged looks twice, where rows are looked up fast. Nothing may shift meanwhile."""
+    rows = None if second is None else rows_of(linear_of(second.top))
+    if second is None or rows is None:
+        yield
+        return
+    holder, name = second.holder, second.name
+    before = holder.get(name)  # none in a tied embedding, whose rows are looked up in its projection
+    holder[name] = SecondLook(holder["projection"] if before is None else before, rows)
+    try:
+        yield
+    finally:
+        if before is None:
+            del holder[name]
+        else:
+            holder[name] = before
+
+
+def rows_of(head: nn.Module) -> RowsOf | None:
+    """The rows of dense weights, and on a GPU of exact ones.
+
+    To decode some rows by MLX's operations takes a CPU a third of a draft's pass; natively it takes nothing
+    (formats/block.py).
+    """
+    if type(head) in DENSE_LAYERS:
+        return lambda chosen: head["weight"][chosen]
+    return head.rows if isinstance(head, ExactModule) and not on_cpu() else None
+
+
+class SecondLook(nn.Module):
+    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D)."""
+
+    def __init__(self, head: nn.Module, rows: RowsOf):
+        super().__init__()
+        self.head, self._rows = head, rows
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = self.head(x)
+        best = largest(logits, min(SEEN_TWICE, logits.shape[-1]))
+        again = (self._rows(best).astype(mx.float32) * x[..., None, :].astype(mx.float32)).sum(axis=-1)
+        if "bias" in self.head:
+            again = again + self.head.bias[best]
+        return mx.put_along_axis(logits, best, again.astype(logits.dtype), axis=-1)
+
+
+def largest(logits: mx.array, count: int) -> mx.array:
+    """Where the largest numbers of each row (..., V) are: (..., count), in no order."""
+    *lead, size = logits.shape
+    if size <= CHUNK * count:
+        return mx.argpartition(-logits, count - 1, axis=-1)[..., :count]
+    filled = mx.pad(logits, [*[(0, 0)] * len(lead), (0, -size % CHUNK)], constant_values=-mx.inf)
+    chunks = filled.reshape(*lead, -1, CHUNK)
+    # A number that is among the largest lies in a chunk whose own largest is among those of all chunks.
+    chosen = mx.argpartition(-chunks.max(axis=-1), count - 1, axis=-1)[..., :count]
+    among = mx.take_along_axis(chunks, chosen[..., None], axis=-2).reshape(*lead, -1)
+    places = mx.argpartition(-among, count - 1, axis=-1)[..., :count]
+    return mx.take_along_axis(chosen, places // CHUNK, axis=-1) * CHUNK + places % CHUNK

@@ -21,9 +21,8 @@ from .draft_trials import default_depth, depth_here, few_pass_times, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
 from .lossless_model import LosslessModel
-from .mode import refuse_draft_model
+from .mode import encoded, refuse_draft_model, vocabulary_of
 from .response import GearResponse
-from .texts import encoded, vocabulary_of
 from .wrapper import stream_wrapped
 
 

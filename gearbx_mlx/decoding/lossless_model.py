@@ -26,7 +26,7 @@ from ..gears.ladder import Gear
 from ..routing.acceptance import DraftRule, default_rule
 from ..routing.lookup import Lookup
 from ..routing.rounds import OneStretch, Rounds, Stretches, joint_rule
-from .caches import in_prompt
+from .caches import gears_of
 from .draft_plans import DraftPlan, bytes_of_passes, drafting_gear
 from .drafting import Drafter, Proposals, Writer
 from .response import Step, single_pass
@@ -182,7 +182,9 @@ class LosslessModel(ModelWrapper):
     def _writer(self, token: int, cache: Any) -> Writer:
         """The text, which may be drafted to its end, and not before it begins."""
         made = len(self._history) - self.prompt_tokens + 1  # tokens, the one of this step included
-        room = 0 if made < 1 or in_prompt(cache) else self.max_tokens - made
+        gears = gears_of(cache)
+        in_prompt = made < 1 or (gears is not None and gears.in_prompt)
+        room = 0 if in_prompt else self.max_tokens - made
         text = () if self._history.counted_only else self._history.tokens()
         if self._lookup is not None:
             self._lookup.follow(text, self.prompt_tokens)

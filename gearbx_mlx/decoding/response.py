@@ -149,25 +149,27 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     error: Exception | None = None
 
 
-def seen_of(step: Step, entropy: float, mean: float, before: Gear | None) -> dict[str, Any]:
-    """The fields of `Seen` that a step sets, by name.
+OF_STEP = ("passes", "weight_bytes", "drafted", "discarded", "looked_up", "source", "kv_bytes", "kv_caches")
+
+
+def seen_of(
+    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool, given_up: float
+) -> dict[str, Any]:
+    """The fields of `Seen` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.
         mean: the rolling mean, bits.
         before: the gear of the token before, if there was one.
+        given_up: nats.
     """
     return {
+        **{name: getattr(step, name) for name in OF_STEP},
         "entropy": entropy,
         "mean_entropy": mean,
         "gear": step.gear.name,
         "shifted": before is not None and step.gear != before,
-        "passes": step.passes,
-        "weight_bytes": step.weight_bytes,
-        "drafted": step.drafted,
-        "discarded": step.discarded,
-        "looked_up": step.looked_up,
-        "source": step.source,
-        "kv_bytes": step.kv_bytes,
-        "kv_caches": step.kv_caches,
+        "from_draft": step.source == DRAFT,
+        "near_tie": near_tie,
+        "given_up": given_up,
     }

@@ -40,7 +40,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, PartState, Snapshot, parts
-from .texts import turn
+from .mode import turn
 
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 

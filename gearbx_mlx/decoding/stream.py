@@ -20,16 +20,13 @@ from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from .batches import check_one_process
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
-from .mode import Mode
+from .mode import Mode, check_known, encoded, in_turn, making, turn, vocabulary_of
 from .modes import default_mode, mode_class
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
 from .summary import Responses
-from .texts import check_known, encoded, in_turn, making, turn, vocabulary_of
 
 NO_LOGPROBS = mx.zeros(0)
-
-
 SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
 
 
@@ -72,9 +69,9 @@ def stream_generate(
     chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
     with making:
         box = chosen.gearbox_for(model, gearbox)
-    check_tokens(prompt, box)
+    if box is not None and not isinstance(prompt, str):
+        check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
-    check_kv_bits((model, getattr(chosen, "small_model", None), kwargs.get("draft_model")), kwargs)
     if controller is not None:
         chosen.check_controller(controller, box, drafted)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
@@ -96,18 +93,13 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = Fals
         text += response.text
     if verbose:
         print()
-        print_figures(response)
-    return text
-
-
-def print_figures(last: GearResponse | None) -> None:
-    """What mlx-lm prints under a text: tokens, tokens per second, memory. last: the text's last response, if any."""
-    if last is None:
+    if verbose and response is None:
         print("No text generated for this prompt")
-        return
-    print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
-    print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
-    print(f"Peak memory: {last.peak_memory:.3f} GB")
+    elif verbose and response is not None:
+        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
+    return text
 
 
 def choose_mode(
@@ -136,12 +128,6 @@ def choose_mode(
     return mode_class(mode)()
 
 
-def check_tokens(prompt: Any, gearbox: Gearbox | Observer | None) -> None:
-    """Raises GearbxError for a prompt of tokens one of which the model does not know."""
-    if gearbox is not None and not isinstance(prompt, str):
-        check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(gearbox))
-
-
 def cache_keywords(
     mode: Mode,
     model: nn.Module,
@@ -153,21 +139,18 @@ def cache_keywords(
     """The `prompt_cache` for mlx-lm where the KV cache has gears; nothing without.
 
     Raises:
-        GearbxError: gears that do not go with the mode, the other keywords or the model.
+        GearbxError: gears that do not go with the mode, the other keywords or the model; `kv_bits` for a model, or one
+            beside it, whose cache cannot be quantized.
     """
-    check_kv_gears(bits, fixed, kwargs.get("kv_bits"), kwargs.get("draft_model"))
+    kv_bits, draft_model, size = kwargs.get("kv_bits"), kwargs.get("draft_model"), kwargs.get("max_kv_size")
+    check_kv_gears(bits, fixed, kv_bits, draft_model)
+    for each in (model, getattr(mode, "small_model", None), draft_model):
+        if each is not None and kv_bits is not None:
+            check_quantizable(each, kv_bits, kwargs.get("kv_group_size", 64), size)
     if bits is None:
         return {}
     check_kv_mode(mode.name, fixed)
-    given, size = kwargs.get("prompt_cache"), kwargs.get("max_kv_size")
-    return {"prompt_cache": cache_in_gears(model, gearbox, bits, fixed, given, size)}
-
-
-def check_kv_bits(models: Sequence[nn.Module | None], kwargs: Mapping[str, Any]) -> None:
-    """Raises GearbxError where the KV cache of one of the models cannot be quantized, if that is asked for."""
-    for each in models:
-        if each is not None and kwargs.get("kv_bits") is not None:
-            check_quantizable(each, kwargs["kv_bits"], kwargs.get("kv_group_size", 64), kwargs.get("max_kv_size"))
+    return {"prompt_cache": cache_in_gears(model, gearbox, bits, fixed, kwargs.get("prompt_cache"), size)}
 
 
 @dataclass
@@ -255,7 +238,9 @@ def batch_generate(
     finally:
         generator.close()
     if verbose:
-        print_stats(stats)
+        print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
+        print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
+        print(f"Peak memory: {stats.peak_memory:.2f} GB")
     return response_of([texts[uid] for uid in uids], stats, return_prompt_caches, return_token_ids, return_logprobs)
 
 
@@ -325,12 +310,6 @@ def write(generator: Any, texts: dict[int, WrittenText], with_logprobs: bool, ve
             ended += response.finish_reason is not None
         if verbose:
             print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
-
-
-def print_stats(stats: BatchStats) -> None:
-    print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
-    print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
-    print(f"Peak memory: {stats.peak_memory:.2f} GB")
 
 
 def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
