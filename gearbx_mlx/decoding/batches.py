@@ -108,21 +108,19 @@ class SharedMode(Mode):
         return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
 
-@dataclass(frozen=True)
-class GuardedProcessor:
+def guarded(processor: Processor, owner: Chooser) -> Processor:
     """A processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner` knows
     why."""
 
-    processor: Processor
-    owner: Chooser
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+    def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
-            return self.processor(tokens, logits)
+            return processor(tokens, logits)
         except Exception as error:
-            self.owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
-            self.owner.error.__cause__ = error
+            owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
+            owner.error.__cause__ = error
             return mx.full(logits.shape, mx.nan, logits.dtype)
+
+    return processed
 
 
 class RowSampler:
@@ -231,7 +229,7 @@ class BatchGenerator(StagedGenerator):
         for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
             chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
-            chooser.processors = [GuardedProcessor(each, chooser) for each in own or ()]
+            chooser.processors = [guarded(each, chooser) for each in own or ()]
         own = [text.chooser.processors for text in joined]
         uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
         self.sequences |= zip(uids, joined)

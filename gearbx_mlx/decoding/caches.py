@@ -66,13 +66,12 @@ def given(part: Any) -> int | None:
 
 def cut(cache: Cache, tokens: int) -> bool:
     """Whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of them are."""
-    counts = [(part, count) for part in parts(cache) if (count := given(part)) is not None]
-    return all(count == tokens or trimmed(part, count - tokens) for part, count in counts)
-
-
-def trimmed(part: Any, tokens: int) -> bool:
-    """Whether the last tokens could be trimmed from the cache of one layer; it may have been given too few."""
-    return tokens > 0 and part.is_trimmable() and part.trim(tokens) == tokens
+    for part in parts(cache):
+        count = given(part)
+        last = 0 if count is None else count - tokens  # which it may have been given too few of
+        if last and not (last > 0 and part.is_trimmable() and part.trim(last) == last):
+            return False
+    return True
 
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
@@ -432,8 +431,6 @@ def cache_in_gears(
     gears = KVGears(ladder, engaged_bits(ladder, gearbox, fixed), native)
     cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
     if not all(type(part) is NestedKVCache for part in cache):
-        for part in cache:
-            check_part(part, gears)
         check_heads(model, ladder)
     put_in_gears(cache, gears)
     return cache

@@ -214,6 +214,7 @@ NEWS, MUCH_WRITTEN = 0.25, 32  # of a time, and tokens: what differs by less fro
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
 
+@dataclass
 class DraftPlans:
     """How to draft at the costs of this machine, for any number of texts that share their passes.
 
@@ -231,29 +232,25 @@ class DraftPlans:
         tolerance: nats within which proposed tokens stay; 0: lossless.
     """
 
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        draft: Gear,
-        rule: DraftRule,
-        unit: str,
-        most_looked_up: int = 0,
-        times: DraftTimes | None = None,
-        trial: Trial | None = None,
-        tolerance: float = 0.0,
-    ):
-        self._trial, self._nats = trial, tolerance
-        self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
-        self.most_looked_up, self.times = most_looked_up, times
-        curve = shared_curve(rule) if isinstance(rule, ProductRule) else None
-        key = draft, curve, most_looked_up, times and (times.draft, *times.verification)
-        self._learned = Learned() if curve is None else LEARNED.setdefault(gearbox, {}).setdefault(key, Learned())
-        self._of_bytes: dict[int, DraftPlan] = {}
+    gearbox: Gearbox
+    draft: Gear
+    rule: DraftRule
+    unit: str
+    most_looked_up: int = 0
+    times: DraftTimes | None = None
+    trial: Trial | None = None
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        curve = shared_curve(self.rule) if isinstance(self.rule, ProductRule) else None
+        key = self.draft, curve, self.most_looked_up, self.times and (self.times.draft, *self.times.verification)
+        learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
+        self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
         self.agreement = self._learned.agreement
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
         """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
-        return Tolerance(self._nats, sampler in (None, greedy_sampler)) if self._nats else None
+        return Tolerance(self.tolerance, sampler in (None, greedy_sampler)) if self.tolerance else None
 
     def of(self, texts: int = 1) -> DraftPlan:
         """For so many texts."""
@@ -269,7 +266,7 @@ class DraftPlans:
         assert isinstance(self.rule, ProductRule)
         of_one = self.times if texts == 1 else None
         measured = None if of_one is None else (of_one.draft, dict(enumerate(of_one.verification, 1)))
-        trial = self._trial if texts == 1 else None
+        trial = self.trial if texts == 1 else None
         learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured, trial)
         rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
         return DraftPlan(rule, rounds, learning.stretches, learning)

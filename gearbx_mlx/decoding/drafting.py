@@ -357,51 +357,43 @@ def accept(
     """
     writers = proposals.of
     logprobs = reader.normalized(logits)
-    made = [chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs)]
+    each = (chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs))
+    chosen_tokens, states, processed, nats = zip(*each)
     if any(writer.chooser.processors for writer in writers):
-        logprobs = mx.stack([one.logprobs for one in made])
+        logprobs = mx.stack([*processed])
     counts = mx.arange(logits.shape[1]) <= mx.array([len(w.tokens) for w in writers])[:, None]  # and no padding
     noise = mx.where(counts, reader.noise(logits), 0).max(axis=-1, keepdims=True)
     near = reader.near_ties(logprobs, noise)
     entropies = reader.entropy(logprobs)
-    mx.eval([(one.tokens, one.given_up) for one in made], near, entropies)
+    mx.eval(chosen_tokens, nats, near, entropies)
     bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
     done = []
-    for row, (one, writer) in enumerate(zip(made, writers)):
-        tokens = np.array(one.tokens).tolist()
+    for row, writer in enumerate(writers):
+        tokens = np.array(chosen_tokens[row]).tolist()
         unlike = (i for i, (token, proposed) in enumerate(zip(tokens, writer.tokens)) if token != proposed)
         count = 1 + next(unlike, len(writer.tokens))
-        writer.chooser.rewind(one.states[count - 1])
-        given_up = np.array(one.given_up)[:count]
+        writer.chooser.rewind(states[row][count - 1])
+        given_up = np.array(nats[row])[:count]
         done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count], given_up))
     return done
 
 
-@dataclass(frozen=True)
-class ChosenTokens:
-    """What a text chooses after each token of a pass, each time as if it had accepted all before.
-
-    tokens: may still be computed; with processors they end at the first that was not proposed. states: of its random
-    numbers after each of them. logprobs: (S, V), after its processors. given_up: nats, of each token.
-    """
-
-    tokens: mx.array
-    states: Sequence[mx.array | None]
-    logprobs: mx.array = field(repr=False)
-    given_up: mx.array = field(repr=False)
-
-
 def chosen(
     writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader, tolerance: Tolerance | None = None
-) -> ChosenTokens:
-    """What a text chooses by the logits (S, V) and log-probabilities of a pass."""
+) -> tuple[mx.array, list[mx.array | None], mx.array, mx.array]:
+    """What a text chooses by the logits (S, V) and log-probabilities of a pass, as if it had accepted all before.
+
+    Returns:
+        tokens, which may still be computed; with processors they end at the first that was not proposed. The states of
+        its random numbers after each of them. Log-probabilities (S, V), after its processors. Nats given up with each.
+    """
     chooser, proposals = writer.chooser, len(writer.tokens)
     if chooser.greedy and not chooser.processors:
         tokens, given_up = chooser.sampler(logprobs), mx.zeros(len(logprobs))
         if tolerance is not None and proposals:
             kept, nats = tolerance.kept(logprobs[:proposals], tokens[:proposals], mx.array(writer.tokens, tokens.dtype))
             tokens[:proposals], given_up[:proposals] = kept, nats
-        return ChosenTokens(tokens, [None] * len(logprobs), logprobs, given_up)
+        return tokens, [None] * len(logprobs), logprobs, given_up
     each, states, rows, context = [], [], [], writer.context()
     for place, proposed in enumerate([*writer.tokens, None]):
         row = slice(place, place + 1)
@@ -417,7 +409,7 @@ def chosen(
                 break
             context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
     tokens, given_up = (mx.concatenate(list(column)) for column in zip(*each))
-    return ChosenTokens(tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up)
+    return tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up
 
 
 def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:

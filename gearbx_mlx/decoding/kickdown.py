@@ -93,10 +93,10 @@ class GearedModel(ModelWrapper):
                 break
             if before is not None:
                 before.restore()
-        ran = ladder[: gear.index + 1]
-        read = sum(self.gearbox.weight_bytes_per_token(g) for g in ran)
+        passes = tuple(int(ran.index <= gear.index) for ran in ladder)
+        read = sum(self.gearbox.weight_bytes_per_token(ran) for ran in ladder[: gear.index + 1])
         shared = entropy if self.share_entropy else None
-        self.step = Step(gear, tuple(entropies), self.passes(*ran), read, entropy=shared)
+        self.step = Step(gear, tuple(entropies), passes, read, entropy=shared)
         self.positions += 1
         return logits
 

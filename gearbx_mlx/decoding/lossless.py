@@ -118,10 +118,8 @@ class Lossless(SharedMode):
             ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
         wrapped = LosslessModel(
             gearbox,
-            plan.rule,
+            plan=plan,
             draft=gear,
-            rounds=plan.rounds,
-            stretches=plan.stretches,
             sampler=kwargs.get("sampler"),
             logits_processors=kwargs.get("logits_processors") or (),
             stop_tokens=tokenizer.eos_token_ids,

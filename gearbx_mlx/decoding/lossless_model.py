@@ -25,7 +25,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..routing.acceptance import DraftRule, default_rule
 from ..routing.lookup import Lookup
-from ..routing.rounds import OneStretch, Rounds, Stretches, joint_rule
+from ..routing.rounds import Rounds, joint_rule
 from .caches import gears_of
 from .draft_plans import DraftPlan, bytes_of_passes, drafting_gear
 from .drafting import Drafter, Proposals, Writer
@@ -59,10 +59,6 @@ class Verified:
             and self.rows.untouched()
         )
 
-    def logits(self) -> mx.array:
-        """(1, 1, V), of the last row shown."""
-        return self.rows.logits[:, self.rows.rows - 1 : self.rows.rows]
-
 
 class LosslessModel(ModelWrapper):
     """A model that computes the top gear's logits, those of a whole draft in one pass.
@@ -71,8 +67,8 @@ class LosslessModel(ModelWrapper):
         gearbox: of the model; of one gear, the text alone proposes tokens.
         rule: when to stop drafting; the uncalibrated one if not given.
         draft: the gear that drafts; the lowest if not given.
-        rounds: where to look up tokens and where to draft; always to draft, and nothing else, if not given.
-        stretches: where to work in rounds at all; everywhere, if not given.
+        plan: in place of a rule: where to look up tokens and where to draft too, and where to work in rounds at all.
+            Without it rounds everywhere, which always draft, and nothing else.
         sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
@@ -89,8 +85,7 @@ class LosslessModel(ModelWrapper):
         rule: DraftRule | None = None,
         *,
         draft: Gear | str | int | None = None,
-        rounds: Rounds | None = None,
-        stretches: Stretches | OneStretch | None = None,
+        plan: DraftPlan | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -102,15 +97,14 @@ class LosslessModel(ModelWrapper):
         self.top = gearbox.ladder.top
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
-        self.rounds = rounds or Rounds(bytes_of_passes(gearbox, self.draft), 0)
-        self.stretches = stretches or OneStretch()
-        self.stretches.begin()  # a prompt of one token looks like any token
-        self.plan = DraftPlan(joint_rule(rule or default_rule()), self.rounds, self.stretches)
+        rounds = Rounds(bytes_of_passes(gearbox, self.draft), 0) if plan is None else plan.rounds
+        self.plan = plan or DraftPlan(joint_rule(rule or default_rule()), rounds)
+        self.plan.stretches.begin()  # a prompt of one token looks like any token
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
         self.max_tokens = math.inf if max_tokens < 0 else max_tokens
         self._chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors))
-        self._lookup = Lookup(self.rounds.agreement) if self.rounds.most_looked_up else None
+        self._lookup = Lookup(rounds.agreement) if rounds.most_looked_up else None
         self._history = History(counted_only=not self._chooser.processors and self._lookup is None)
         self._verifier = Verifier(gearbox, self.top)
         self._drafter = Drafter(gearbox, self.draft, self.reader, draft_ahead, self.agreement)
@@ -122,28 +116,29 @@ class LosslessModel(ModelWrapper):
     ) -> mx.array:
         kwargs = self.model_keywords(input_embeddings, kwargs)
         self._history.add(inputs, cache)
+        stretches = self.plan.stretches
         if inputs.size != 1 or cache is None or kwargs:
             self._verified = None
-            self.stretches.begin()
+            stretches.begin()
             return self._alone(inputs, cache, **kwargs)
-        if not self.stretches.in_rounds and not self.stretches.over:
-            self.stretches.token()
+        if not stretches.in_rounds and not stretches.over:
+            stretches.token()
             return self._alone(inputs, cache)
-        token = np.array(inputs).item()
-        known = self._verified if self._verified is not None and self._verified.continued_by(token, cache) else None
-        self.stretches.token(begins_round=known is None)
+        token, known = np.array(inputs).item(), self._verified
+        if known is not None and not known.continued_by(token, cache):
+            known = None
+        stretches.token(begins_round=known is None)
         if known is not None:
             known.rows.show(known.rows.rows + 1)
-            self.step = next(known.steps)
-            return known.logits()
-        if self.stretches.over:
-            self.stretches.turn()
-            if not self.stretches.in_rounds:
+        else:
+            if stretches.over:
+                stretches.turn()
+            if not stretches.in_rounds:
                 return self._alone(inputs, cache)
-        self._count_round()
-        self._verified = self._round(token, cache)
-        self.step = next(self._verified.steps)
-        return self._verified.logits()
+            self._count_round()
+            known = self._verified = self._round(token, cache)
+        self.step = next(known.steps)
+        return known.rows.logits[:, known.rows.rows - 1 : known.rows.rows]
 
     def _alone(self, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:
         """The top gear's logits (B, N, V), which may still be computed: mlx-lm runs ahead."""
@@ -155,7 +150,7 @@ class LosslessModel(ModelWrapper):
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
         if done is not None and done.proposals.steps:
-            self.rounds.note_drafts(done.proposals.steps, done.rows.rows, done.proposals.discarded)
+            self.plan.rounds.note_drafts(done.proposals.steps, done.rows.rows, done.proposals.discarded)
 
     def _round(self, token: int, cache: Any) -> Verified:
         """What may follow a token, and the pass that verifies it.
@@ -166,7 +161,7 @@ class LosslessModel(ModelWrapper):
         if self._drafting:
             try:
                 if self.gearbox.make(self.draft):
-                    self.stretches.begin()  # the time that this took belongs to no token
+                    self.plan.stretches.begin()  # the time that this took belongs to no token
                 start = time.perf_counter()
                 proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
                 return self._verify(proposals, cache, start + proposals.seconds)
@@ -195,7 +190,7 @@ class LosslessModel(ModelWrapper):
 
         All that a round does beside its draft counts: `start` is when it began, and the draft took no time.
         """
-        (tokens,), costs = proposals.rows(), self.rounds.costs
+        (tokens,), costs = proposals.rows(), self.plan.rounds.costs
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
             begun = time.perf_counter()

@@ -226,14 +226,3 @@ def turn(gearbox: Any) -> AbstractContextManager:
     """The lock that a text has while it shifts a gearbox and computes a token with it."""
     with making:
         return _locks.setdefault(gearbox, threading.RLock())
-
-
-def in_turn(responses: Iterator[GearResponse], gearbox: Any) -> Iterator[GearResponse]:
-    """Responses, each of them computed while no other text uses the gearbox. Between two of them it is free."""
-    lock = turn(gearbox)
-    while True:
-        with lock:
-            response = next(responses, None)
-        if response is None:
-            return
-        yield response

@@ -29,14 +29,10 @@ class Proposed:
 class Step:
     """How the logits of one token came about.
 
-    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. passes: over the
-    weights, in each gear of the ladder. weight_bytes: what these passes read. proposed: for this token, if it was.
-    drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
-    computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
-    where the model has computed it already. looked_up: tokens that the text itself proposed in this step. discarded:
-    steps that the draft gear computed beyond the end of a draft; `passes` and `weight_bytes` count them. kv_bytes: of
-    keys and values that the passes read, by the bits of the KV cache's gear; kv_caches: how many layers' caches. Both
-    are empty where the cache has no gears.
+    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. proposed: for this
+    token, if it was. noise: how much rounding may move a logit, where several positions were computed in one pass.
+    source: of the token, once it is known. entropy: of the distribution that is sampled, bits, where the model has
+    computed it already. All others: as in `Seen`, of this step.
     """
 
     gear: Gear
@@ -106,7 +102,8 @@ class Seen:
     caught_up: pair: tokens that the model had missed and read for this one.
     kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
         the KV cache's gear; a prompt's are not counted.
-    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits.
+    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits. Both are empty where
+        the cache has no gears.
     decision: of the controller after this token, if it made one.
     wish: batches: name of the gear that this sequence alone would have had for the token; "" elsewhere.
     together: sequences that shared the pass; `weight_bytes` is the share of one of them.

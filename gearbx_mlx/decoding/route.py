@@ -182,7 +182,10 @@ class Route(InEngagedGear):
         if self.schedule is not None:
             return ladder.find(parse_schedule(self.schedule)[0][0])
         if self.initial_gear == AUTO:
-            return ladder[first_gear(prompt_text(tokenizer, prompt), len(ladder))]
+            if not isinstance(prompt, str):  # special tokens have brackets that are not mathematics
+                tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+                prompt = tokenizer.decode(tokens, skip_special_tokens=True)
+            return ladder[first_gear(prompt, len(ladder))]
         return ladder.find(self.initial_gear)
 
 
@@ -229,14 +232,6 @@ class TelemetryOnly(Route):
         observer = gearbox or Observer(model)
         of_model(observer, model)
         return observer
-
-
-def prompt_text(tokenizer: Any, prompt: Any) -> str:
-    """The prompt as text, whether it came as text or as tokens."""
-    if isinstance(prompt, str):
-        return prompt
-    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are not mathematics
 
 
 def with_draft_model(

@@ -105,7 +105,7 @@ class Rows:
         except BaseException:
             self._before.restore()
             raise
-        self._plain = PlainEntries.of(cache)
+        self._plain = PlainEntries(cache) if all(type(part) is KVCache for part in cache) else None
         self._after = [] if self._plain else [PartState.of(part.part) for part in self._before.parts]
         if self._outputs is None:
             del self._before  # else old windows stay in memory
@@ -165,11 +165,6 @@ class PlainEntries:
     def __init__(self, parts: Sequence[KVCache]):
         self._ends = [(part, part.keys, part.offset) for part in parts]
         self._dropped = 0
-
-    @classmethod
-    def of(cls, cache: Cache) -> "PlainEntries | None":
-        """None for other caches."""
-        return cls(cache) if all(type(part) is KVCache for part in cache) else None
 
     def show(self, dropped: int) -> None:
         """Put the caches as they were so many entries before the end."""

@@ -116,12 +116,7 @@ class NativeLogitsReader(LogitsReader):
 
 
 MLX_READER = LogitsReader()
-
-
-@functools.cache
-def native_reader(kernels: ModuleType) -> LogitsReader:
-    """One for all models: mlx-lm's loops are copied for each."""
-    return NativeLogitsReader(kernels)
+native_reader = functools.cache(NativeLogitsReader)  # one for all models: mlx-lm's loops are copied for each
 
 
 def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:

@@ -20,7 +20,7 @@ from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from .batches import check_one_process
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
-from .mode import Mode, check_known, encoded, in_turn, making, turn, vocabulary_of
+from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
 from .modes import default_mode, mode_class
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
@@ -81,7 +81,7 @@ def stream_generate(
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return Responses(in_turn(responses, box), model, chosen, box, controller, kwargs.get("draft_model"))
+    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"))
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
@@ -226,22 +226,25 @@ def batch_generate(
         raise GearbxError("prompts is one text; give a list of texts")
     if not len(prompts):
         raise GearbxError("prompts is empty; give one prompt or more")
-    tokens = [tokens_of(tokenizer, prompt) for prompt in prompts]
+    tokens = [np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist() for prompt in prompts]
     most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
     own = {"samplers": samplers, "logits_processors": per_text(logits_processors, len(tokens)), "seeds": seeds}
     generator = batch_generator(model, tokenizer, **kwargs)
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
         texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
-        with generator.stats() as stats:
-            write(generator, texts, return_logprobs, verbose)
+        stats = write(generator, texts, return_logprobs, verbose)
     finally:
         generator.close()
-    if verbose:
-        print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
-        print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
-        print(f"Peak memory: {stats.peak_memory:.2f} GB")
-    return response_of([texts[uid] for uid in uids], stats, return_prompt_caches, return_token_ids, return_logprobs)
+    written = [texts[uid] for uid in uids]
+    return GearedBatchResponse(
+        [text.text for text in written],
+        stats,
+        [text.cache for text in written] if return_prompt_caches else None,
+        [text.tokens for text in written] if return_token_ids else None,
+        [text.logprobs for text in written] if return_logprobs else None,
+        [text.trace for text in written],
+    )
 
 
 class WrittenText:
@@ -287,34 +290,21 @@ def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, genera
     )
 
 
-def response_of(
-    texts: Sequence[WrittenText], stats: BatchStats, caches: bool, tokens: bool, logprobs: bool
-) -> GearedBatchResponse:
-    """What `batch_generate` returns; caches, tokens and log-probabilities where they are asked for."""
-    return GearedBatchResponse(
-        [text.text for text in texts],
-        stats,
-        [text.cache for text in texts] if caches else None,
-        [text.tokens for text in texts] if tokens else None,
-        [text.logprobs for text in texts] if logprobs else None,
-        [text.trace for text in texts],
-    )
-
-
-def write(generator: Any, texts: dict[int, WrittenText], with_logprobs: bool, verbose: bool) -> None:
-    """Run until all texts have ended."""
+def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool, verbose: bool) -> BatchStats:
+    """Run until all texts have ended. `verbose` prints how far they are, and mlx-lm's figures at the end."""
     ended = 0
-    while ended < len(texts):
-        for response in generator.next_generated():
-            texts[response.uid].add(response, with_logprobs)
-            ended += response.finish_reason is not None
-        if verbose:
-            print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
-
-
-def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
-    """A prompt's tokens: of a text, an array or a list."""
-    return np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+    with generator.stats() as stats:
+        while ended < len(texts):
+            for response in generator.next_generated():
+                texts[response.uid].add(response, with_logprobs)
+                ended += response.finish_reason is not None
+            if verbose:
+                print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
+    if verbose:
+        print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
+        print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
+        print(f"Peak memory: {stats.peak_memory:.2f} GB")
+    return stats
 
 
 def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:

@@ -1,5 +1,6 @@
 """The summary of a run: what adds up over its responses, with what the gearbox and the mode know of it."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize
 from .draft_plans import seconds_of_ways
 from .governor import Governor
-from .mode import Mode
+from .mode import Mode, turn
 from .pair import Pair, bytes_read
 from .response import GearResponse
 
@@ -50,6 +51,8 @@ class RunSpeed:
 class Responses(Iterator[GearResponse]):
     """The responses of a text as they come, and the summary of the run so far.
 
+    Each is computed while no other text uses the gearbox. Between two of them it is free.
+
     Args:
         responses: of `model` in a mode.
         gearbox: None for a pair, whose large model is `model`.
@@ -68,10 +71,12 @@ class Responses(Iterator[GearResponse]):
         self._responses, self.last = responses, None  # type: tuple[Iterator[GearResponse], GearResponse | None]
         self._model, self._mode, self._gearbox = model, mode, gearbox
         self._controller, self._draft_model = controller, draft_model
+        self._turn = contextlib.nullcontext() if gearbox is None else turn(gearbox)
         self.tally = Tally.of(NAMES if gearbox is None else [gear.name for gear in gearbox.ladder])
 
     def __next__(self) -> GearResponse:
-        self.last = next(self._responses)
+        with self._turn:
+            self.last = next(self._responses)
         self.tally.add(self.last)
         return self.last
 

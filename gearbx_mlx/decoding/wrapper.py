@@ -47,10 +47,6 @@ class ModelWrapper(nn.Module):
         self.gearbox.shift(gear)
         return self.gearbox.model(inputs, cache=cache, **kwargs)
 
-    def passes(self, *gears: Gear) -> tuple[int, ...]:
-        """Passes in each gear of the ladder, counted from those that ran."""
-        return tuple(sum(gear == ran for ran in gears) for gear in self.gearbox.ladder)
-
     def model_keywords(self, input_embeddings: mx.array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords for the model. Raises GearbxError for embeddings that it does not take."""
         if input_embeddings is None:
