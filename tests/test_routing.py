@@ -30,7 +30,7 @@ class TestMonitor:
             assert reading.value == value
 
     def test_slope_and_forecast(self):
-        monitor = Monitor(VOCABULARY, window=3, lookahead=2)
+        monitor = Monitor(VOCABULARY, window=3)
         assert monitor.update(1.0).slope == 0.0
         assert monitor.update(2.0).slope == 1.0
         reading = monitor.update(5.0)

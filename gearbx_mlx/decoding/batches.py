@@ -32,7 +32,6 @@ from ..errors import GearbxError, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
 from .caches import Cache, parts
 from .mode import Mode, check_known, turn, vocabulary_of
@@ -381,12 +380,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise GearbxError(f"a batch has no {name}; choose from {', '.join(sorted(SETTINGS))}")
         if name in SIZES and not is_whole(value, 1) and not (name == "max_kv_size" and value is None):
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
-
-
-def check_one_process(model: nn.Module) -> None:
-    """Raises GearbxError where ranks share a model: nothing makes their batches alike."""
-    if agreement_of(model).group is not None:
-        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
 
 
 def check_mergeable(cache: Cache) -> None:

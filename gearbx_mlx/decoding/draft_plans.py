@@ -38,7 +38,6 @@ from ..routing.acceptance import (
 )
 from ..routing.lookup import LookupAgreement
 from ..routing.rounds import (
-    BYTES,
     LONGEST,
     MOST_ROWS,
     TEXTS_DIFFER,
@@ -85,11 +84,6 @@ class StreamCosts(Costs):
         self._stream.memory.add(steps * self._read, seconds)
 
 
-def default_cost() -> str:
-    """What drafts save where nothing else is asked for: time, and bytes where nothing may be measured (GEARBX_TUNE)."""
-    return TIME if is_tuning() else BYTES
-
-
 def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
     top, agreement, stream = gearbox.ladder.top, agreement_of(gearbox.model), gearbox.residency
@@ -128,25 +122,22 @@ class Learning:
     measured either (GEARBX_TUNE=0).
 
     Args:
-        measured: seconds that count instead of kept ones: of a drafted token, and of verifications by rows.
-        trial: measures them where nothing is known, if it can.
+        plans: with the times of one text that count instead of kept ones, and what measures them where nothing is
+            known, if it can.
     """
 
     # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
     STEP, IN_ROUNDS, ALONE, LEFT = "drafted", "token in rounds", "token alone", "tokens until a trial"
     ROWS = tuple(map(str, range(1, MOST_ROWS + 1)))
 
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        draft: Gear,
-        texts: int,
-        most_looked_up: int,
-        measured: PassTimes | None,
-        trial: Trial | None,
-    ):
+    def __init__(self, plans: "DraftPlans", texts: int):
+        gearbox, draft = plans.gearbox, plans.draft
+        times, trial = (plans.times, plans.trial) if texts == 1 else (None, None)
+        measured: PassTimes | None = None
+        if times is not None:
+            measured = times.draft, dict(enumerate(times.verification, 1))
         self._cache = gearbox.kernel_choices.tuner.cache
-        self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
+        self._name = f"rounds, lookup of {plans.most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
         again = not is_tuning() or gearbox.kernels.again
         kept = self._kept = {} if again else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
@@ -264,10 +255,7 @@ class DraftPlans:
     def _learning(self, texts: int) -> DraftPlan:
         """A plan with costs in time that knows the times of one text, and learns from there."""
         assert isinstance(self.rule, ProductRule)
-        of_one = self.times if texts == 1 else None
-        measured = None if of_one is None else (of_one.draft, dict(enumerate(of_one.verification, 1)))
-        trial = self.trial if texts == 1 else None
-        learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured, trial)
+        learning = Learning(self, texts)
         rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
         return DraftPlan(rule, rounds, learning.stretches, learning)
 

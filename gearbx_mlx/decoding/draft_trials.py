@@ -38,6 +38,7 @@ from ..routing.acceptance import (
     DraftTimes,
     FixedLength,
     ProductRule,
+    Recorded,
     best_bound,
     best_length,
     fit_curve,
@@ -369,12 +370,7 @@ def draft_files(
 
 
 def draft_times(
-    gearbox: Gearbox,
-    top: Gear,
-    draft: Gear,
-    context: int,
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    curve: AcceptanceCurve,
+    gearbox: Gearbox, top: Gear, draft: Gear, context: int, sequences: Recorded, curve: AcceptanceCurve
 ) -> DraftTimes:
     """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
     alone, token, verifications = measure_times(gearbox, top, draft, context)

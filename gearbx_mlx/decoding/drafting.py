@@ -144,7 +144,6 @@ class Drafter:
 
     Args:
         gear: that drafts; it may be engaged after a draft.
-        reader: of logits.
         ahead: steps that are queued beyond the one whose entropy is read.
         agreement: of the ranks that share the model.
     """
@@ -352,8 +351,6 @@ def accept(
 
     Args:
         logits: (B, S, V), of the last token of every text and of what is proposed.
-        reader: of logits.
-        tolerance: lets proposed tokens stay.
     """
     writers = proposals.of
     logprobs = reader.normalized(logits)

@@ -27,11 +27,6 @@ RecomputeRule = Callable[[float, int, int], bool]
 before it, and the number of the gear, from 0."""
 
 
-def above(thresholds: Sequence[float]) -> RecomputeRule:
-    """Again, if the entropy is above the threshold (bits) between this gear and the next."""
-    return lambda entropy, position, gear: entropy > thresholds[gear]
-
-
 class GearedModel(ModelWrapper):
     """A model that climbs its ladder for the tokens that need it; mlx-lm runs it as it runs any model.
 
@@ -64,11 +59,9 @@ class GearedModel(ModelWrapper):
         super().__init__(gearbox)
         gears = len(gearbox.ladder)
         if rule is None:
-            if thresholds is None:
-                thresholds = default_thresholds(gears, vocabulary(gearbox.model))
-            check_thresholds(thresholds, gears)
-            rule = above(tuple(thresholds))
-        self.rule = rule
+            bits = default_thresholds(gears, vocabulary(gearbox.model)) if thresholds is None else tuple(thresholds)
+            check_thresholds(bits, gears)
+        self.rule = rule or (lambda entropy, position, gear: entropy > bits[gear])
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.share_entropy = share_entropy
         self.positions = 0

@@ -10,13 +10,14 @@ import mlx.nn as nn
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
+from ..kernels.dispatch import is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
 from ..routing.rounds import BYTES, COSTS, TIME
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchText, SharedMode
-from .draft_plans import DraftPlans, default_cost, drafting_gear, find_file, find_rule
+from .draft_plans import DraftPlans, drafting_gear, find_file, find_rule
 from .draft_trials import default_depth, depth_here, few_pass_times, times_here
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
@@ -95,6 +96,11 @@ class Lossless(SharedMode):
                 raise GearbxError(f"{name} is {most!r}; give 0 to {MOST_DRAFTED}")
 
     @property
+    def saves(self) -> str:
+        """What drafts are to save in one process: without `cost` time, and bytes where nothing may be measured."""
+        return self.cost or (TIME if is_tuning() else BYTES)
+
+    @property
     def most_looked_up(self) -> int:
         """The most tokens that the text itself may propose at once."""
         if self.lookup_tokens is not None:
@@ -158,7 +164,7 @@ class Lossless(SharedMode):
             raise GearbxError(
                 "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
             )
-        unit = BYTES if shared else self.cost or default_cost()
+        unit = BYTES if shared else self.saves
         usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
         nats = (made.tolerance if made is not None else 0.0) if self.tolerance is None else self.tolerance
@@ -166,7 +172,7 @@ class Lossless(SharedMode):
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = f"drafts save {self.cost or default_cost()}"
+        drafts = f"drafts save {self.saves}"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
         ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""

@@ -79,16 +79,6 @@ class TrailingCache:
     def offset(self) -> int:
         return length(self.entries)
 
-    def size(self) -> int:
-        return self.entries[0].size()
-
-    def empty(self) -> bool:
-        return not self.missed and self.entries[0].empty()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
-
     def is_trimmable(self) -> bool:
         return can_trim_prompt_cache(self.entries)
 

@@ -392,8 +392,6 @@ def sampled(
 
     Args:
         step: returns how the latest logits came about.
-        reader: of log-probabilities.
-        tolerance: lets proposed tokens stay.
         kwargs: of mlx-lm's stream_generate. The prompt that a KV cache in gears reads ends with the first token.
     """
     gears = gears_of(kwargs.get("prompt_cache"))
@@ -438,7 +436,6 @@ def geared_responses(
 
     Args:
         monitor: of the rolling entropy that responses show, and that the gate judges.
-        controller: caps the gears.
         gear: that the gate begins in.
     """
     before: Gear | None = None

@@ -1,6 +1,10 @@
-"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears."""
+"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears.
 
-from collections.abc import Mapping, Sequence
+And the summary of a run: what adds up over its responses, with what the gearbox and the mode know of it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,22 +13,29 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
+from mlx_lm.utils import get_total_parameters
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
+from ..gears.activations import model_dtype, stored_dtype
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
 from ..gears.ladder import check_kv_gears
 from ..gears.saved import saved_gears
+from ..gears.streaming import Stream
 from ..kernels.device import check_device
+from ..ranks.agreement import agreement_of
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
-from .batches import check_one_process
+from ..routing.pair import NAMES, parameter_ratio
+from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
+from .draft_plans import seconds_of_ways
 from .governor import Governor
 from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
-from .modes import default_mode, mode_class
+from .modes import mode_class
+from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
-from .summary import Responses
 
 NO_LOGPROBS = mx.zeros(0)
 SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
@@ -42,7 +53,7 @@ def stream_generate(
     kv_gears: str | Sequence[int] | None = None,
     kv_gear: int | None = None,
     **kwargs: Any,
-) -> Responses:
+) -> "Responses":
     """Generate text while the gearbox changes the precision of the weights.
 
     Several texts may be begun with one gearbox, in several threads as well: they take turns, and each keeps its gears.
@@ -109,7 +120,9 @@ def choose_mode(
     governed: bool = False,
     draft_model: bool = False,
 ) -> Mode:
-    """The mode that is named; without a name what `default_mode` says.
+    """The mode that is named; without a name lossless, or what an observer or a controller can have.
+
+    The top gear writes by itself where it has a draft model of mlx-lm's, or is to be mlx-lm bit for bit.
 
     Args:
         governed: a controller caps the gears.
@@ -124,7 +137,13 @@ def choose_mode(
         box, saved = gearbox or attached(model), saved_gears(model)
         observed = isinstance(box, Observer) or (box is None and without_gears(model))
         ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
-        mode = default_mode(observed, governed, draft_model or (ladder is not None and ladder[0].dense))
+        alone = draft_model or (ladder is not None and ladder[0].dense)
+        if observed:
+            mode = "telemetry-only"
+        elif governed:
+            mode = "route"
+        else:
+            mode = "static" if alone else "lossless"
     return mode_class(mode)()
 
 
@@ -186,7 +205,8 @@ def batch_generator(
     chosen = choose_mode(model, gearbox, mode)
     with making:
         box = chosen.gearbox_for(model, gearbox)
-    check_one_process(model)
+    if agreement_of(model).group is not None:  # nothing makes the batches of ranks alike
+        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
     if box is not None:
         check_device(box.device)
     return chosen.batch_generator(model, tokenizer, gearbox=box, policy=policy, **kwargs)
@@ -314,3 +334,166 @@ def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | No
     if all(callable(each) for each in processors):
         return [list(processors)] * texts
     return [[each] if callable(each) else each for each in processors]
+
+
+@dataclass
+class RunSpeed:
+    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, last: GearResponse | None) -> None:
+        """Take the last response of a run, or None of one that had none."""
+        if last is not None:
+            self.prompt_tokens += last.prompt_tokens
+            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
+            self.tokens += last.generation_tokens
+            self.seconds += last.generation_tokens / last.generation_tps
+
+    def summary(self) -> dict[str, Any]:
+        """Its fields of a summary."""
+        return {
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_per_second": self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0,
+        }
+
+
+@dataclass(eq=False)
+class Responses(Iterator[GearResponse]):
+    """The responses of a text as they come, and the summary of the run so far.
+
+    Each is computed while no other text uses the gearbox. Between two of them it is free.
+
+    Args:
+        responses: of `model` in a mode.
+        gearbox: None for a pair, whose large model is `model`.
+        draft_model: mlx-lm's, if one drafts.
+    """
+
+    responses: Iterator[GearResponse] = field(repr=False)
+    model: nn.Module = field(repr=False)
+    mode: Mode
+    gearbox: Gearbox | Observer | None = field(repr=False)
+    controller: Governor | None = None
+    draft_model: nn.Module | None = field(default=None, repr=False)
+    last: GearResponse | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._turn = contextlib.nullcontext() if self.gearbox is None else turn(self.gearbox)
+        self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
+
+    def __next__(self) -> GearResponse:
+        with self._turn:
+            self.last = next(self.responses)
+        self.tally.add(self.last)
+        return self.last
+
+    def close(self) -> None:
+        """End the text."""
+        if hasattr(self.responses, "close"):
+            self.responses.close()
+
+    def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
+        """The run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
+
+        Args:
+            model: its name; without one, the type of its class in mlx-lm.
+            beside: the name of the small model or of mlx-lm's draft model.
+        """
+        name, speed = model or type_of(self.model), RunSpeed()
+        speed.add(self.last)
+        if isinstance(self.mode, Pair):
+            return summary_of_pair(name, beside, self.model, self.mode, self.tally, speed)
+        assert self.gearbox is not None
+        result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
+        if self.draft_model is not None:  # one pass for each token that it drafted
+            passes = self.tally.drafted
+            read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
+            result["draft_model"] = {"name": beside or type_of(self.draft_model), **read}
+        return result
+
+
+def type_of(model: nn.Module) -> str:
+    """A model's type, such as "llama"."""
+    return str(getattr(model, "model_type", type(model).__name__))
+
+
+def summary_of(
+    name: str,
+    gearbox: Gearbox | Observer,
+    mode: Mode,
+    tally: Tally,
+    speed: RunSpeed,
+    controller: Governor | None = None,
+) -> dict[str, Any]:
+    """The summary of one run. With a controller, gears had fewer bits at times than by name."""
+    further: dict[str, Any] = {}
+    if controller is not None:
+        further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
+    stream = getattr(gearbox, "residency", None)
+    if isinstance(stream, Stream):
+        further["streaming"] = stream.summary(tally.tokens)
+    further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
+    reasons: dict[str, int] = {}
+    for reason in gearbox.unmanaged.values():
+        reasons[reason] = reasons.get(reason, 0) + 1
+    return summarize(
+        tally,
+        model=name,
+        mode=mode.name,
+        of_mode=mode.summary(tally),
+        ladder=gearbox.ladder_report(),
+        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
+        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        original_bytes=gearbox.original_bytes_per_token(),
+        **speed.summary(),
+        shift_seconds=gearbox.shift_seconds,
+        making_seconds=gearbox.making_seconds,
+        peak_memory_bytes=mx.get_peak_memory(),
+        active_memory_bytes=gearbox.active_memory,
+        managed_layers=len(gearbox.layers),
+        unmanaged_layers=len(gearbox.unmanaged),
+        unmanaged_reasons=reasons,
+        compute_dtype=dtype_name(gearbox.compute_dtype),
+        storage_dtype=dtype_name(gearbox.storage[""]),
+        **further,
+    )
+
+
+def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
+    """Numbers of parameters; quantized ones count as the weights that they stand for."""
+    small, large = (int(get_total_parameters(model)) for model in models)
+    return small, large
+
+
+def summary_of_pair(
+    name: str, small_name: str | None, large: nn.Module, mode: Pair, tally: Tally, speed: RunSpeed
+) -> dict[str, Any]:
+    """The summary of one run of two models that took turns."""
+    models = mode.small_model, large
+    counts = parameters_of(models)
+    read, parameters = dict(zip(NAMES, map(bytes_read, models))), dict(zip(NAMES, counts))
+    bits = {each: 8 * read[each] / parameters[each] for each in NAMES}
+    return summarize(
+        tally,
+        model=name,
+        small_model=small_name or type_of(mode.small_model),
+        mode=mode.name,
+        ladder=[{"name": each, "bits": bits[each], "bytes_per_weight": bits[each] / 8} for each in NAMES],
+        bits_per_weight=bits,
+        weight_bytes=read,
+        of_mode=mode.summary(tally),
+        parameters=parameters,
+        parameter_ratio=parameter_ratio(tally.mean(tally.gear_tokens["large"]), counts),
+        threshold_bits=mode.threshold,
+        window=mode.window,
+        min_gear_duration=mode.min_gear_duration,
+        **speed.summary(),
+        peak_memory_bytes=mx.get_peak_memory(),
+        compute_dtype=dtype_name(model_dtype(large)),
+        storage_dtype=dtype_name(stored_dtype(large)),
+    )

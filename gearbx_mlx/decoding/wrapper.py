@@ -26,11 +26,8 @@ OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("
 class ModelWrapper(nn.Module):
     """A model that decides for itself which gear computes what; everything else is the model's own.
 
-    Parameters, layers, `args`, `make_cache` and all other attributes are those of the model, under the same names, and
-    changes to them are changes to the model.
-
-    Args:
-        gearbox: of the model.
+    Parameters, layers, `args`, `make_cache` and all other attributes are those of the gearbox's model, under the same
+    names, and changes to them are changes to the model.
     """
 
     def __init__(self, gearbox: Gearbox):
@@ -84,8 +81,6 @@ def stream_wrapped(
 
     Args:
         monitor: of the rolling entropy that responses show.
-        controller: caps the gears.
-        tolerance: lets proposed tokens stay.
         kwargs: of mlx-lm's stream_generate.
     """
     source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, tolerance, **kwargs)

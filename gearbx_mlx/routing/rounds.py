@@ -29,8 +29,8 @@ import copy
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,7 @@ from .acceptance import (
     MOST_ROWS,
     DraftRule,
     FixedLength,
+    Recorded,
     pool_adjacent_violators,
     replay_drafts,
 )
@@ -143,8 +144,7 @@ class LatestTimes:
         """The lower median of the last few alone."""
         return statistics.median_low([*self._values][-FEW:])
 
-    @property
-    def count(self) -> int:
+    def __len__(self) -> int:
         return len(self._values)
 
 
@@ -174,14 +174,14 @@ class LearnedCosts(Costs):
         self._draft = LatestTimes()
         self._usual: float | None = None  # seconds of the first drafted token that counts: the machine at speed 1
         self._slowness = self._now = 1.0  # times as long as then: over the latest drafts, and in this moment
-        self._rows: dict[int, LatestTimes] = {}
+        self._rows: defaultdict[int, LatestTimes] = defaultdict(LatestTimes)
         self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
             if seconds[0]:
                 self._usual = seconds[0]
                 self._draft.known(seconds[0])
             for rows, value in seconds[1].items():
-                self._of(rows).known(value)
+                self._rows[rows].known(value)
             self._update()
 
     @property
@@ -196,7 +196,7 @@ class LearnedCosts(Costs):
         return self.draft(), {rows: self.verification(rows) for rows in range(1, MOST_ROWS + 1)}
 
     def wants_verification(self, rows: int) -> bool:
-        return self._of(rows).wanted()
+        return self._rows[rows].wanted()
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
         if not self._draft.begun():
@@ -206,14 +206,11 @@ class LearnedCosts(Costs):
         self._slowness, self._now = self.draft() / self._usual, self._draft.latest / self._usual
 
     def add_verification(self, rows: int, seconds: float) -> None:
-        self._of(rows).add(seconds / self._now)
+        self._rows[rows].add(seconds / self._now)
         self._update()
 
-    def _of(self, rows: int) -> LatestTimes:
-        return self._rows.setdefault(rows, LatestTimes())
-
     def _update(self) -> None:
-        known = [(rows, -times.value, times.count) for rows, times in sorted(self._rows.items()) if times.value]
+        known = [(rows, -times.value, len(times)) for rows, times in sorted(self._rows.items()) if times.value]
         if known:
             rows, falling, weights = zip(*known)
             seconds = [-value for value in pool_adjacent_violators(falling, weights)]
@@ -410,11 +407,7 @@ def joint_rule(rule: DraftRule) -> JointRule:
     return rule if isinstance(rule, CostRule | EachRule) else EachRule(rule)
 
 
-def predicted_cost(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    agreement: Callable[[float], float],
-    costs: Costs,
-) -> float:
+def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
     """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
     done = replay_drafts(sequences, CostRule(agreement, costs))
     verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
