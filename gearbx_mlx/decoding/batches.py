@@ -131,24 +131,16 @@ class RowSampler:
 
     def __init__(self, gearbox: Gearbox | Observer):
         self.gearbox, self.reader = gearbox, reader_of(gearbox)
-        self._sequences: Sequence[BatchText] = ()
-
-    @contextmanager
-    def of(self, sequences: Sequence[BatchText]) -> Iterator[None]:
-        """Inside, the rows of a pass belong to these sequences, in their order."""
-        before, self._sequences = self._sequences, sequences
-        try:
-            yield
-        finally:
-            self._sequences = before
+        self.texts: Sequence[BatchText] = ()
+        """The sequences that the rows of a pass belong to, in their order."""
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
         seen = SeenPass(step, entropies, len(logprobs))
-        for row, each in enumerate(self._sequences):
+        for row, each in enumerate(self.texts):
             each.rows.append(SeenRow(seen, row, each.wish))
-        sampled = sampled_rows([each.chooser for each in self._sequences], logprobs)
+        sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
         return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
 
 
@@ -263,8 +255,11 @@ class BatchGenerator(StagedGenerator):
         texts = [self.sequences[uid] for uid in uids]
         if texts:
             self.gearbox.shift(gear(texts))
-        with self._rows.of(texts):
+        before, self._rows.texts = self._rows.texts, texts
+        try:
             yield
+        finally:
+            self._rows.texts = before
 
     def _writing(self, uids: Sequence[int]) -> AbstractContextManager[None]:
         """A pass of all texts, in the gear of the policy."""
