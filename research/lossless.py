@@ -29,7 +29,7 @@ from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sa
 from gearbx_mlx.cli.bases import draft_with
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
 from gearbx_mlx.formats import get_format

@@ -15,7 +15,7 @@ from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlan
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches, joint_rule
 

@@ -1,7 +1,7 @@
 """The engine of mode lossless: what may follow texts is proposed for all of them together, and verified in one pass.
 
 A text alone is one text, and a batch several; so both have one engine. A text alone runs in mlx-lm's loop, which
-samples one token after the other (lossless_model.py); a batch gives out what each text accepts (lossless_batch.py).
+samples one token after the other (lossless.py); a batch gives out what each text accepts (lossless_batch.py).
 
 Where the last tokens of a text occurred before, the text itself may propose what follows (routing/lookup.py). Else the
 low gear drafts. Neither KV cache nor random numbers keep a trace of a draft. A token is drafted with the random numbers
