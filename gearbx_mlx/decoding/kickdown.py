@@ -20,7 +20,8 @@ from .caches import Snapshot
 from .governor import Governor
 from .mode import Mode, gear_of_prompt, refuse_draft_model
 from .response import GearResponse, Step
-from .wrapper import ModelWrapper, stream_wrapped
+from .sampling import geared_responses, sampled
+from .wrapper import ModelWrapper
 
 RecomputeRule = Callable[[float, int, int], bool]
 """Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
@@ -125,8 +126,8 @@ class Kickdown(Mode):
         share = not kwargs.get("logits_processors")
         prefill, _ = self.gears_of_text(gearbox)
         geared = GearedModel(gearbox, self.thresholds, rule=self.rule, prefill=prefill, share_entropy=share)
-        monitor = Monitor(vocabulary(model), self.window)
-        return stream_wrapped(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
+        source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, **kwargs)
+        return geared_responses(source, gearbox, Monitor(vocabulary(model), self.window), controller)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {"recomputed": tally.recomputed}

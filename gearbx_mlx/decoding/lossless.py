@@ -42,8 +42,8 @@ from .lossless_batch import LosslessGenerator
 from .mode import encoded, refuse_draft_model, vocabulary_of
 from .response import GearResponse, Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
-from .sampling import Chooser
-from .wrapper import ModelWrapper, stream_wrapped
+from .sampling import Chooser, geared_responses, sampled
+from .wrapper import ModelWrapper
 
 
 @dataclass
@@ -358,10 +358,9 @@ class Lossless(SharedMode):
             max_tokens=kwargs.get("max_tokens", -1),
             draft_ahead=agreement.numbers([ahead])[0],
         )
-        monitor = Monitor(vocabulary_of(gearbox), self.window)
         tolerance = plans.tolerance_for(kwargs.get("sampler"))
-        responses = stream_wrapped(wrapped, tokenizer, prompt, monitor=monitor, tolerance=tolerance, **kwargs)
-        return keeping(plans, responses)
+        source = sampled(wrapped, tokenizer, prompt, lambda: wrapped.step, wrapped.reader, tolerance, **kwargs)
+        return keeping(plans, geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window)))
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any

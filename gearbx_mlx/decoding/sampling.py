@@ -72,11 +72,21 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
 
 
 class LogitsReader:
-    """What is read off logits and log-probabilities (..., V), by MLX's operations."""
+    """What is read off logits and log-probabilities (..., V): by MLX's operations, or natively in a tenth of the time.
 
-    entropy: Entropy = staticmethod(entropy_bits)
+    Args:
+        kernels: native CPU kernels.
+    """
+
     logsumexp: LogSumExp | None = None
     """In the place of MLX's, which takes a CPU half a millisecond over a vocabulary of 49,152."""
+
+    def __init__(self, kernels: ModuleType | None = None):
+        self.entropy: Entropy = entropy_bits if kernels is None else kernels.entropy_bits
+        self._extremes = None
+        if kernels is not None:
+            self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
+            self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
 
     def normalized(self, logits: mx.array) -> mx.array:
         """Log-probabilities of the same shape (..., V)."""
@@ -85,7 +95,8 @@ class LogitsReader:
 
     def noise(self, logits: mx.array) -> mx.array:
         """How much rounding may move each row of logits (..., V): (...)."""
-        return NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max(axis=-1)
+        largest = mx.abs(logits).max(axis=-1) if self._extremes is None else self._extremes(logits)[..., 2]
+        return NOISE * mx.finfo(logits.dtype).eps * largest
 
     def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
         """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
@@ -93,37 +104,23 @@ class LogitsReader:
         Args:
             noise: (...), of the logits; the largest of the positions that were computed together.
         """
+        if self._extremes is not None:
+            best = self._extremes(logprobs)
+            return best[..., 0] - best[..., 1] <= noise
         if logprobs.shape[-1] == 1:
             return mx.zeros(logprobs.shape[:-1], mx.bool_)
         best = mx.topk(logprobs, 2, axis=-1)
         return mx.abs(best[..., 0] - best[..., 1]) <= noise
 
 
-class NativeLogitsReader(LogitsReader):
-    """The same by native CPU kernels, in a tenth of the time."""
-
-    def __init__(self, kernels: ModuleType):
-        self.entropy = kernels.entropy_bits
-        self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
-        self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
-
-    def noise(self, logits: mx.array) -> mx.array:
-        return NOISE * mx.finfo(logits.dtype).eps * self._extremes(logits)[..., 2]
-
-    def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
-        best = self._extremes(logprobs)
-        return best[..., 0] - best[..., 1] <= noise
-
-
-MLX_READER = LogitsReader()
-native_reader = functools.cache(NativeLogitsReader)  # one for all models: mlx-lm's loops are copied for each
+readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each
+MLX_READER = readers(None)
 
 
 def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
     """Native where the gearbox uses native kernels; without a gearbox, where `kernels="auto"` would be."""
     choice = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
-    kernels = cpu_kernels(1) if choice.native else None
-    return MLX_READER if kernels is None else native_reader(kernels)
+    return readers(cpu_kernels(1) if choice.native else None)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@
 prompt.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +14,8 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
-from ..routing.gates import Monitor
-from .governor import Governor
-from .response import GearResponse, Step
-from .sampling import Tolerance, geared_responses, reader_of, sampled
+from .response import Step
+from .sampling import reader_of
 
 OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
@@ -65,26 +62,6 @@ class ModelWrapper(nn.Module):
         if name == "gearbox":  # of a copy that is still empty
             raise AttributeError(name)
         return getattr(self.gearbox.model, name)
-
-
-def stream_wrapped(
-    model: ModelWrapper,
-    tokenizer: Any,
-    prompt: Any,
-    *,
-    monitor: Monitor,
-    controller: Governor | None = None,
-    tolerance: Tolerance | None = None,
-    **kwargs: Any,
-) -> Iterator[GearResponse]:
-    """Generate with a model that changes gear by itself.
-
-    Args:
-        monitor: of the rolling entropy that responses show.
-        kwargs: of mlx-lm's stream_generate.
-    """
-    source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, tolerance, **kwargs)
-    return geared_responses(source, model.gearbox, monitor, controller)
 
 
 class TextModel(nn.Module):
