@@ -47,7 +47,7 @@ from ..routing.lookup import Lookup
 from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
 from .draft_plans import DraftPlan
-from .response import DRAFT, LOOKUP, Proposed, Step
+from .response import DRAFT, LOOKUP, Step
 from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
 
 Following = Callable[[int, int], tuple[int, float]]
@@ -285,11 +285,11 @@ class Drafter:
         counted["looked_up"] = len(writer.tokens) - len(writer.entropies)
         for place, token in enumerate([*writer.tokens, None]):
             passes = tuple(0 if place else ran.get(gear, 0) for gear in gearbox.ladder)
-            proposed = None if token is None else Proposed(token, self.gear, writer.source)
             of_round: dict[str, Any] = (
                 {} if place else {"entropies": (*writer.entropies,), "weight_bytes": read, **counted}
             )
-            yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
+            of_round |= {"proposed": token, "proposer": writer.source, "drafts": self.gear}
+            yield Step(gearbox.ladder.top, passes=passes, noise=noise, **of_round)
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:

@@ -14,32 +14,22 @@ MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: th
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """A token that is proposed for the top gear to verify: by a gear that drafts, or by the text itself.
-
-    gear: that drafts. source: DRAFT or LOOKUP.
-    """
-
-    token: int
-    gear: Gear
-    source: str = DRAFT
-
-
-@dataclass(frozen=True)
 class Step:
     """How the logits of one token came about.
 
-    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. proposed: for this
-    token, if it was. noise: how much rounding may move a logit, where several positions were computed in one pass.
-    source: of the token, once it is known. entropy: of the distribution that is sampled, bits, where the model has
-    computed it already. All others: as in `Seen`, of this step.
+    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. proposed: a token
+    for the top gear to verify, by a `proposer`, DRAFT in the gear `drafts` or LOOKUP. noise: how much rounding may move
+    a logit, where several positions were computed in one pass. source: of the token, once it is known. entropy: of the
+    distribution that is sampled, bits, where the model has computed it already. All others: as in `Seen`, of this step.
     """
 
     gear: Gear
     entropies: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
-    proposed: Proposed | None = None
+    proposed: int | None = None
+    proposer: str = DRAFT
+    drafts: Gear | None = None
     drafted: int = 0
     noise: mx.array | None = None
     source: str = MODEL
@@ -51,10 +41,10 @@ class Step:
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
-        if self.proposed is None or self.proposed.token != token:
+        if self.proposed != token:
             return self
-        gear = self.proposed.gear if self.proposed.source == DRAFT else self.gear
-        return replace(self, gear=gear, source=self.proposed.source)
+        gear = self.drafts if self.drafts is not None and self.proposer == DRAFT else self.gear
+        return replace(self, gear=gear, source=self.proposer)
 
 
 @dataclass(frozen=True)

@@ -322,28 +322,24 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     Args:
         prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.
     """
-    if gearbox not in _found:
-        before = gearbox.gear
-        gearbox.shift(gearbox.ladder.top)
-        try:
-            _found[gearbox] = find(gearbox, tokenizer, prompt)
-        finally:
-            gearbox.shift(before)
-    return _found[gearbox]
-
-
-def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> AutoThresholds:
-    model, gears = gearbox.model, len(gearbox.ladder)
+    if gearbox in _found:
+        return _found[gearbox]
+    model, gears, size, before = gearbox.model, len(gearbox.ladder), vocabulary_of(gearbox), gearbox.gear
     tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
-    entropies = list(prompt_entropies(model, tokens, vocabulary_of(gearbox)))
-    if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
-        thresholds, source = percentile_thresholds(entropies, gears, vocabulary_of(gearbox)), "the prompt"
-    else:
-        entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
-        thresholds, source = median_thresholds(entropies, gears), "three short prompts"
-    # Those of rank 0: machines of different kinds round differently.
-    (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
-    return AutoThresholds(tuple(map(float, np.array(shared))), len(entropies), source)
+    gearbox.shift(gearbox.ladder.top)
+    try:
+        entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+        if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
+            thresholds = percentile_thresholds(entropies, gears, size)
+        else:
+            entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
+            thresholds, source = median_thresholds(entropies, gears), "three short prompts"
+        # Those of rank 0: machines of different kinds round differently.
+        (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
+    finally:
+        gearbox.shift(before)
+    _found[gearbox] = AutoThresholds(tuple(map(float, np.array(shared))), len(entropies), source)
+    return _found[gearbox]
 
 
 def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> Iterator[float]:

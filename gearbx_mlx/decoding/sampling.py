@@ -6,6 +6,7 @@ random numbers of a text's own, whatever other texts draw meanwhile.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -341,7 +342,9 @@ def has_nan(logprobs: mx.array, entropy: float) -> bool:
 
 def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     """The error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
-    for path, array in every_parameter(model):
+    # Of format exact the weights count that a layer unpacks.
+    exact = ((f"{path}.weight", m.dense_weight()) for path, m in model.named_modules() if isinstance(m, ExactModule))
+    for path, array in itertools.chain(tree_flatten(model.parameters()), exact):
         if not is_finite(array):
             layer, _, name = path.rpartition(".")
             why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
@@ -354,14 +357,6 @@ def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     return GearbxError(
         f"the logits are not finite (NaN) in {where} and {dtype_name(dtype)}, and all weights are; {remedy}"
     )
-
-
-def every_parameter(model: nn.Module) -> Iterator[tuple[str, mx.array]]:
-    """Path to array of all parameters, and of weights that a layer of format exact unpacks."""
-    yield from tree_flatten(model.parameters())
-    for path, module in model.named_modules():
-        if isinstance(module, ExactModule):
-            yield f"{path}.weight", module.dense_weight()
 
 
 def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
@@ -409,7 +404,7 @@ def sampled(
             mx.async_eval(near_tie)
         token, given_up = sampler(logprobs), None
         if tolerance is not None and latest.proposed is not None:
-            proposed = mx.array([latest.proposed.token], token.dtype)
+            proposed = mx.array([latest.proposed], token.dtype)
             token, given_up = tolerance.kept(logprobs, token, proposed)
             mx.async_eval(given_up)
         token, entropy = agreement.arrays(token, entropy)
