@@ -244,37 +244,27 @@ class DraftPlans:
         return Tolerance(self.tolerance, sampler in (None, greedy_sampler)) if self.tolerance else None
 
     def of(self, texts: int = 1) -> DraftPlan:
-        """For so many texts."""
-        streams = isinstance(self.gearbox.residency, Stream)
-        learns = self.unit == TIME and isinstance(self.rule, ProductRule) and not streams
-        plans, make = (self._learned.plans, self._learning) if learns else (self._of_bytes, self._in_bytes)
+        """For so many texts. With costs in time it knows the times of one text, and learns from there."""
+        learns = self.unit == TIME and isinstance(self.rule, ProductRule)
+        learns = learns and not isinstance(self.gearbox.residency, Stream)
+        plans = self._learned.plans if learns else self._of_bytes
         if texts not in plans:
-            plans[texts] = make(texts)
+            learning = Learning(self, texts) if learns else None
+            costs = bytes_of_passes(self.gearbox, self.draft, texts) if learning is None else learning.costs
+            rule = joint_rule(self.rule)
+            if isinstance(self.rule, ProductRule | CostRule) and (learns or texts > 1):
+                rule = CostRule(self.rule.agreement, costs)
+            most = self.most_looked_up // texts  # all texts together may propose as many as one
+            drafts = self.draft != self.gearbox.ladder.top
+            rounds = Rounds(costs, most, texts, self.agreement, drafts)
+            plans[texts] = DraftPlan(rule, rounds, learning.stretches if learning else OneStretch(), learning)
         return plans[texts]
-
-    def _learning(self, texts: int) -> DraftPlan:
-        """A plan with costs in time that knows the times of one text, and learns from there."""
-        assert isinstance(self.rule, ProductRule)
-        learning = Learning(self, texts)
-        rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
-        return DraftPlan(rule, rounds, learning.stretches, learning)
 
     def keep(self) -> None:
         """Keep what was learned, for the next start."""
         for plan in self._learned.plans.values():
             if plan.learning is not None:
                 plan.learning.keep()
-
-    def _in_bytes(self, texts: int) -> DraftPlan:
-        costs = bytes_of_passes(self.gearbox, self.draft, texts)
-        rule = joint_rule(self.rule)
-        if texts > 1 and isinstance(self.rule, ProductRule | CostRule):
-            rule = CostRule(self.rule.agreement, costs)
-        return DraftPlan(rule, self._rounds(costs, texts))
-
-    def _rounds(self, costs: Costs, texts: int) -> Rounds:
-        most = self.most_looked_up // texts  # all texts together may propose as many as one
-        return Rounds(costs, most, texts, self.agreement, drafts=self.draft != self.gearbox.ladder.top)
 
 
 def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
