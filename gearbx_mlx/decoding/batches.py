@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, partial
 from numbers import Integral
 from typing import Any
 
@@ -42,26 +42,18 @@ SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_s
 SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
 
 
-class SeenPass:
-    """One pass over rows. step: how it came about; entropies: (B,), bits; texts: that shared it."""
-
-    def __init__(self, step: Step, entropies: mx.array | np.ndarray, texts: int):
-        self.step, self._entropies, self.texts = step, entropies, texts
-
-    @cached_property
-    def entropies(self) -> np.ndarray:
-        """(B,), in bits; waits until they are computed."""
-        return np.array(self._entropies).reshape(-1)
-
-
 @dataclass(frozen=True)
 class SeenRow:
     """One row of a pass, and the gear that its sequence wanted then.
 
-    near_tie: rounding may have decided its token. given_up: nats, where a draft stands for the top gear's choice.
+    step: how the pass came about. texts: that shared it. entropies: reads those of the pass, bits; it waits until they
+    are computed. near_tie: rounding may have decided the row's token. given_up: nats, where a draft stands for the top
+    gear's choice.
     """
 
-    seen: SeenPass
+    step: Step
+    texts: int
+    entropies: Callable[[], np.ndarray]
     row: int
     wish: Gear
     near_tie: bool = False
@@ -69,7 +61,7 @@ class SeenRow:
 
     @property
     def entropy(self) -> float:
-        return float(self.seen.entropies[self.row])
+        return float(self.entropies()[self.row])
 
 
 @dataclass
@@ -137,9 +129,9 @@ class RowSampler:
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
         step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
-        seen = SeenPass(step, entropies, len(logprobs))
+        read = cache(lambda: np.array(entropies).reshape(-1))
         for row, each in enumerate(self.texts):
-            each.rows.append(SeenRow(seen, row, each.wish))
+            each.rows.append(SeenRow(step, len(logprobs), read, row, each.wish))
         sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
         return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
 
@@ -165,10 +157,10 @@ class BatchGenerator(StagedGenerator):
         **settings: Any,
     ):
         check_settings(settings)
-        cache = make_prompt_cache(model)
-        check_mergeable(cache)
+        empty = make_prompt_cache(model)
+        check_mergeable(empty)
         # Recurrent layers, which have a state in place of keys and values.
-        self._has_states = any(isinstance(part, ArraysCache) for part in parts(cache))
+        self._has_states = any(isinstance(part, ArraysCache) for part in parts(empty))
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
         self._sampler = sampler
@@ -285,7 +277,7 @@ class BatchGenerator(StagedGenerator):
             each.wish = self.gearbox.ladder[each.gate.update(reading)]
             forecasts.append(each.gate.peek(reading.forecast))
             responses.append(self._response(token, each, seen, reading))
-            each.before = seen.seen.step.gear
+            each.before = seen.step.gear
             if responses[-1].error is not None:
                 failed.add(token.uid)
             if token.finish_reason is not None:
@@ -298,7 +290,7 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
-        step, together, error = seen.seen.step, seen.seen.texts, None
+        step, together, error = seen.step, seen.texts, None
         try:
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:

@@ -24,7 +24,7 @@ from ..compat.caches import drop_rows
 from ..errors import GearbxWarning, one_line
 from ..routing.gates import highest
 from ..routing.lookup import Lookup
-from .batches import BatchGenerator, BatchText, RowSampler, SeenPass, SeenRow, SharedMode
+from .batches import BatchGenerator, BatchText, RowSampler, SeenRow, SharedMode
 from .caches import Cache, Snapshot, parts
 from .draft_plans import DraftPlan, DraftPlans
 from .drafting import Accepted, Drafter, Proposals, Writer, accept
@@ -170,9 +170,9 @@ class LosslessTokens(GearedTokens):
         """Note how each accepted token of a sequence came about."""
         text, steps = self.sequences[self.uids[row]], self._drafter.steps_of(proposals, row)
         for place, (token, step) in enumerate(zip(accepted.tokens, steps)):
-            seen = SeenPass(step.with_token(token), accepted.entropies[place : place + 1], len(self))
-            given_up = float(accepted.given_up[place])
-            text.rows.append(SeenRow(seen, 0, text.wish, bool(accepted.near_ties[place]), given_up))
+            near_tie, given_up = bool(accepted.near_ties[place]), float(accepted.given_up[place])
+            read = step.with_token(token), len(self), lambda: accepted.entropies
+            text.rows.append(SeenRow(*read, place, text.wish, near_tie, given_up))
 
 
 def is_alone(cache: Cache) -> bool:

@@ -105,19 +105,21 @@ class Rows:
         except BaseException:
             self._before.restore()
             raise
-        self._plain = PlainEntries(cache) if all(type(part) is KVCache for part in cache) else None
-        self._after = [] if self._plain else [PartState.of(part.part) for part in self._before.parts]
+        # Caches of mlx-lm's simplest class, which most models have, are asked at each token: no states are kept.
+        plain = all(type(part) is KVCache for part in cache)
+        self._ends = [(part, part.keys, part.offset) for part in cache] if plain else []
+        self._after = [] if plain else [PartState.of(part.part) for part in self._before.parts]
         if self._outputs is None:
             del self._before  # else old windows stay in memory
         self.show(1)
 
     def show(self, rows: int) -> None:
         """Put the cache as it was after the first `rows` tokens, 1 to K."""
-        self.rows = rows
-        if self._plain is not None:
-            self._plain.show(self.count - rows)
+        self.rows, dropped = rows, self.count - rows
+        for part, _, end in self._ends:
+            part.offset = end - dropped
         for after in self._after:
-            self._show(after, self.count - rows)
+            self._show(after, dropped)
         self._shown = [attributes(after.part) for after in self._after]
 
     def _show(self, after: PartState, dropped: int) -> None:
@@ -133,9 +135,11 @@ class Rows:
 
     def untouched(self) -> bool:
         """Whether the cache is as it was shown, so that the next row may be shown too."""
-        if self._plain is not None:
-            return self._plain.are_as_shown()
-        return all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
+        dropped = self.count - self.rows
+        return all(
+            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
+            for part, keys, end in self._ends
+        ) and all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
 
     def _settle(self) -> None:
         """Compute the states after the rows that are shown."""
@@ -153,32 +157,6 @@ class Rows:
             if not loses_entries(after.kind):
                 settled(after.part, after.kind)
                 vars(after.part).update(vars(part))
-
-
-class PlainEntries:
-    """What a pass has left in caches of mlx-lm's simplest class, which most models have: they are asked at each token.
-
-    Args:
-        parts: of all layers.
-    """
-
-    def __init__(self, parts: Sequence[KVCache]):
-        self._ends = [(part, part.keys, part.offset) for part in parts]
-        self._dropped = 0
-
-    def show(self, dropped: int) -> None:
-        """Put the caches as they were so many entries before the end."""
-        self._dropped = dropped
-        for part, _, end in self._ends:
-            part.offset = end - dropped
-
-    def are_as_shown(self) -> bool:
-        """Whether no entries were added or dropped since."""
-        dropped = self._dropped
-        return all(
-            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
-            for part, keys, end in self._ends
-        )
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:

@@ -4,6 +4,7 @@ And the summary of a run: what adds up over its responses, with what the gearbox
 """
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -438,9 +439,6 @@ def summary_of(
     if isinstance(stream, Stream):
         further["streaming"] = stream.summary(tally.tokens)
     further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
-    reasons: dict[str, int] = {}
-    for reason in gearbox.unmanaged.values():
-        reasons[reason] = reasons.get(reason, 0) + 1
     return summarize(
         tally,
         model=name,
@@ -457,7 +455,7 @@ def summary_of(
         active_memory_bytes=gearbox.active_memory,
         managed_layers=len(gearbox.layers),
         unmanaged_layers=len(gearbox.unmanaged),
-        unmanaged_reasons=reasons,
+        unmanaged_reasons=dict(Counter(gearbox.unmanaged.values())),
         compute_dtype=dtype_name(gearbox.compute_dtype),
         storage_dtype=dtype_name(gearbox.storage[""]),
         **further,

@@ -65,11 +65,11 @@ class Monitor:
             raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
         self.ceiling = catastrophe_share * math.log2(vocab_size)
         self._window: deque[float] = deque(maxlen=window)
-        self._previous = 0.0  # apart from the window, which may have room for one value only
+        self.reset()
 
     def reset(self) -> None:
         self._window.clear()
-        self._previous = 0.0
+        self._previous = 0.0  # apart from the window, which may have room for one value only
 
     def update(self, value: float) -> Reading:
         """Take the next token's entropy (bits). Returns the new state."""
