@@ -69,21 +69,6 @@ def machine_of(gearbox: Gearbox) -> str:
     return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"
 
 
-def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tuple[float, float, list[float]]:
-    """Seconds of a token alone, of a drafted one, and of verifications of 1, 2, ... 16: medians of trials in turn.
-
-    Alone, the top gear writes in mlx-lm's own loop, which runs ahead.
-
-    Args:
-        top, draft: the gears that verify and draft; `top` is engaged afterwards.
-        context: tokens in the KV cache before the pass.
-    """
-    passes = TimedPasses(gearbox, top, draft, context)
-    verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
-    alone, step, *rows = map(statistics.median_low, passes.seconds([passes.alone, passes.drafted, *verified], TRIALS))
-    return alone, step, rows
-
-
 def few_pass_times(gearbox: Gearbox, draft: Gear) -> PassTimes | None:
     """Seconds of a drafted token, and of verifications of a few rows, in few trials, since a text waits for them.
 
@@ -372,7 +357,17 @@ def draft_files(
 def draft_times(
     gearbox: Gearbox, top: Gear, draft: Gear, context: int, sequences: Recorded, curve: AcceptanceCurve
 ) -> DraftTimes:
-    """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
-    alone, token, verifications = measure_times(gearbox, top, draft, context)
-    predicted = predicted_cost(sequences, curve, LearnedCosts((token, dict(enumerate(verifications, 1)))))
-    return DraftTimes(machine_of(gearbox), context, alone, token, verifications, predicted)
+    """What passes take, measured now, and what a token of the recorded texts takes with them.
+
+    Seconds are medians of trials in turn. Alone, the top gear writes in mlx-lm's own loop, which runs ahead.
+
+    Args:
+        top, draft: the gears that verify and draft; `top` is engaged afterwards.
+        context: tokens in the KV cache before the pass.
+    """
+    passes = TimedPasses(gearbox, top, draft, context)
+    verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+    seconds = passes.seconds([passes.alone, passes.drafted, *verified], TRIALS)
+    alone, token, *rows = map(statistics.median_low, seconds)
+    predicted = predicted_cost(sequences, curve, LearnedCosts((token, dict(enumerate(rows, 1)))))
+    return DraftTimes(machine_of(gearbox), context, alone, token, rows, predicted)

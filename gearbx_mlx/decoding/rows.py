@@ -20,7 +20,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -100,7 +100,7 @@ class Rows:
         try:
             with ExitStack() as stack:
                 if self._outputs is not None:
-                    stack.enter_context(self._outputs.recorded())
+                    stack.enter_context(self._outputs.noted_by(recording))
                 self.logits = verifier.run(tokens, cache)
         except BaseException:
             self._before.restore()
@@ -149,7 +149,7 @@ class Rows:
             engaged = gearbox.gear
             gearbox.shift(self._verifier.gear)
             try:
-                with gearbox.compiled.aside(), self._outputs.recalled():
+                with gearbox.compiled.aside(), self._outputs.noted_by(recalling):
                     self._verifier.run(self._tokens[:, : self.rows], cache)
             finally:
                 gearbox.shift(engaged)
@@ -200,20 +200,18 @@ def same(now: list[Any], before: list[Any]) -> bool:
     )
 
 
-def window_mask(part: RotatingKVCache, count: int) -> mx.array:
-    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token."""
-    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
-    own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
-    return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
-
-
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
-    """mlx-lm's mask, or the one above where mlx-lm's is not that of single tokens."""
+    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token.
+
+    It is mlx-lm's mask where that is the one of single tokens.
+    """
     narrow = window_size is not None and window_size < part.max_size
     usual = part.keep == 0 and window_size in (None, part.max_size)
     if count == 1 or narrow or usual:
         return RotatingKVCache.make_mask(part, count, window_size, **kwargs)
-    return window_mask(part, count)
+    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
+    own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
+    return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
 
 
 @contextlib.contextmanager
@@ -251,21 +249,15 @@ class LayerOutputs:
         self._layers = layers
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
-    def recorded(self) -> AbstractContextManager[None]:
-        """In the block, layers note their outputs."""
-        return self._with_notes(self._outputs, recording)
-
-    def recalled(self) -> AbstractContextManager[None]:
-        """In the block, layers that are given the first n tokens of the pass return what they computed for them."""
-        return self._with_notes(map(self._usable, self._outputs), recalling)
-
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
         """A layer that was given single vectors was given the tokens one by one if it had as many calls as tokens."""
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 
     @contextlib.contextmanager
-    def _with_notes(self, notes: Iterable[Any], kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
+    def noted_by(self, kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
+        """In the block, layers are `recording`, or `recalling`: these are given the first n tokens of the pass."""
+        notes: Iterable[Any] = self._outputs if kind_of is recording else map(self._usable, self._outputs)
         for layer, its_notes in zip(self._layers, notes):
             object.__setattr__(layer, NOTES, its_notes)  # not into the dictionary of parameters
         try:
