@@ -15,8 +15,8 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.decoding.mode import vocabulary_of
 from gearbx_mlx.decoding.stream import batch_generator
-from gearbx_mlx.decoding.texts import vocabulary_of
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from gearbx_mlx.evaluation.policies import ROUTE_DELAY
 from gearbx_mlx.evaluation.replay import next_logprobs

@@ -29,9 +29,10 @@ from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sa
 from gearbx_mlx.cli.bases import draft_with
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.response import DRAFT
-from gearbx_mlx.decoding.wrapper import ModelWrapper, stream_wrapped
+from gearbx_mlx.decoding.sampling import geared_responses, sampled
+from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.loading import find
@@ -81,7 +82,8 @@ def run_lossless(gearbox, tokenizer, prompts, texts, max_tokens, rule, draft, la
             prompt_tokens=len(prompt),
             max_tokens=max_tokens,
         )
-        responses = list(stream_wrapped(model, tokenizer, prompt, monitor=monitor, max_tokens=max_tokens))
+        source = sampled(model, tokenizer, prompt, partial(getattr, model, "step"), model.reader, max_tokens=max_tokens)
+        responses = list(geared_responses(source, gearbox, monitor))
         identical += [r.token for r in responses] == text
         tokens += len(responses)
         read += sum(r.weight_bytes for r in responses)

@@ -8,7 +8,7 @@ from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.generate import generate_step
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
 
 FORMATS = ["codebook", "codebook-library"]

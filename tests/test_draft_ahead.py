@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sam
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.drafting import Drafter, Writer
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
 from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule

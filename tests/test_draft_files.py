@@ -14,7 +14,7 @@ from mlx_lm.models.cache import (
 from gearbx_mlx import Gearbox, entropy_bits
 from gearbx_mlx.decoding.draft_plans import find_rule, shipped
 from gearbx_mlx.decoding.draft_trials import record_agreement
-from gearbx_mlx.decoding.second_look import looking, second_head
+from gearbx_mlx.decoding.drafting import looking, second_head
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import parse_draft_file
 

@@ -13,7 +13,7 @@ from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlans, shipped
-from gearbx_mlx.decoding.draft_trials import machine_of, measure_times, times_here
+from gearbx_mlx.decoding.draft_trials import draft_times, machine_of, times_here
 from gearbx_mlx.routing.acceptance import AcceptanceCurve, DraftTimes, ProductRule, parse_draft_file, typical_agreement
 from gearbx_mlx.routing.rounds import MOST_ROWS, LearnedCosts
 
@@ -42,9 +42,10 @@ class TestMeasuring:
     def test_every_pass_has_a_time(self):
         model = tiny_model(hidden_size=512, intermediate_size=2048)
         gearbox = Gearbox(model, "4,16")
-        alone, draft, verification = measure_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64)
-        assert len(verification) == MOST_ROWS
-        assert all(seconds > 0 for seconds in (alone, draft, *verification))
+        recorded, curve = [([1.0, 2.0], [True, False])], AcceptanceCurve((), (0.5,))
+        times = draft_times(gearbox, gearbox.ladder.top, gearbox.ladder[0], 64, recorded, curve)
+        assert len(times.verification) == MOST_ROWS
+        assert all(seconds > 0 for seconds in (times.alone, times.draft, *times.verification))
         assert gearbox.gear == gearbox.ladder.top
 
     @pytest.mark.slow

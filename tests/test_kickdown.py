@@ -17,7 +17,7 @@ from mlx_lm.models.cache import (
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate
-from gearbx_mlx.decoding.kickdown import AboveThreshold, GearedModel
+from gearbx_mlx.decoding.kickdown import GearedModel
 
 TALE = "Once upon a time there was a king who"
 
@@ -136,7 +136,7 @@ class TestGearedModel:
         with pytest.raises(GearbxError, match="2 gears need 1 thresholds"):
             GearedModel(Gearbox(tiny, "4,16"), (1.0, 2.0))
         with pytest.raises(GearbxError, match="ascend"):
-            AboveThreshold((2.0, 1.0))
+            GearedModel(Gearbox(tiny, "4,8,16"), (2.0, 1.0))
 
 
 class TestDropIn:

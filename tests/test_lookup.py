@@ -14,9 +14,10 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.draft_plans import DraftPlan
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, Rounds, Stretches
+from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches, joint_rule
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
@@ -46,7 +47,9 @@ class TestLookup:
 
         gearbox = Gearbox(model, "6,16", kernels="native")
         theirs = list(generate_step(prompt, model, max_tokens=40))
-        lossless = LosslessModel(gearbox, FixedLength(4), rounds=certain_lookups(), prompt_tokens=12)
+        lossless = LosslessModel(
+            gearbox, plan=DraftPlan(joint_rule(FixedLength(4)), certain_lookups()), prompt_tokens=12
+        )
         ours = list(generate_step(prompt, lossless, max_tokens=40, sampler=counted))
         for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
             assert mine == token
@@ -175,7 +178,7 @@ def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
     """Costs as on a machine where a draft takes as long as the top gear: nearly all tokens are the top gear's own."""
     rounds = Rounds(Costs(lambda: 1.5, lambda rows: 1.0 + 0.2 * (rows - 1), measured=True), 0)
     rule = CostRule(lambda entropy: 0.9, rounds.costs)
-    lossless = LosslessModel(geared_demo, rule, rounds=rounds, prompt_tokens=1)
+    lossless = LosslessModel(geared_demo, plan=DraftPlan(rule, rounds), prompt_tokens=1)
     drafted = 0
 
     def sampler(logprobs):
@@ -197,13 +200,12 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
         geared_demo.shift("high")
         rounds = Rounds(Costs(lambda: 0.1, lambda rows: 1.0))
         prompt = mx.array(demo.tokenizer.encode(TWICE))
-        lossless = LosslessModel(
-            geared_demo, FixedLength(4), rounds=rounds, stretches=stretches, prompt_tokens=len(prompt)
-        )
+        plan = DraftPlan(joint_rule(FixedLength(4)), rounds, stretches or OneStretch())
+        lossless = LosslessModel(geared_demo, plan=plan, prompt_tokens=len(prompt))
         alone = []
 
-        def noted(logprobs, lossless=lossless, alone=alone):
-            alone.append(lossless.stretches is not None and not lossless.stretches.in_rounds)
+        def noted(logprobs, plan=plan, alone=alone):
+            alone.append(not plan.stretches.in_rounds)
             return (SAMPLERS[sampler] or (lambda values: mx.argmax(values, axis=-1)))(logprobs)
 
         mx.random.seed(4)
@@ -221,7 +223,8 @@ def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny
     gearbox, now = Gearbox(tiny, "4,16"), [0.0]
     stretches = Stretches(lambda: now[0])
     for _ in range(3 * TRIAL[True]):
-        lossless = LosslessModel(gearbox, FixedLength(1), stretches=stretches, prompt_tokens=1, max_tokens=1)
+        plan = DraftPlan(joint_rule(FixedLength(1)), Rounds(Costs(lambda: 0.1, lambda rows: 1.0), 0), stretches)
+        lossless = LosslessModel(gearbox, plan=plan, prompt_tokens=1, max_tokens=1)
         lossless(mx.array([[1]]), cache=make_prompt_cache(tiny))
         assert stretches.in_rounds
         assert not stretches.over

@@ -19,7 +19,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
 

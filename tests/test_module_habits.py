@@ -18,7 +18,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Ladder, Lossless, Route, Static, TelemetryOnly, convert
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.formats import FORMATS, get_format
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import ThresholdGate

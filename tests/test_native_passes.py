@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
-from gearbx_mlx.decoding.drafting import natively
+from gearbx_mlx.decoding.drafting import SEEN_TWICE, SecondHead, largest, looking, natively, second_head
 from gearbx_mlx.decoding.sampling import Chooser
-from gearbx_mlx.decoding.second_look import SEEN_TWICE, SecondHead, largest, looking, second_head
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
 

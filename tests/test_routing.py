@@ -30,7 +30,7 @@ class TestMonitor:
             assert reading.value == value
 
     def test_slope_and_forecast(self):
-        monitor = Monitor(VOCABULARY, window=3, lookahead=2)
+        monitor = Monitor(VOCABULARY, window=3)
         assert monitor.update(1.0).slope == 0.0
         assert monitor.update(2.0).slope == 1.0
         reading = monitor.update(5.0)
@@ -186,7 +186,8 @@ class TestThresholds:
         recorded = [[abs(draw.gauss(2, 1.5)) for _ in range(100)] for _ in range(20)]
         thresholds, reached = calibration.share_thresholds(recorded, shares, VOCABULARY)
         assert reached == pytest.approx(shares, abs=0.06)
-        assert reached == calibration.reached_shares(recorded, thresholds, VOCABULARY)
+        gears = [gear for text in recorded for gear in replay(text, Monitor(VOCABULARY), ThresholdGate(thresholds))]
+        assert reached == [gears.count(gear) / len(gears) for gear in range(len(shares))]
 
     @pytest.mark.parametrize("shares", [(0.5, 0.1, 0.1), (1.5, -0.5), (math.nan, 0.5)])
     def test_shares_that_are_no_parts_of_one_are_refused(self, shares):

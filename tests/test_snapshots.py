@@ -30,7 +30,7 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding import rows as rows_module
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.decoding.lossless_model import LosslessModel
+from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.routing.acceptance import FixedLength
 

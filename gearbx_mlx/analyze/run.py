@@ -17,8 +17,7 @@ from ..cli.prompt import encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears
 from ..cli.tables import server_table, summary_table
 from ..decoding.route import Route, TelemetryOnly
-from ..decoding.stream import stream_generate
-from ..decoding.summary import RunSpeed, summary_of
+from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..gears.in_place import own_codes

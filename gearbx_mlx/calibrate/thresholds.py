@@ -84,7 +84,7 @@ def calibrate_kickdown(settings: CalibrateSettings, place: Path | None) -> Calib
 def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
     """Bits of every generated token in every gear."""
     source = sampled(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
-    return [source.seen(response).step.entropies for response in source.responses]
+    return [token.step.entropies for _, token in source]
 
 
 def settle(settings: CalibrateSettings) -> tuple[Loaded, list[float]]:

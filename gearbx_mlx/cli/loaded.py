@@ -22,7 +22,7 @@ from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
 from ..decoding.pair import bytes_read
 from ..decoding.sampling import sampler_for
-from ..decoding.summary import parameters_of
+from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed

@@ -13,9 +13,9 @@ What callers can get wrong about the sequences of a batch is found before any of
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
 from numbers import Integral
 from typing import Any
 
@@ -31,41 +31,29 @@ from ..compat.batches import GearedPrompts, GearedTokens, StagedGenerator
 from ..errors import GearbxError, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear, Ladder
-from ..ranks.agreement import agreement_of
+from ..gears.ladder import Gear
 from ..routing.gates import BatchPolicy, Gate, Monitor, Reading, highest
-from .caches import parts
-from .mode import Mode
-from .response import DRAFT, BatchGearResponse, Step, seen_of, single_pass
-from .sampling import Chooser, LogitsReader, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
-from .texts import check_known, turn, vocabulary_of
+from .caches import Cache, parts
+from .mode import Mode, check_known, turn, vocabulary_of
+from .response import BatchGearResponse, Step, seen_of, single_pass
+from .sampling import Chooser, Processor, Sampler, check_finite, reader_of, sampled_rows, sampler_beside
 
 SIZES = ("max_tokens", "completion_batch_size", "prefill_batch_size", "prefill_step_size", "max_kv_size")
-
-
 SETTINGS = frozenset(inspect.signature(MlxBatchGenerator.__init__).parameters) - {"self", "model"}
-
-
-class SeenPass:
-    """One pass over rows. step: how it came about; entropies: (B,), bits; texts: that shared it."""
-
-    def __init__(self, step: Step, entropies: mx.array | np.ndarray, texts: int):
-        self.step, self._entropies, self.texts = step, entropies, texts
-
-    @cached_property
-    def entropies(self) -> np.ndarray:
-        """(B,), in bits; waits until they are computed."""
-        return np.array(self._entropies).reshape(-1)
 
 
 @dataclass(frozen=True)
 class SeenRow:
     """One row of a pass, and the gear that its sequence wanted then.
 
-    near_tie: rounding may have decided its token. given_up: nats, where a draft stands for the top gear's choice.
+    step: how the pass came about. texts: that shared it. entropies: reads those of the pass, bits; it waits until they
+    are computed. near_tie: rounding may have decided the row's token. given_up: nats, where a draft stands for the top
+    gear's choice.
     """
 
-    seen: SeenPass
+    step: Step
+    texts: int
+    entropies: Callable[[], np.ndarray]
     row: int
     wish: Gear
     near_tie: bool = False
@@ -73,7 +61,7 @@ class SeenRow:
 
     @property
     def entropy(self) -> float:
-        return float(self.seen.entropies[self.row])
+        return float(self.entropies()[self.row])
 
 
 @dataclass
@@ -96,11 +84,6 @@ class BatchText:
         self.wish = self.first
         self.gate.reset(self.first.index)
 
-    @property
-    def first_gears(self) -> tuple[Gear, Gear]:
-        """What its prompt and its first token are computed in."""
-        return self.prompt_gear, self.first
-
 
 @dataclass(frozen=True)
 class SharedMode(Mode):
@@ -116,53 +99,40 @@ class SharedMode(Mode):
         return BatchGenerator(model, tokenizer, gearbox, self, policy, **kwargs)
 
 
-@dataclass(frozen=True)
-class GuardedProcessor:
+def guarded(processor: Processor, owner: Chooser) -> Processor:
     """A processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner` knows
     why."""
 
-    processor: Processor
-    owner: Chooser
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+    def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
-            return self.processor(tokens, logits)
+            return processor(tokens, logits)
         except Exception as error:
-            self.owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
-            self.owner.error.__cause__ = error
+            owner.error = GearbxError(f"a logits processor failed ({one_line(error)})")
+            owner.error.__cause__ = error
             return mx.full(logits.shape, mx.nan, logits.dtype)
+
+    return processed
 
 
 class RowSampler:
     """A sampler of all rows of a pass, the same one for every sequence, as mlx-lm sees it.
 
-    It notes entropies and step as `EntropySampler` does. Then each row is sampled as its sequence would sample it
-    alone; rows without a sampler and a seed of their own together, as in mlx-lm.
-
-    Args:
-        step: returns how the latest logits came about, those of so many rows.
-        reader: of log-probabilities (B, V).
+    It notes entropies and step as `sampled` does. Then each row is sampled as its sequence would sample it alone; rows
+    without a sampler and a seed of their own together, as in mlx-lm.
     """
 
-    def __init__(self, step: Callable[[int], Step], reader: LogitsReader):
-        self.step, self.reader = step, reader
-        self._sequences: Sequence[BatchText] = ()
-
-    @contextmanager
-    def of(self, sequences: Sequence[BatchText]) -> Iterator[None]:
-        """Inside, the rows of a pass belong to these sequences, in their order."""
-        before, self._sequences = self._sequences, sequences
-        try:
-            yield
-        finally:
-            self._sequences = before
+    def __init__(self, gearbox: Gearbox | Observer):
+        self.gearbox, self.reader = gearbox, reader_of(gearbox)
+        self.texts: Sequence[BatchText] = ()
+        """The sequences that the rows of a pass belong to, in their order."""
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         entropies = self.reader.entropy(logprobs)
-        seen = SeenPass(self.step(len(logprobs)), entropies, len(logprobs))
-        for row, each in enumerate(self._sequences):
-            each.rows.append(SeenRow(seen, row, each.wish))
-        sampled = sampled_rows([each.chooser for each in self._sequences], logprobs)
+        step = single_pass(self.gearbox, self.gearbox.gear, len(logprobs))
+        read = cache(lambda: np.array(entropies).reshape(-1))
+        for row, each in enumerate(self.texts):
+            each.rows.append(SeenRow(step, len(logprobs), read, row, each.wish))
+        sampled = sampled_rows([each.chooser for each in self.texts], logprobs)
         return mx.depends([sampled], [entropies])[0]  # one evaluation makes tokens and entropies
 
 
@@ -187,17 +157,19 @@ class BatchGenerator(StagedGenerator):
         **settings: Any,
     ):
         check_settings(settings)
-        check_mergeable(model)
-        self._has_states = has_states(model)
+        empty = make_prompt_cache(model)
+        check_mergeable(empty)
+        # Recurrent layers, which have a state in place of keys and values.
+        self._has_states = any(isinstance(part, ArraysCache) for part in parts(empty))
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
         self.sequences: dict[int, BatchText] = {}
         self._sampler = sampler
-        rows = RowSampler(self._single_pass, reader_of(gearbox))
+        self._rows = rows = RowSampler(gearbox)
         stops = [[token] for token in tokenizer.eos_token_ids]
         super().__init__(model, **{"stop_tokens": stops, **settings}, sampler=rows)
-        self._rows = rows
-        passes = self._reading, self._beginning
-        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, passes, rows.reader.logsumexp)
+        reading = partial(self._pass, lambda texts: texts[0].prompt_gear)  # which they have in common
+        beginning = partial(self._pass, lambda texts: texts[0].first)
+        prompts = GearedPrompts.of(model, rows, self.prefill_step_size, (reading, beginning), rows.reader.logsumexp)
         self.use(GearedTokens.of(model, rows, self._writing, rows.reader.logsumexp), prompts)
 
     def insert_segments(
@@ -225,10 +197,9 @@ class BatchGenerator(StagedGenerator):
             GearbxError: an empty prompt, one beyond the context, no room for a token, lists of unlike length. No
                 sequence is added then.
         """
-        given = Sequences(
-            segments, max_tokens, caches, all_tokens, samplers, logits_processors, stop_sequences, seeds, modes
-        )
-        given.check(self.model, vocabulary_of(self.gearbox))
+        lists = {"max_tokens": max_tokens, "caches": caches, "all_tokens": all_tokens, "samplers": samplers}
+        lists |= {"logits_processors": logits_processors, "stop_sequences": stop_sequences}
+        check_sequences(self.model, vocabulary_of(self.gearbox), segments, {**lists, "seeds": seeds, "modes": modes})
         count = len(segments)
         begun = all_tokens or [[]] * count
         prompts = [[*before, *(t for part in parts for t in part)] for before, parts in zip(begun, segments)]
@@ -241,7 +212,7 @@ class BatchGenerator(StagedGenerator):
         for text, sampler, seed, own in zip(joined, samplers or none, seeds or none, processors):
             chooser = text.chooser = Chooser(sampler_beside(self.gearbox, sampler or self._sampler))
             chooser.random = None if seed is None else OwnRandomState(seed)
-            chooser.processors = [GuardedProcessor(each, chooser) for each in own or ()]
+            chooser.processors = [guarded(each, chooser) for each in own or ()]
         own = [text.chooser.processors for text in joined]
         uids = super().insert_segments(segments, max_tokens, caches, all_tokens, None, own, stop_sequences)
         self.sequences |= zip(uids, joined)
@@ -259,7 +230,8 @@ class BatchGenerator(StagedGenerator):
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
         """As many as have the same gears; one by one where padding leaves traces."""
-        gears = [self.sequences[uid].first_gears for uid in (*reading[:1], *waiting)]
+        texts = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
+        gears = [(text.prompt_gear, text.first) for text in texts]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
         return min(alike, 1 - len(reading)) if self._has_states else alike
 
@@ -270,34 +242,27 @@ class BatchGenerator(StagedGenerator):
             return prompts, self._seen(tokens)
 
     @contextmanager
-    def _writing(self, uids: Sequence[int]) -> Iterator[None]:
+    def _pass(self, gear: Callable[[Sequence[BatchText]], Gear], uids: Sequence[int]) -> Iterator[None]:
+        """A pass over rows of these sequences, in the gear that is chosen for them."""
+        texts = [self.sequences[uid] for uid in uids]
+        if texts:
+            self.gearbox.shift(gear(texts))
+        before, self._rows.texts = self._rows.texts, texts
+        try:
+            yield
+        finally:
+            self._rows.texts = before
+
+    def _writing(self, uids: Sequence[int]) -> AbstractContextManager[None]:
         """A pass of all texts, in the gear of the policy."""
-        sequences = [self.sequences[uid] for uid in uids]
-        self.gearbox.shift(self._policy_gear([each.wish.index for each in sequences]))
-        with self._rows.of(sequences):
-            yield
-
-    @contextmanager
-    def _reading(self, uids: Sequence[int]) -> Iterator[None]:
-        """Passes over prompts, in the gear that they have in common."""
-        if uids:
-            self.gearbox.shift(self.sequences[uids[0]].prompt_gear)
-        yield
-
-    @contextmanager
-    def _beginning(self, uids: Sequence[int]) -> Iterator[None]:
-        """The pass over the last tokens of prompts, in the gear that their texts begin in."""
-        sequences = [self.sequences[uid] for uid in uids]
-        if sequences:
-            self.gearbox.shift(sequences[0].first)
-        with self._rows.of(sequences):
-            yield
-
-    def _single_pass(self, rows: int) -> Step:
-        return single_pass(self.gearbox, self.gearbox.gear, rows)
+        return self._pass(lambda texts: self._policy_gear([each.wish.index for each in texts]), uids)
 
     def _policy_gear(self, wishes: Sequence[int]) -> Gear:
-        return gear_of(self.policy(wishes), self.gearbox.ladder)
+        """Raises GearbxError where the policy returns what is not a gear."""
+        chosen, ladder = self.policy(wishes), self.gearbox.ladder
+        if not is_whole(chosen, 0) or chosen >= len(ladder):
+            raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
+        return ladder[int(chosen)]
 
     def _seen(self, tokens: Sequence[GenerationBatch.Response]) -> list[BatchGearResponse]:
         """mlx-lm's responses with what was seen of them; each sequence's wish follows its token."""
@@ -312,7 +277,7 @@ class BatchGenerator(StagedGenerator):
             each.wish = self.gearbox.ladder[each.gate.update(reading)]
             forecasts.append(each.gate.peek(reading.forecast))
             responses.append(self._response(token, each, seen, reading))
-            each.before = seen.seen.step.gear
+            each.before = seen.step.gear
             if responses[-1].error is not None:
                 failed.add(token.uid)
             if token.finish_reason is not None:
@@ -325,48 +290,45 @@ class BatchGenerator(StagedGenerator):
     def _response(
         self, token: GenerationBatch.Response, each: BatchText, seen: SeenRow, reading: Reading
     ) -> BatchGearResponse:
-        step, together, error = seen.seen.step, seen.seen.texts, None
+        step, together, error = seen.step, seen.texts, None
         try:
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:
             error = each.chooser.error or not_finite
-        shown = seen_of(step, seen.entropy, reading.mean, each.before)
+        shown = seen_of(step, seen.entropy, reading.mean, each.before, seen.near_tie, seen.given_up)
         shown |= {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
-        shown |= {"from_draft": step.source == DRAFT, "near_tie": seen.near_tie, "given_up": seen.given_up}
         return BatchGearResponse(**vars(token), **shown, error=error)
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """Arguments of `insert_segments`: lists of one entry for each sequence, or None."""
+def check_sequences(
+    model: nn.Module,
+    vocabulary: int,
+    segments: Sequence[Sequence[Sequence[int]]],
+    lists: Mapping[str, Sequence[Any] | None],
+) -> None:
+    """Raises GearbxError for lists of unlike length, and for what a sequence of this model cannot have.
 
-    segments: Sequence[Sequence[Sequence[int]]]
-    max_tokens: Sequence[int] | None
-    caches: Sequence[Any] | None
-    all_tokens: Sequence[Sequence[int]] | None
-    samplers: Sequence[Any] | None
-    logits_processors: Sequence[Any] | None
-    stop_sequences: Sequence[Any] | None
-    seeds: Sequence[int | None] | None
-    modes: Sequence[Any] | None
-
-    def check(self, model: nn.Module, vocabulary: int) -> None:
-        """Raises GearbxError for lists of unlike length, and for what a sequence of this model cannot have."""
-        check_lengths(len(self.segments), {field.name: getattr(self, field.name) for field in fields(self)[1:]})
-        context = context_length(vars(model.args)) if hasattr(model, "args") else None
-        layers = len(make_prompt_cache(model)) if self.caches else 0
-        for place, prompt in enumerate(self.segments):
-            tokens = [token for part in prompt for token in part]
-            begun = len(self.all_tokens[place]) if self.all_tokens else 0
-            check_prompt(f"prompts[{place}]", tokens, begun, context, vocabulary)
-            if self.max_tokens is not None and not is_whole(self.max_tokens[place], 1):
-                raise GearbxError(f"max_tokens of prompts[{place}] is {self.max_tokens[place]!r}; give 1 or more")
-            if self.seeds is not None and self.seeds[place] is not None and not is_whole(self.seeds[place], 0):
-                raise GearbxError(f"seeds[{place}] is {self.seeds[place]!r}; give a whole number from 0, or None")
-            if self.caches is not None and self.caches[place] is not None:
-                check_cache(f"prompt_caches[{place}]", self.caches[place], layers)
-            if self.logits_processors is not None:
-                check_processors(f"logits_processors[{place}]", self.logits_processors[place])
+    Args:
+        lists: the other arguments of `insert_segments`, of one entry for each sequence, or None.
+    """
+    for name, given in lists.items():
+        if given is not None and len(given) != len(segments):
+            raise GearbxError(f"{name} has {len(given)} entries for {len(segments)} prompts; give one for each")
+    context = context_length(vars(model.args)) if hasattr(model, "args") else None
+    layers = len(make_prompt_cache(model)) if lists["caches"] else 0
+    for place, prompt in enumerate(segments):
+        own = {name: given[place] for name, given in lists.items() if given is not None}
+        tokens = [token for part in prompt for token in part]
+        check_prompt(f"prompts[{place}]", tokens, len(own.get("all_tokens", ())), context, vocabulary)
+        if not is_whole(own.get("max_tokens", 1), 1):
+            raise GearbxError(f"max_tokens of prompts[{place}] is {own['max_tokens']!r}; give 1 or more")
+        if own.get("seeds") is not None and not is_whole(own["seeds"], 0):
+            raise GearbxError(f"seeds[{place}] is {own['seeds']!r}; give a whole number from 0, or None")
+        if own.get("caches") is not None:
+            check_cache(f"prompt_caches[{place}]", own["caches"], layers)
+        processors = own.get("logits_processors")
+        if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
+            raise GearbxError(f"logits_processors[{place}] is {processors!r}; give a list of functions, or None")
 
 
 def is_whole(value: Any, least: int) -> bool:
@@ -396,12 +358,6 @@ def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
             )
 
 
-def check_processors(name: str, processors: Any) -> None:
-    """Raises GearbxError for what is not a list of logits processors, and not None."""
-    if processors is not None and not (isinstance(processors, Sequence) and all(map(callable, processors))):
-        raise GearbxError(f"{name} is {processors!r}; give a list of functions, or None")
-
-
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises GearbxError for keywords that mlx-lm's BatchGenerator does not have, and for sizes below 1."""
     for name, value in settings.items():
@@ -413,35 +369,10 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
 
 
-def check_one_process(model: nn.Module) -> None:
-    """Raises GearbxError where ranks share a model: nothing makes their batches alike."""
-    if agreement_of(model).group is not None:
-        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
-
-
-def gear_of(chosen: Any, ladder: Ladder) -> Gear:
-    """The gear that a batch's policy has chosen. Raises GearbxError for what is not a gear."""
-    if not is_whole(chosen, 0) or chosen >= len(ladder):
-        raise GearbxError(f"the batch policy chose gear {chosen!r}; a policy returns 0 to {len(ladder) - 1}")
-    return ladder[int(chosen)]
-
-
-def check_lengths(prompts: int, lists: dict[str, Sequence[Any] | None]) -> None:
-    """Raises GearbxError for a list that has another length than there are prompts."""
-    for name, given in lists.items():
-        if given is not None and len(given) != prompts:
-            raise GearbxError(f"{name} has {len(given)} entries for {prompts} prompts; give one for each")
-
-
-def check_mergeable(model: nn.Module) -> None:
-    """Raises GearbxError for a model whose KV caches several texts cannot share."""
-    for part in make_prompt_cache(model):
+def check_mergeable(cache: Cache) -> None:
+    """Raises GearbxError for KV caches of a model that several texts cannot share."""
+    for part in cache:
         if not hasattr(part, "merge"):
             raise GearbxError(
                 f"the model's {type(part).__name__} cannot be shared by several texts; write them one at a time"
             )
-
-
-def has_states(model: nn.Module) -> bool:
-    """Whether layers of the model are recurrent, and have a state in place of keys and values."""
-    return any(isinstance(part, ArraysCache) for part in parts(make_prompt_cache(model)))

@@ -38,16 +38,12 @@ def parts(cache: Cache) -> Iterator[Any]:
         yield from parts(entry.caches) if hasattr(entry, "caches") else (entry,)
 
 
-def room(cache: Cache) -> float:
-    """How many entries may be added now and still be trimmed by mlx-lm.
+def room(part: Any) -> float:
+    """How many entries may be added now to the cache of a layer and still be trimmed by mlx-lm.
 
     Infinite for a cache that grows; what a rotating cache has left before it overwrites itself; 0 for one that keeps
     no entries (a state space) or has begun to overwrite.
     """
-    return min((_room(part) for part in parts(cache)), default=math.inf)
-
-
-def _room(part: Any) -> float:
     if not part.is_trimmable():
         return 0
     offset = offset_of(part)
@@ -70,13 +66,12 @@ def given(part: Any) -> int | None:
 
 def cut(cache: Cache, tokens: int) -> bool:
     """Whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of them are."""
-    counts = [(part, count) for part in parts(cache) if (count := given(part)) is not None]
-    return all(count == tokens or trimmed(part, count - tokens) for part, count in counts)
-
-
-def trimmed(part: Any, tokens: int) -> bool:
-    """Whether the last tokens could be trimmed from the cache of one layer; it may have been given too few."""
-    return tokens > 0 and part.is_trimmable() and part.trim(tokens) == tokens
+    for part in parts(cache):
+        count = given(part)
+        last = 0 if count is None else count - tokens  # which it may have been given too few of
+        if last and not (last > 0 and part.is_trimmable() and part.trim(last) == last):
+            return False
+    return True
 
 
 APPENDING = (KVCache, QuantizedKVCache, BatchKVCache, NestedKVCache)
@@ -271,9 +266,9 @@ def check_draftable(cache: Cache, name: str, tokens: float) -> None:
         name: of the model, for the error.
         tokens: that are added at most: of prompt, text and a draft together.
     """
-    if room(cache) >= tokens:
+    part = min(parts(cache), key=room)
+    if room(part) >= tokens:
         return
-    part = min(parts(cache), key=lambda part: room([part]))
     full = getattr(part, "max_size", None) or getattr(part, "chunk_size", None)
     why = "keeps a state instead of entries; leave --draft-model out"
     if full is not None:
@@ -436,8 +431,6 @@ def cache_in_gears(
     gears = KVGears(ladder, engaged_bits(ladder, gearbox, fixed), native)
     cache = make_prompt_cache(model, max_kv_size) if cache is None else cache
     if not all(type(part) is NestedKVCache for part in cache):
-        for part in cache:
-            check_part(part, gears)
         check_heads(model, ladder)
     put_in_gears(cache, gears)
     return cache
@@ -446,12 +439,6 @@ def cache_in_gears(
 def gears_of(cache: Cache | None) -> KVGears | None:
     """The gears of a cache; None for one without."""
     return next((part.gears for part in parts(cache or ()) if type(part) is NestedKVCache), None)
-
-
-def in_prompt(cache: Cache) -> bool:
-    """Whether passes over a cache in gears read a prompt now, which they do in another way than a text."""
-    gears = gears_of(cache)
-    return gears is not None and gears.in_prompt
 
 
 def plain_cache(cache: Cache) -> list[Any]:

@@ -38,7 +38,6 @@ from ..routing.acceptance import (
 )
 from ..routing.lookup import LookupAgreement
 from ..routing.rounds import (
-    BYTES,
     LONGEST,
     MOST_ROWS,
     TEXTS_DIFFER,
@@ -49,7 +48,6 @@ from ..routing.rounds import (
     JointRule,
     LearnedCosts,
     OneStretch,
-    PassCosts,
     PassTimes,
     Rounds,
     Stretches,
@@ -58,7 +56,7 @@ from ..routing.rounds import (
 from .sampling import Tolerance
 
 
-class StreamCosts(PassCosts):
+class StreamCosts(Costs):
     """The costs of a drafted token and of a verification, in bytes of memory.
 
     While a verification reads the disk it computes, so that the slower of both counts. So rows have no share of
@@ -71,29 +69,22 @@ class StreamCosts(PassCosts):
     """
 
     def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear, texts: int = 1):
-        top, positions = gearbox.ladder.top, (texts, 2 * texts)
-        self._stream = stream
-        self._draft = gearbox.weight_bytes_per_token(draft, texts)
-        self._disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
-        self._memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, self._disk)]
+        top, positions, read = gearbox.ladder.top, (texts, 2 * texts), gearbox.weight_bytes_per_token(draft, texts)
+        of_disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
+        of_memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, of_disk)]
 
-    def draft(self) -> float:
-        return self._draft
+        def verification(rows: int) -> float:
+            one, two = (max(memory, disk * stream.slowdown) for memory, disk in zip(of_memory, of_disk))
+            return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
 
-    def verification(self, rows: int) -> float:
-        one, two = (max(memory, disk * self._stream.slowdown) for memory, disk in zip(self._memory, self._disk))
-        return one + (rows - 1) * (two - one)  # each further token of a mixture has experts of its own
+        super().__init__(lambda: read, verification)
+        self.row_share, self._stream, self._read = 0.0, stream, read
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
-        self._stream.memory.add(steps * self._draft, seconds)
+        self._stream.memory.add(steps * self._read, seconds)
 
 
-def default_cost() -> str:
-    """What drafts save where nothing else is asked for: time, and bytes where nothing may be measured (GEARBX_TUNE)."""
-    return TIME if is_tuning() else BYTES
-
-
-def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
+def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
     top, agreement, stream = gearbox.ladder.top, agreement_of(gearbox.model), gearbox.residency
     if isinstance(stream, Stream):
@@ -110,11 +101,15 @@ def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> PassCosts:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts."""
+    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts.
+
+    learning: what the costs in time are learned with.
+    """
 
     rule: JointRule
     rounds: Rounds
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
+    learning: "Learning | None" = None
 
 
 Trial = Callable[[Gearbox, Gear], PassTimes | None]
@@ -127,25 +122,22 @@ class Learning:
     measured either (GEARBX_TUNE=0).
 
     Args:
-        measured: seconds that count instead of kept ones: of a drafted token, and of verifications by rows.
-        trial: measures them where nothing is known, if it can.
+        plans: with the times of one text that count instead of kept ones, and what measures them where nothing is
+            known, if it can.
     """
 
     # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
     STEP, IN_ROUNDS, ALONE, LEFT = "drafted", "token in rounds", "token alone", "tokens until a trial"
     ROWS = tuple(map(str, range(1, MOST_ROWS + 1)))
 
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        draft: Gear,
-        texts: int,
-        most_looked_up: int,
-        measured: PassTimes | None,
-        trial: Trial | None,
-    ):
+    def __init__(self, plans: "DraftPlans", texts: int):
+        gearbox, draft = plans.gearbox, plans.draft
+        times, trial = (plans.times, plans.trial) if texts == 1 else (None, None)
+        measured: PassTimes | None = None
+        if times is not None:
+            measured = times.draft, dict(enumerate(times.verification, 1))
         self._cache = gearbox.kernel_choices.tuner.cache
-        self._name = f"rounds, lookup of {most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
+        self._name = f"rounds, lookup of {plans.most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
         again = not is_tuning() or gearbox.kernels.again
         kept = self._kept = {} if again else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
@@ -203,10 +195,9 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 @dataclass
 class Learned:
-    """Plans with costs in time and what they learn, by the number of texts; how often proposals are right."""
+    """Plans with costs in time, by the number of texts; how often proposals are right."""
 
     plans: dict[int, DraftPlan] = field(default_factory=dict)
-    learning: dict[int, Learning] = field(default_factory=dict)
     agreement: LookupAgreement = field(default_factory=LookupAgreement)
 
 
@@ -214,6 +205,7 @@ NEWS, MUCH_WRITTEN = 0.25, 32  # of a time, and tokens: what differs by less fro
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
 
+@dataclass
 class DraftPlans:
     """How to draft at the costs of this machine, for any number of texts that share their passes.
 
@@ -231,65 +223,48 @@ class DraftPlans:
         tolerance: nats within which proposed tokens stay; 0: lossless.
     """
 
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        draft: Gear,
-        rule: DraftRule,
-        unit: str,
-        most_looked_up: int = 0,
-        times: DraftTimes | None = None,
-        trial: Trial | None = None,
-        tolerance: float = 0.0,
-    ):
-        self._trial, self._nats = trial, tolerance
-        self.gearbox, self.draft, self.rule, self.unit = gearbox, draft, rule, unit
-        self.most_looked_up, self.times = most_looked_up, times
-        curve = shared_curve(rule) if isinstance(rule, ProductRule) else None
-        key = draft, curve, most_looked_up, times and (times.draft, *times.verification)
-        self._learned = Learned() if curve is None else LEARNED.setdefault(gearbox, {}).setdefault(key, Learned())
-        self._of_bytes: dict[int, DraftPlan] = {}
+    gearbox: Gearbox
+    draft: Gear
+    rule: DraftRule
+    unit: str
+    most_looked_up: int = 0
+    times: DraftTimes | None = None
+    trial: Trial | None = None
+    tolerance: float = 0.0
+
+    def __post_init__(self) -> None:
+        curve = shared_curve(self.rule) if isinstance(self.rule, ProductRule) else None
+        key = self.draft, curve, self.most_looked_up, self.times and (self.times.draft, *self.times.verification)
+        learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
+        self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
         self.agreement = self._learned.agreement
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
         """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
-        return Tolerance(self._nats, sampler in (None, greedy_sampler)) if self._nats else None
+        return Tolerance(self.tolerance, sampler in (None, greedy_sampler)) if self.tolerance else None
 
     def of(self, texts: int = 1) -> DraftPlan:
-        """For so many texts."""
-        streams = isinstance(self.gearbox.residency, Stream)
-        learns = self.unit == TIME and isinstance(self.rule, ProductRule) and not streams
-        plans, make = (self._learned.plans, self._learning) if learns else (self._of_bytes, self._in_bytes)
+        """For so many texts. With costs in time it knows the times of one text, and learns from there."""
+        learns = self.unit == TIME and isinstance(self.rule, ProductRule)
+        learns = learns and not isinstance(self.gearbox.residency, Stream)
+        plans = self._learned.plans if learns else self._of_bytes
         if texts not in plans:
-            plans[texts] = make(texts)
+            learning = Learning(self, texts) if learns else None
+            costs = bytes_of_passes(self.gearbox, self.draft, texts) if learning is None else learning.costs
+            rule = joint_rule(self.rule)
+            if isinstance(self.rule, ProductRule | CostRule) and (learns or texts > 1):
+                rule = CostRule(self.rule.agreement, costs)
+            most = self.most_looked_up // texts  # all texts together may propose as many as one
+            drafts = self.draft != self.gearbox.ladder.top
+            rounds = Rounds(costs, most, texts, self.agreement, drafts)
+            plans[texts] = DraftPlan(rule, rounds, learning.stretches if learning else OneStretch(), learning)
         return plans[texts]
-
-    def _learning(self, texts: int) -> DraftPlan:
-        """A plan with costs in time that knows the times of one text, and learns from there."""
-        assert isinstance(self.rule, ProductRule)
-        of_one = self.times if texts == 1 else None
-        measured = None if of_one is None else (of_one.draft, dict(enumerate(of_one.verification, 1)))
-        trial = self._trial if texts == 1 else None
-        learning = Learning(self.gearbox, self.draft, texts, self.most_looked_up, measured, trial)
-        self._learned.learning[texts] = learning
-        rule, rounds = CostRule(self.rule.agreement, learning.costs), self._rounds(learning.costs, texts)
-        return DraftPlan(rule, rounds, learning.stretches)
 
     def keep(self) -> None:
         """Keep what was learned, for the next start."""
-        for learning in self._learned.learning.values():
-            learning.keep()
-
-    def _in_bytes(self, texts: int) -> DraftPlan:
-        costs = bytes_of_passes(self.gearbox, self.draft, texts)
-        rule = joint_rule(self.rule)
-        if texts > 1 and isinstance(self.rule, ProductRule | CostRule):
-            rule = CostRule(self.rule.agreement, costs)
-        return DraftPlan(rule, self._rounds(costs, texts))
-
-    def _rounds(self, costs: PassCosts, texts: int) -> Rounds:
-        most = self.most_looked_up // texts  # all texts together may propose as many as one
-        return Rounds(costs, most, texts, self.agreement, drafts=self.draft != self.gearbox.ladder.top)
+        for plan in self._learned.plans.values():
+            if plan.learning is not None:
+                plan.learning.keep()
 
 
 def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
@@ -301,9 +276,10 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
     known: dict[str, float] = {}
     seen: set[bool] = set()
     for learned in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
-        if 1 in learned.learning:
-            known |= learned.learning[1].seconds
-            seen |= learned.learning[1].stretches.seconds.keys()
+        learning = learned.plans[1].learning if 1 in learned.plans else None
+        if learning is not None:
+            known |= learning.seconds
+            seen |= learning.stretches.seconds.keys()
     names = {Learning.IN_ROUNDS: "seconds_in_rounds", Learning.ALONE: "seconds_alone"}
     found: dict[str, float | bool] = {field: known[name] for name, field in names.items() if name in known}
     return found | {"alone_at_earlier_start": False not in seen} if Learning.ALONE in known else found
@@ -315,20 +291,6 @@ def shared_curve(rule: ProductRule) -> Any:
     if isinstance(curve, AcceptanceCurve):
         return tuple(curve.edges), tuple(curve.agreement)
     return curve if curve is typical_agreement else None
-
-
-def at_measured_speeds(rule: DraftRule, gearbox: Gearbox, draft: int | None) -> DraftRule:
-    """The rule for what drafting costs here: the rule itself, unless the top gear is read from the disk.
-
-    Args:
-        rule: for costs of memory; only one that has a curve can follow others.
-        draft: bits of the gear that drafts; None: the lowest.
-    """
-    stream = gearbox.residency
-    if not isinstance(stream, Stream) or not isinstance(rule, ProductRule) or len(gearbox.ladder) < 2:
-        return rule
-    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
-    return CostRule(rule.agreement, StreamCosts(gearbox, stream, gear))
 
 
 SHIPPED = Path(__file__).parent.parent / "demo_model" / "drafting"
@@ -412,13 +374,16 @@ def find_rule(gearbox: Gearbox, how: How = None) -> tuple[DraftRule, int | None]
         GearbxError: a file for another model, vocabulary or ladder.
     """
     how = find_file(gearbox, how) or how
-    if isinstance(how, DraftFile):
-        return at_measured_speeds(how.rule(), gearbox, how.draft), how.draft
     if isinstance(how, int):
         return FixedLength(how), None
-    rule = default_rule() if how is None else how
-    assert not isinstance(rule, str | Path)  # a path was read
-    return at_measured_speeds(rule, gearbox, None) if how is None else rule, None
+    if how is not None and not isinstance(how, DraftFile):
+        assert not isinstance(how, str | Path)  # a path was read
+        return how, None
+    rule, draft = (default_rule(), None) if how is None else (how.rule(), how.draft)
+    stream = gearbox.residency
+    if isinstance(stream, Stream) and len(gearbox.ladder) > 1:
+        return CostRule(rule.agreement, StreamCosts(gearbox, stream, drafting_gear(gearbox, draft))), draft
+    return rule, draft
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:

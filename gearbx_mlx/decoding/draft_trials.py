@@ -14,10 +14,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -40,6 +38,7 @@ from ..routing.acceptance import (
     DraftTimes,
     FixedLength,
     ProductRule,
+    Recorded,
     best_bound,
     best_length,
     fit_curve,
@@ -47,10 +46,9 @@ from ..routing.acceptance import (
 from ..routing.rounds import MOST_ROWS, LearnedCosts, PassTimes, joint_rule, predicted_cost
 from .caches import Snapshot
 from .draft_plans import name_of
-from .drafting import Drafter, Writer
+from .drafting import Drafter, Proposals, Writer, looking, second_head
 from .rows import Verifier
 from .sampling import GREEDY, entropy_bits, reader_of
-from .second_look import looking, second_head
 
 LOOP = 8  # tokens of a trial of mlx-lm's own loop
 TRIALS = 9  # after one that compiles and fills caches
@@ -71,21 +69,6 @@ def machine_of(gearbox: Gearbox) -> str:
     return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"
 
 
-def measure_times(gearbox: Gearbox, top: Gear, draft: Gear, context: int) -> tuple[float, float, list[float]]:
-    """Seconds of a token alone, of a drafted one, and of verifications of 1, 2, ... 16: medians of trials in turn.
-
-    Alone, the top gear writes in mlx-lm's own loop, which runs ahead.
-
-    Args:
-        top, draft: the gears that verify and draft; `top` is engaged afterwards.
-        context: tokens in the KV cache before the pass.
-    """
-    passes = TimedPasses(gearbox, top, draft, context)
-    verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
-    medians = passes.medians([passes.alone, passes.drafted, *verified], TRIALS)
-    return medians[0], medians[1], medians[2:]
-
-
 def few_pass_times(gearbox: Gearbox, draft: Gear) -> PassTimes | None:
     """Seconds of a drafted token, and of verifications of a few rows, in few trials, since a text waits for them.
 
@@ -98,7 +81,7 @@ def few_pass_times(gearbox: Gearbox, draft: Gear) -> PassTimes | None:
         with uncounted(gearbox):
             passes = TimedPasses(gearbox, top, draft, FEW_BEFORE)
             trials: list[Callable[[], float]] = [passes.drafted, *(partial(passes.verified, rows) for rows in FEW_ROWS)]
-            step, *verified = passes.medians(trials, PASS_TRIALS)
+            step, *verified = map(statistics.median_low, passes.seconds(trials, PASS_TRIALS))
     except RuntimeError:  # the text must not end for that
         return None
     return step, dict(zip(FEW_ROWS, verified))
@@ -110,21 +93,37 @@ class TimedPasses:
     def __init__(self, gearbox: Gearbox, top: Gear, draft: Gear, context: int):
         self.gearbox, self.top = gearbox, top
         gearbox.shift(top)
-        self.cache = filled_cache(gearbox.model, context)
-        self._verifier, self._drafter = Verifier(gearbox, top), Drafter(gearbox, draft, reader_of(gearbox))
-        self._size = vocabulary(gearbox.model)
+        self._size, self.cache = vocabulary(gearbox.model), make_prompt_cache(gearbox.model)
+        mx.eval(gearbox.model(mx.arange(context)[None] % self._size, cache=self.cache))
+        self._verifier, reader = Verifier(gearbox, top), reader_of(gearbox)
+        self._drafters = {depth: Drafter(gearbox, draft, reader, depth) for depth in DEPTHS}
 
     def alone(self) -> float:
         """A token of the top gear in mlx-lm's own loop."""
+        model, cache = self.gearbox.model, self.cache
         self.gearbox.shift(self.top)
-        return seconds_alone(self.gearbox.model, self.cache)
+        begun = [time.perf_counter() for _ in generate_step(mx.array([1]), model, max_tokens=LOOP, prompt_cache=cache)]
+        mx.eval([layer.state for layer in cache])  # the loop has begun one token more
+        return (begun[-1] - begun[0]) / (LOOP - 1)
 
     def drafted(self) -> float:
         """A token of a draft that is chosen greedily."""
         begun = time.perf_counter()
-        text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
-        self._drafter.draft([text], self.cache, joint_rule(FixedLength(FEW_DRAFTED)), FEW_DRAFTED)
+        self._draft(FixedLength(FEW_DRAFTED), FEW_DRAFTED)
         return (time.perf_counter() - begun) / FEW_DRAFTED
+
+    def round(self, ahead: int, drafted: int) -> float:
+        """A draft of so many tokens, with so many steps ahead, and its verification."""
+        begun = time.perf_counter()
+        # It ends after so many tokens, whatever they are.
+        rule = ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5))
+        proposals = self._draft(rule, drafted + max(DEPTHS), ahead)
+        mx.eval(self._verifier.rows(mx.array(proposals.rows()), self.cache).logits)
+        return time.perf_counter() - begun
+
+    def _draft(self, rule: DraftRule, most: int, ahead: int = 0) -> Proposals:
+        text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
+        return self._drafters[ahead].draft([text], self.cache, joint_rule(rule), most)
 
     def verified(self, rows: int) -> float:
         """A verification."""
@@ -132,29 +131,18 @@ class TimedPasses:
         mx.eval(self._verifier.rows(mx.arange(rows)[None] % self._size, self.cache).logits)
         return time.perf_counter() - begun
 
-    def medians(self, trials: Sequence[Callable[[], float]], count: int) -> list[float]:
-        """Medians over `count` rounds of trials, after one that fills caches; the top gear is then engaged."""
+    def seconds(self, trials: Sequence[Callable[[], float]], count: int) -> list[list[float]]:
+        """Of each of the trials, which take turns `count` times, after one that compiles and fills caches.
+
+        The top gear is then engaged.
+        """
         before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
         for _ in range(count + 1):
             for trial, found in zip(trials, seconds):
                 with before.borrowed():
                     found.append(trial())
         self.gearbox.shift(self.top)
-        return [statistics.median_low(found[1:]) for found in seconds]
-
-
-def filled_cache(model: nn.Module, context: int) -> list[Any]:
-    """A KV cache that has been given so many tokens, whatever they are."""
-    cache = make_prompt_cache(model)
-    mx.eval(model(mx.arange(context)[None] % vocabulary(model), cache=cache))
-    return cache
-
-
-def seconds_alone(model: nn.Module, cache: list[Any]) -> float:
-    """Seconds of a token in mlx-lm's own loop."""
-    begun = [time.perf_counter() for _ in generate_step(mx.array([1]), model, max_tokens=LOOP, prompt_cache=cache)]
-    mx.eval([layer.state for layer in cache])  # the loop has begun one token more
-    return (begun[-1] - begun[0]) / (LOOP - 1)
+        return [found[1:] for found in seconds]
 
 
 def times_here(times: DraftTimes | None, gearbox: Gearbox) -> DraftTimes | None:
@@ -198,7 +186,8 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     known = tuner.measured if gearbox.kernels.again else tuner.cache.times
     if not known.get(name, {}).keys() >= {*map(str, DEPTHS)}:
         try:
-            found = few_round_times(gearbox, draft)
+            with uncounted(gearbox):  # a text waits for these trials
+                found = round_times(gearbox, draft, FEW_BEFORE, FEW_TRIALS, FEW_DRAFTED)
         except RuntimeError:  # without memory for it, say: the text must not end for that
             return default_depth()
         tuner.seconds += sum(map(sum, found.values()))
@@ -208,12 +197,6 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     return shallowest({depth: tuner.cache.times[name][str(depth)] for depth in DEPTHS})
 
 
-def few_round_times(gearbox: Gearbox, draft: Gear) -> dict[int, list[float]]:
-    """`round_times` of short drafts in few trials, since a text waits for them; the gearbox counts no shifts."""
-    with uncounted(gearbox):
-        return round_times(gearbox, draft, FEW_BEFORE, FEW_TRIALS, FEW_DRAFTED)
-
-
 def shallowest(seconds: Mapping[int, float]) -> int:
     """The smallest depth that takes hardly longer than the fastest one, from the seconds of each."""
     enough = NEARLY * min(seconds.values())
@@ -221,12 +204,7 @@ def shallowest(seconds: Mapping[int, float]) -> int:
 
 
 def round_times(
-    gearbox: Gearbox,
-    draft: Gear,
-    context: int,
-    trials: int = TRIALS,
-    drafted: int = DRAFTED,
-    depths: Sequence[int] = DEPTHS,
+    gearbox: Gearbox, draft: Gear, context: int, trials: int = TRIALS, drafted: int = DRAFTED
 ) -> dict[int, list[float]]:
     """Seconds of a draft and its verification, by depth, of each of the trials, which take turns.
 
@@ -237,26 +215,10 @@ def round_times(
         draft: the gear that drafts.
         context: tokens in the KV cache before the draft.
         trials: after one that does not count.
-        drafted: tokens of a draft. depths: that are tried.
+        drafted: tokens of a draft.
     """
-    verifier = Verifier(gearbox, gearbox.ladder.top)
-    gearbox.shift(gearbox.ladder.top)
-    cache = filled_cache(gearbox.model, context)
-    before = Snapshot(cache)
-    # It ends after so many tokens, whatever they are.
-    rule = joint_rule(ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5)))
-    reader = reader_of(gearbox)
-    drafters = {depth: Drafter(gearbox, draft, reader, depth) for depth in depths}
-    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
-    for _ in range(trials + 1):
-        for depth, drafter in drafters.items():
-            with before.borrowed():
-                begun = time.perf_counter()
-                text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
-                proposals = drafter.draft([text], cache, rule, drafted + max(depths))
-                mx.eval(verifier.rows(mx.array(proposals.rows()), cache).logits)
-                seconds[depth].append(time.perf_counter() - begun)
-    return {depth: found[1:] for depth, found in seconds.items()}  # the first one compiles and fills caches
+    passes = TimedPasses(gearbox, gearbox.ladder.top, draft, context)
+    return dict(zip(DEPTHS, passes.seconds([partial(passes.round, depth, drafted) for depth in DEPTHS], trials)))
 
 
 BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
@@ -393,14 +355,19 @@ def draft_files(
 
 
 def draft_times(
-    gearbox: Gearbox,
-    top: Gear,
-    draft: Gear,
-    context: int,
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    curve: AcceptanceCurve,
+    gearbox: Gearbox, top: Gear, draft: Gear, context: int, sequences: Recorded, curve: AcceptanceCurve
 ) -> DraftTimes:
-    """What passes take after `context` tokens, measured now, and what a token of the recorded texts takes with them."""
-    alone, token, verifications = measure_times(gearbox, top, draft, context)
-    predicted = predicted_cost(sequences, curve, LearnedCosts((token, dict(enumerate(verifications, 1)))))
-    return DraftTimes(machine_of(gearbox), context, alone, token, verifications, predicted)
+    """What passes take, measured now, and what a token of the recorded texts takes with them.
+
+    Seconds are medians of trials in turn. Alone, the top gear writes in mlx-lm's own loop, which runs ahead.
+
+    Args:
+        top, draft: the gears that verify and draft; `top` is engaged afterwards.
+        context: tokens in the KV cache before the pass.
+    """
+    passes = TimedPasses(gearbox, top, draft, context)
+    verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+    seconds = passes.seconds([passes.alone, passes.drafted, *verified], TRIALS)
+    alone, token, *rows = map(statistics.median_low, seconds)
+    predicted = predicted_cost(sequences, curve, LearnedCosts((token, dict(enumerate(rows, 1)))))
+    return DraftTimes(machine_of(gearbox), context, alone, token, rows, predicted)

@@ -1,7 +1,7 @@
 """The engine of mode lossless: what may follow texts is proposed for all of them together, and verified in one pass.
 
 A text alone is one text, and a batch several; so both have one engine. A text alone runs in mlx-lm's loop, which
-samples one token after the other (lossless_model.py); a batch gives out what each text accepts (lossless_batch.py).
+samples one token after the other (lossless.py); a batch gives out what each text accepts (lossless_batch.py).
 
 Where the last tokens of a text occurred before, the text itself may propose what follows (routing/lookup.py). Else the
 low gear drafts. Neither KV cache nor random numbers keep a trace of a draft. A token is drafted with the random numbers
@@ -12,6 +12,11 @@ The entropy of a token says whether the draft goes on. To read it is to wait for
 until the next step is queued. So steps may be queued ahead, as mlx-lm queues one: each takes the token before it as an
 array that is still computed. Where the draft turns out to be over, the steps beyond its end are thrown away. They cost
 passes, and change nothing.
+
+The head of a draft looks twice: its best few tokens get their logits from the top gear's rows of the head. Many drafts
+fail where the head is rounded, although what it reads would have chosen the right token: on SmolLM2 that is one token
+in thirty. A few rows of the top gear's head are some kilobytes beside the megabytes of a draft's pass. Only drafts look
+twice; a text that the low gear writes itself is its own.
 """
 
 import contextlib
@@ -24,25 +29,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..compat.arrays import same_random_numbers
 from ..formats.block import NativeDraft, PassParts, begin_draft, pass_parts
+from ..formats.exact import ExactModule
+from ..formats.tied import IN_DRAFTS, TiedEmbedding, linear_of
+from ..gears.discovery import DENSE_LAYERS
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
+from ..gears.sharding import sharding_of
+from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import ALONE, Agreement
 from ..routing.acceptance import MOST_DRAFTED
 from ..routing.lookup import Lookup
 from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
 from .draft_plans import DraftPlan
-from .response import DRAFT, LOOKUP, Proposed, Step
+from .response import DRAFT, LOOKUP, Step
 from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
-from .second_look import SecondHead, looking, second_head
 
 Following = Callable[[int, int], tuple[int, float]]
 """From a token, and its place in a draft from 0 on, to the token after it and the entropy of all in bits."""
 
+HEAD = "lm_head"
+SEEN_TWICE = 4  # with more, hardly another token wins
+CHUNK = 256  # logits, of which the largest is found first: to sort all of a vocabulary takes ten times as long
+RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
 PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
 
@@ -116,12 +130,20 @@ class Proposals:
 
 
 @dataclass(frozen=True)
+class SecondHead:
+    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`."""
+
+    top: nn.Module
+    holder: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
 class Drafter:
     """Proposes tokens, for one text or several, and says what that took.
 
     Args:
         gear: that drafts; it may be engaged after a draft.
-        reader: of logits.
         ahead: steps that are queued beyond the one whose entropy is read.
         agreement: of the ranks that share the model.
     """
@@ -169,10 +191,9 @@ class Drafter:
                 drafting.enter_context(looking(self.second))
             drafting.enter_context(rewound([writer.chooser for writer in writers]))
             inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
-            logits = self._logits(cache) if native is None else native_logits(native)
             most = min(most, rule.longest, most if native is None else native.room)
             # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writers, inputs, logits), most)
+            steps = itertools.islice(self._steps(writers, inputs, self._logits(native, cache)), most)
             queued = deque(itertools.islice(steps, 1 + self.ahead))
             drafted = 0
             while queued:
@@ -197,14 +218,17 @@ class Drafter:
             draft = begin_draft(self.parts[0], cache) if self.parts else None
         return draft
 
+    def _logits(self, native: NativeDraft | None, cache: Any) -> Callable[[mx.array], mx.array]:
+        """Tokens (B,) to the logits (B, V) after them: by the model in the gear that is engaged, or natively."""
+        if native is None:
+            return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
+        places = itertools.count()
+        return lambda inputs: native.logits(np.array(inputs).item(), next(places))
+
     @functools.cached_property
     def second(self) -> SecondHead | None:
         """The head that looks twice; asked for once both gears are made."""
         return second_head(self.gearbox, self.gear)
-
-    def _logits(self, cache: Any) -> Callable[[mx.array], mx.array]:
-        """Tokens (B,) to the logits (B, V) after them, by the model in the gear that is engaged."""
-        return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
 
     def _steps(
         self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array]
@@ -261,17 +285,11 @@ class Drafter:
         counted["looked_up"] = len(writer.tokens) - len(writer.entropies)
         for place, token in enumerate([*writer.tokens, None]):
             passes = tuple(0 if place else ran.get(gear, 0) for gear in gearbox.ladder)
-            proposed = None if token is None else Proposed(token, self.gear, writer.source)
             of_round: dict[str, Any] = (
                 {} if place else {"entropies": (*writer.entropies,), "weight_bytes": read, **counted}
             )
-            yield Step(gearbox.ladder.top, passes=passes, proposed=proposed, noise=noise, **of_round)
-
-
-def native_logits(draft: NativeDraft) -> Callable[[mx.array], mx.array]:
-    """The last token (1,) to the logits (1, V) after it, each time one further in the draft."""
-    places = itertools.count()
-    return lambda inputs: draft.logits(np.array(inputs).item(), next(places))
+            of_round |= {"proposed": token, "proposer": writer.source, "drafts": self.gear}
+            yield Step(gearbox.ladder.top, passes=passes, noise=noise, **of_round)
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
@@ -333,56 +351,46 @@ def accept(
 
     Args:
         logits: (B, S, V), of the last token of every text and of what is proposed.
-        reader: of logits.
-        tolerance: lets proposed tokens stay.
     """
     writers = proposals.of
     logprobs = reader.normalized(logits)
-    made = [chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs)]
+    each = (chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs))
+    chosen_tokens, states, processed, nats = zip(*each)
     if any(writer.chooser.processors for writer in writers):
-        logprobs = mx.stack([one.logprobs for one in made])
+        logprobs = mx.stack([*processed])
     counts = mx.arange(logits.shape[1]) <= mx.array([len(w.tokens) for w in writers])[:, None]  # and no padding
     noise = mx.where(counts, reader.noise(logits), 0).max(axis=-1, keepdims=True)
     near = reader.near_ties(logprobs, noise)
     entropies = reader.entropy(logprobs)
-    mx.eval([(one.tokens, one.given_up) for one in made], near, entropies)
+    mx.eval(chosen_tokens, nats, near, entropies)
     bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
     done = []
-    for row, (one, writer) in enumerate(zip(made, writers)):
-        tokens = np.array(one.tokens).tolist()
+    for row, writer in enumerate(writers):
+        tokens = np.array(chosen_tokens[row]).tolist()
         unlike = (i for i, (token, proposed) in enumerate(zip(tokens, writer.tokens)) if token != proposed)
         count = 1 + next(unlike, len(writer.tokens))
-        writer.chooser.rewind(one.states[count - 1])
-        given_up = np.array(one.given_up)[:count]
+        writer.chooser.rewind(states[row][count - 1])
+        given_up = np.array(nats[row])[:count]
         done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count], given_up))
     return done
 
 
-@dataclass(frozen=True)
-class ChosenTokens:
-    """What a text chooses after each token of a pass, each time as if it had accepted all before.
-
-    tokens: may still be computed; with processors they end at the first that was not proposed. states: of its random
-    numbers after each of them. logprobs: (S, V), after its processors. given_up: nats, of each token.
-    """
-
-    tokens: mx.array
-    states: Sequence[mx.array | None]
-    logprobs: mx.array = field(repr=False)
-    given_up: mx.array = field(repr=False)
-
-
 def chosen(
     writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader, tolerance: Tolerance | None = None
-) -> ChosenTokens:
-    """What a text chooses by the logits (S, V) and log-probabilities of a pass."""
+) -> tuple[mx.array, list[mx.array | None], mx.array, mx.array]:
+    """What a text chooses by the logits (S, V) and log-probabilities of a pass, as if it had accepted all before.
+
+    Returns:
+        tokens, which may still be computed; with processors they end at the first that was not proposed. The states of
+        its random numbers after each of them. Log-probabilities (S, V), after its processors. Nats given up with each.
+    """
     chooser, proposals = writer.chooser, len(writer.tokens)
     if chooser.greedy and not chooser.processors:
         tokens, given_up = chooser.sampler(logprobs), mx.zeros(len(logprobs))
         if tolerance is not None and proposals:
             kept, nats = tolerance.kept(logprobs[:proposals], tokens[:proposals], mx.array(writer.tokens, tokens.dtype))
             tokens[:proposals], given_up[:proposals] = kept, nats
-        return ChosenTokens(tokens, [None] * len(logprobs), logprobs, given_up)
+        return tokens, [None] * len(logprobs), logprobs, given_up
     each, states, rows, context = [], [], [], writer.context()
     for place, proposed in enumerate([*writer.tokens, None]):
         row = slice(place, place + 1)
@@ -398,4 +406,78 @@ def chosen(
                 break
             context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
     tokens, given_up = (mx.concatenate(list(column)) for column in zip(*each))
-    return ChosenTokens(tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up)
+    return tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up
+
+
+def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
+    """What a draft of this gear looks at twice; None where the top gear has the same head, or none in memory."""
+    path = next((layer.path for layer in gearbox.layers if layer.path.split(".")[-1] == HEAD), gearbox.head)
+    if path is None or not gearbox.keeps_all or sharding_of(gearbox.model) is not None:
+        return None
+    own, top = gearbox.module_in(path, gear), gearbox.module_in(path, gearbox.ladder.top)
+    if own is None or top is None or own is top:
+        return None
+    if isinstance(own, TiedEmbedding):
+        return SecondHead(top, own, IN_DRAFTS)
+    place, _, name = path.rpartition(".")
+    return SecondHead(top, dict(gearbox.model.named_modules())[place], name)
+
+
+@contextlib.contextmanager
+def looking(second: SecondHead | None) -> Iterator[None]:
+    """The head of the gear that is engaged looks twice, where rows are looked up fast. Nothing may shift meanwhile."""
+    rows = None if second is None else rows_of(linear_of(second.top))
+    if second is None or rows is None:
+        yield
+        return
+    holder, name = second.holder, second.name
+    before = holder.get(name)  # none in a tied embedding, whose rows are looked up in its projection
+    holder[name] = SecondLook(holder["projection"] if before is None else before, rows)
+    try:
+        yield
+    finally:
+        if before is None:
+            del holder[name]
+        else:
+            holder[name] = before
+
+
+def rows_of(head: nn.Module) -> RowsOf | None:
+    """The rows of dense weights, and on a GPU of exact ones.
+
+    To decode some rows by MLX's operations takes a CPU a third of a draft's pass; natively it takes nothing
+    (formats/block.py).
+    """
+    if type(head) in DENSE_LAYERS:
+        return lambda chosen: head["weight"][chosen]
+    return head.rows if isinstance(head, ExactModule) and not on_cpu() else None
+
+
+class SecondLook(nn.Module):
+    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D)."""
+
+    def __init__(self, head: nn.Module, rows: RowsOf):
+        super().__init__()
+        self.head, self._rows = head, rows
+
+    def __call__(self, x: mx.array) -> mx.array:
+        logits = self.head(x)
+        best = largest(logits, min(SEEN_TWICE, logits.shape[-1]))
+        again = (self._rows(best).astype(mx.float32) * x[..., None, :].astype(mx.float32)).sum(axis=-1)
+        if "bias" in self.head:
+            again = again + self.head.bias[best]
+        return mx.put_along_axis(logits, best, again.astype(logits.dtype), axis=-1)
+
+
+def largest(logits: mx.array, count: int) -> mx.array:
+    """Where the largest numbers of each row (..., V) are: (..., count), in no order."""
+    *lead, size = logits.shape
+    if size <= CHUNK * count:
+        return mx.argpartition(-logits, count - 1, axis=-1)[..., :count]
+    filled = mx.pad(logits, [*[(0, 0)] * len(lead), (0, -size % CHUNK)], constant_values=-mx.inf)
+    chunks = filled.reshape(*lead, -1, CHUNK)
+    # A number that is among the largest lies in a chunk whose own largest is among those of all chunks.
+    chosen = mx.argpartition(-chunks.max(axis=-1), count - 1, axis=-1)[..., :count]
+    among = mx.take_along_axis(chunks, chosen[..., None], axis=-2).reshape(*lead, -1)
+    places = mx.argpartition(-among, count - 1, axis=-1)[..., :count]
+    return mx.take_along_axis(chosen, places // CHUNK, axis=-1) * CHUNK + places % CHUNK

@@ -84,8 +84,11 @@ class Governor:
         """
         controller = self.controller
         self.bits_read += controller.schedule.bits(step.weight_bytes, sum(step.passes))
-        if controller.due:
-            self._read_machine()
+        if controller.due and self.watch is not None:
+            self.state = self.watch.state(self.clock() - (self._began or 0.0), controller.tokens)
+            self.budget.update(self.state)
+            for problem in self.watch.problems():
+                warnings.warn(problem, GearbxWarning, stacklevel=2)
         decision = controller.token(seconds, step.passes, self.budget.share)
         if decision is None:
             return None
@@ -109,15 +112,6 @@ class Governor:
             "out_of_reach": controller.out_of_reach,
             "machine": self.state.known,
         }
-
-    def _read_machine(self) -> None:
-        """Read the state of the machine."""
-        if self.watch is None:
-            return
-        self.state = self.watch.state(self.clock() - (self._began or 0.0), self.controller.tokens)
-        self.budget.update(self.state)
-        for problem in self.watch.problems():
-            warnings.warn(problem, GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:

@@ -4,9 +4,9 @@ The entropy of the token's own distribution, before it is sampled, measures the 
 KV cache is undone first, so that the cache has the entries of the gear that each token was sampled from.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,33 +20,12 @@ from .caches import Snapshot
 from .governor import Governor
 from .mode import Mode, gear_of_prompt, refuse_draft_model
 from .response import GearResponse, Step
-from .wrapper import ModelWrapper, stream_wrapped
+from .sampling import geared_responses, sampled
+from .wrapper import ModelWrapper
 
-
-class RecomputeRule(Protocol):
-    """Whether to compute a token again, one gear higher."""
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        """`entropy` of this token in this gear, bits; `position` counts decoded tokens from 0, `gear` the gears."""
-        ...
-
-
-class AboveThreshold:
-    """Again, if the entropy is above the threshold between this gear and the next.
-
-    Args:
-        thresholds: bits, one for each step of the ladder.
-
-    Raises:
-        GearbxError: out of order, or not finite.
-    """
-
-    def __init__(self, thresholds: Sequence[float]):
-        check_thresholds(thresholds, len(thresholds) + 1)
-        self.thresholds = tuple(thresholds)
-
-    def __call__(self, entropy: float, position: int, gear: int) -> bool:
-        return entropy > self.thresholds[gear]
+RecomputeRule = Callable[[float, int, int], bool]
+"""Whether to compute a token again, one gear higher: by its entropy in this gear (bits), how many tokens were decoded
+before it, and the number of the gear, from 0."""
 
 
 class GearedModel(ModelWrapper):
@@ -81,11 +60,9 @@ class GearedModel(ModelWrapper):
         super().__init__(gearbox)
         gears = len(gearbox.ladder)
         if rule is None:
-            if thresholds is None:
-                thresholds = default_thresholds(gears, vocabulary(gearbox.model))
-            check_thresholds(thresholds, gears)
-            rule = AboveThreshold(thresholds)
-        self.rule = rule
+            bits = default_thresholds(gears, vocabulary(gearbox.model)) if thresholds is None else tuple(thresholds)
+            check_thresholds(bits, gears)
+        self.rule = rule or (lambda entropy, position, gear: entropy > bits[gear])
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.share_entropy = share_entropy
         self.positions = 0
@@ -110,10 +87,10 @@ class GearedModel(ModelWrapper):
                 break
             if before is not None:
                 before.restore()
-        ran = ladder[: gear.index + 1]
-        read = sum(self.gearbox.weight_bytes_per_token(g) for g in ran)
+        passes = tuple(int(ran.index <= gear.index) for ran in ladder)
+        read = sum(self.gearbox.weight_bytes_per_token(ran) for ran in ladder[: gear.index + 1])
         shared = entropy if self.share_entropy else None
-        self.step = Step(gear, tuple(entropies), self.passes(*ran), read, entropy=shared)
+        self.step = Step(gear, tuple(entropies), passes, read, entropy=shared)
         self.positions += 1
         return logits
 
@@ -149,8 +126,8 @@ class Kickdown(Mode):
         share = not kwargs.get("logits_processors")
         prefill, _ = self.gears_of_text(gearbox)
         geared = GearedModel(gearbox, self.thresholds, rule=self.rule, prefill=prefill, share_entropy=share)
-        monitor = Monitor(vocabulary(model), self.window)
-        return stream_wrapped(geared, tokenizer, prompt, monitor=monitor, controller=controller, **kwargs)
+        source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, **kwargs)
+        return geared_responses(source, gearbox, Monitor(vocabulary(model), self.window), controller)
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {"recomputed": tally.recomputed}

@@ -24,7 +24,7 @@ from ..compat.caches import drop_rows
 from ..errors import GearbxWarning, one_line
 from ..routing.gates import highest
 from ..routing.lookup import Lookup
-from .batches import BatchGenerator, BatchText, RowSampler, SeenPass, SeenRow, SharedMode
+from .batches import BatchGenerator, BatchText, RowSampler, SeenRow, SharedMode
 from .caches import Cache, Snapshot, parts
 from .draft_plans import DraftPlan, DraftPlans
 from .drafting import Accepted, Drafter, Proposals, Writer, accept
@@ -67,10 +67,10 @@ class LosslessTokens(GearedTokens):
         for uid, prompt in zip(batch.uids, batch.tokens):
             self._lookups[uid] = Lookup(self.plans.agreement), len(prompt), []
         self._plan = None
-        kind = other_than_rows(self.prompt_cache)
-        if kind and self._can_draft:
+        others = [type(part).__name__ for part in parts(self.prompt_cache) if type(part) not in (KVCache, BatchKVCache)]
+        if others and self._can_draft:
             self._can_draft = False
-            warn_of(f"the sequences of a {kind} cannot be cut each on its own")
+            warn_of(f"the sequences of a {others[0]} cannot be cut each on its own")
 
     def filter(self, keep: list[int]) -> None:
         super().filter(keep)
@@ -152,7 +152,12 @@ class LosslessTokens(GearedTokens):
             self.given_out(row, [writer.token, *one.tokens[:-1]], list(one.logprobs))
             for row, (writer, one) in enumerate(zip(proposals.of, accepted))
         ]
-        drop(self.prompt_cache, [proposals.width - len(row) for row in rows])
+        dropped = [proposals.width - len(row) for row in rows]
+        for part in parts(self.prompt_cache):
+            if type(part) is KVCache:  # of one sequence
+                part.trim(dropped[0])
+            elif any(dropped):
+                drop_rows(part, dropped)
         self.let_come([one.tokens[-1] for one in accepted], [one.logprobs[-1] for one in accepted])
         keep = [i for i, row in enumerate(rows) if row[-1].finish_reason is None]
         for i in set(range(len(rows))).difference(keep):
@@ -165,33 +170,14 @@ class LosslessTokens(GearedTokens):
         """Note how each accepted token of a sequence came about."""
         text, steps = self.sequences[self.uids[row]], self._drafter.steps_of(proposals, row)
         for place, (token, step) in enumerate(zip(accepted.tokens, steps)):
-            seen = SeenPass(step.with_token(token), accepted.entropies[place : place + 1], len(self))
-            given_up = float(accepted.given_up[place])
-            text.rows.append(SeenRow(seen, 0, text.wish, bool(accepted.near_ties[place]), given_up))
-
-
-def other_than_rows(cache: Cache) -> str:
-    """The class of a cache whose sequences cannot lose entries each on its own; "" if they all can."""
-    return next((type(part).__name__ for part in parts(cache) if type(part) not in (KVCache, BatchKVCache)), "")
+            near_tie, given_up = bool(accepted.near_ties[place]), float(accepted.given_up[place])
+            read = step.with_token(token), len(self), lambda: accepted.entropies
+            text.rows.append(SeenRow(*read, place, text.wish, near_tie, given_up))
 
 
 def is_alone(cache: Cache) -> bool:
     """Whether a cache belongs to one sequence, and has no room for others."""
     return any(type(part) is KVCache for part in parts(cache))
-
-
-def drop(cache: Cache, dropped: Sequence[int]) -> None:
-    """Drop the last entries of every sequence.
-
-    Args:
-        cache: of KVCache (one sequence) or BatchKVCache.
-        dropped: how many, for each sequence.
-    """
-    for part in parts(cache):
-        if type(part) is KVCache:
-            part.trim(dropped[0])
-        elif any(dropped):
-            drop_rows(part, dropped)
 
 
 def warn_of(why: str) -> None:

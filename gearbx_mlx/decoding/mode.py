@@ -1,14 +1,20 @@
-"""What every mode is: a way from gears to tokens, with its settings."""
+"""What every mode is: a way from gears to tokens, with its settings. And what all texts share.
 
+That is prompts as tokens, the length of the logits, and turns with one gearbox, also from threads.
+"""
+
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.nn as nn
 
 from ..errors import GearbxError, GearbxWarning
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DENSE, Gear
@@ -22,6 +28,11 @@ from .response import GearResponse
 AUTO = "auto"
 EIGHT = 8  # bits that are enough for a prompt
 SAME = "same"  # as a prompt gear: the one that begins the text
+
+_warned: WeakSet[Gearbox] = WeakSet()
+_locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+making = threading.RLock()  # a model gets one gearbox, however many threads ask for it at once
 
 
 @dataclass(frozen=True)
@@ -178,10 +189,40 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
     return reads != writes
 
 
-_warned: WeakSet[Gearbox] = WeakSet()
-
-
 def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:
     """Raises GearbxError for a draft model in a mode whose gears are all of one model."""
     if keywords.get("draft_model") is not None:
         raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'route'")
+
+
+def encoded(tokenizer: Any, prompt: Any) -> Any:
+    """A prompt as tokens, as mlx-lm's stream_generate makes them of text."""
+    if not isinstance(prompt, str):
+        return prompt
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return tokenizer.encode(prompt, add_special_tokens=special)
+
+
+def check_known(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raises GearbxError for a token that a model does not know: MLX would read beyond its table.
+
+    Args:
+        name: of the prompt.
+        vocabulary: how many tokens there are.
+    """
+    unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        raise GearbxError(f"{name} has token {unknown}, and the model knows 0 to {vocabulary - 1}")
+
+
+def vocabulary_of(gearbox: Any) -> int:
+    """V of the gearbox's (or Observer's) model. Raises GearbxError for a model that turns no token into logits."""
+    if gearbox not in _known:
+        _known[gearbox] = vocabulary(gearbox.model)
+    return _known[gearbox]
+
+
+def turn(gearbox: Any) -> AbstractContextManager:
+    """The lock that a text has while it shifts a gearbox and computes a token with it."""
+    with making:
+        return _locks.setdefault(gearbox, threading.RLock())

@@ -23,16 +23,3 @@ def mode_class(name: str) -> "type[Mode]":
     if name not in MODES:
         raise GearbxError(f"mode '{name}' does not exist; choose from {', '.join(MODES)}")
     return pkgutil.resolve_name(MODES[name])
-
-
-def default_mode(observed: bool, governed: bool, alone: bool) -> str:
-    """The mode where none is named: lossless, or what an observer or a controller can have.
-
-    Args:
-        alone: the top gear is to write by itself: it has a draft model of mlx-lm's, or is to be mlx-lm bit for bit.
-    """
-    if observed:
-        return "telemetry-only"
-    if governed:
-        return "route"
-    return "static" if alone else "lossless"

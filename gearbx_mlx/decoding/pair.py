@@ -43,8 +43,6 @@ from .response import GearResponse
 from .sampling import has_nan, not_finite, reader_of
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's
-
-
 REFUSED = ("draft_model", "input_embeddings")
 
 
@@ -80,16 +78,6 @@ class TrailingCache:
     @property
     def offset(self) -> int:
         return length(self.entries)
-
-    def size(self) -> int:
-        return self.entries[0].size()
-
-    def empty(self) -> bool:
-        return not self.missed and self.entries[0].empty()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
 
     def is_trimmable(self) -> bool:
         return can_trim_prompt_cache(self.entries)
@@ -238,9 +226,9 @@ class Pair(Mode):
         prompt_cache = pair.make_cache(max_kv_size) if prompt_cache is None else prompt_cache
         check_cache(prompt_cache)
         monitor = pair_monitor(pair.vocab_size, self.window)
-        sampler = PairSampler(kwargs.pop("sampler", None) or make_sampler(), pair, gate, monitor)
-        keywords = {"prompt_cache": prompt_cache, "prefill_step_size": prefill_step_size}
-        return sampled_by(sampler, tokenizer, prompt, **keywords, **kwargs)
+        sampler = kwargs.pop("sampler", None) or make_sampler()
+        kwargs |= {"prompt_cache": prompt_cache, "prefill_step_size": prefill_step_size}
+        return in_turns(pair, gate, monitor, sampler, tokenizer, prompt, **kwargs)
 
     def gate_for(self, pair: PairedModel) -> Gate:
         """The gate, after it has engaged the first model. Raises GearbxError for settings that cannot be."""
@@ -262,31 +250,36 @@ class Pair(Mode):
         return [("switches", f"{summary['shifts']}; {summary['caught_up_tokens']} tokens read to catch up")]
 
 
-class PairSampler:
-    """A sampler that chooses the model: it reads the entropy, engages the model for the next token, then samples.
+def in_turns(
+    pair: PairedModel,
+    gate: Gate,
+    monitor: Monitor,
+    sampler: Callable[[mx.array], mx.array],
+    tokenizer: Any,
+    prompt: Any,
+    **kwargs: Any,
+) -> Iterator[GearResponse]:
+    """mlx-lm's responses, each with what its sampler read, which engages the model for the next token, then samples.
 
     The entropy is that before temperature (EAD 3.1), after logits processors if there are any.
+
+    Args:
+        kwargs: of mlx-lm's stream_generate.
     """
-
-    def __init__(self, sampler: Callable[[mx.array], mx.array], pair: PairedModel, gate: Gate, monitor: Monitor):
-        self.sampler, self.pair, self.gate, self.monitor = sampler, pair, gate, monitor
-        self.entropy = reader_of().entropy
-        self.readings: deque[tuple[Reading, Call]] = deque()
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        reading = self.monitor.update(float(self.entropy(logprobs).squeeze()))
-        self.readings.append((reading, self.pair.last))
-        self.pair.engaged = self.gate.update(reading)
-        return self.sampler(logprobs)
-
-
-def sampled_by(sampler: PairSampler, tokenizer: Any, prompt: Any, **kwargs: Any) -> Iterator[GearResponse]:
-    """mlx-lm's responses, each with what the sampler read; `kwargs` are those of mlx-lm's stream_generate."""
+    entropy = reader_of().entropy
     before: int | None = None
-    for response in mlx_stream_generate(sampler.pair, tokenizer, prompt, sampler=sampler, **kwargs):
-        reading, call = sampler.readings.popleft()
+    readings: deque[tuple[Reading, Call]] = deque()
+
+    def sample(logprobs: mx.array) -> mx.array:
+        reading = monitor.update(float(entropy(logprobs).squeeze()))
+        readings.append((reading, pair.last))
+        pair.engaged = gate.update(reading)
+        return sampler(logprobs)
+
+    for response in mlx_stream_generate(pair, tokenizer, prompt, sampler=sample, **kwargs):
+        reading, call = readings.popleft()
         if has_nan(response.logprobs, reading.value):
-            model = (sampler.pair.small, sampler.pair.large)[call.engaged]
+            model = (pair.small, pair.large)[call.engaged]
             raise not_finite(model, f"the {NAMES[call.engaged]} model", model_dtype(model))
         yield GearResponse(
             **vars(response),
@@ -295,7 +288,7 @@ def sampled_by(sampler: PairSampler, tokenizer: Any, prompt: Any, **kwargs: Any)
             gear=NAMES[call.engaged],
             shifted=before is not None and call.engaged != before,
             passes=call.passes,
-            weight_bytes=sum(n * read for n, read in zip(call.passes, sampler.pair.weight_bytes)),
+            weight_bytes=sum(n * read for n, read in zip(call.passes, pair.weight_bytes)),
             caught_up=call.caught_up,
         )
         before = call.engaged

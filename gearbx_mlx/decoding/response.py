@@ -14,36 +14,22 @@ MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: th
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """A token that is proposed for the top gear to verify: by a gear that drafts, or by the text itself.
-
-    gear: that drafts. source: DRAFT or LOOKUP.
-    """
-
-    token: int
-    gear: Gear
-    source: str = DRAFT
-
-
-@dataclass(frozen=True)
 class Step:
     """How the logits of one token came about.
 
-    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. passes: over the
-    weights, in each gear of the ladder. weight_bytes: what these passes read. proposed: for this token, if it was.
-    drafted: tokens drafted in this step. noise: how much rounding may move a logit, where several positions were
-    computed in one pass. source: of the token, once it is known. entropy: of the distribution that is sampled, bits,
-    where the model has computed it already. looked_up: tokens that the text itself proposed in this step. discarded:
-    steps that the draft gear computed beyond the end of a draft; `passes` and `weight_bytes` count them. kv_bytes: of
-    keys and values that the passes read, by the bits of the KV cache's gear; kv_caches: how many layers' caches. Both
-    are empty where the cache has no gears.
+    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. proposed: a token
+    for the top gear to verify, by a `proposer`, DRAFT in the gear `drafts` or LOOKUP. noise: how much rounding may move
+    a logit, where several positions were computed in one pass. source: of the token, once it is known. entropy: of the
+    distribution that is sampled, bits, where the model has computed it already. All others: as in `Seen`, of this step.
     """
 
     gear: Gear
     entropies: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
-    proposed: Proposed | None = None
+    proposed: int | None = None
+    proposer: str = DRAFT
+    drafts: Gear | None = None
     drafted: int = 0
     noise: mx.array | None = None
     source: str = MODEL
@@ -55,10 +41,10 @@ class Step:
 
     def with_token(self, token: int) -> "Step":
         """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
-        if self.proposed is None or self.proposed.token != token:
+        if self.proposed != token:
             return self
-        gear = self.proposed.gear if self.proposed.source == DRAFT else self.gear
-        return replace(self, gear=gear, source=self.proposed.source)
+        gear = self.drafts if self.drafts is not None and self.proposer == DRAFT else self.gear
+        return replace(self, gear=gear, source=self.proposer)
 
 
 @dataclass(frozen=True)
@@ -106,7 +92,8 @@ class Seen:
     caught_up: pair: tokens that the model had missed and read for this one.
     kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
         the KV cache's gear; a prompt's are not counted.
-    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits.
+    kv_caches: with `kv_gears`: how many layers' caches these passes have read, by the same bits. Both are empty where
+        the cache has no gears.
     decision: of the controller after this token, if it made one.
     wish: batches: name of the gear that this sequence alone would have had for the token; "" elsewhere.
     together: sequences that shared the pass; `weight_bytes` is the share of one of them.
@@ -149,25 +136,27 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     error: Exception | None = None
 
 
-def seen_of(step: Step, entropy: float, mean: float, before: Gear | None) -> dict[str, Any]:
-    """The fields of `Seen` that a step sets, by name.
+OF_STEP = ("passes", "weight_bytes", "drafted", "discarded", "looked_up", "source", "kv_bytes", "kv_caches")
+
+
+def seen_of(
+    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool, given_up: float
+) -> dict[str, Any]:
+    """The fields of `Seen` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.
         mean: the rolling mean, bits.
         before: the gear of the token before, if there was one.
+        given_up: nats.
     """
     return {
+        **{name: getattr(step, name) for name in OF_STEP},
         "entropy": entropy,
         "mean_entropy": mean,
         "gear": step.gear.name,
         "shifted": before is not None and step.gear != before,
-        "passes": step.passes,
-        "weight_bytes": step.weight_bytes,
-        "drafted": step.drafted,
-        "discarded": step.discarded,
-        "looked_up": step.looked_up,
-        "source": step.source,
-        "kv_bytes": step.kv_bytes,
-        "kv_caches": step.kv_caches,
+        "from_draft": step.source == DRAFT,
+        "near_tie": near_tie,
+        "given_up": given_up,
     }

@@ -11,9 +11,8 @@ of this kind. A prompt that is too short says too little: then three short promp
 does on MLX.
 """
 
-import collections.abc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
@@ -51,11 +50,10 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
 from .caches import check_draftable
 from .governor import Governor
-from .mode import AUTO, gear_of_prompt, of_model
+from .mode import AUTO, encoded, gear_of_prompt, of_model, vocabulary_of
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import TokenSource, entropy_bits, geared_responses, reader_of, sampled
-from .texts import encoded, vocabulary_of
+from .sampling import Sampled, entropy_bits, geared_responses, reader_of, sampled
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,21 @@ class InEngagedGear(SharedMode):
         text = self.text(gearbox, tokenizer, prompt)
         gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
         gearbox.shift(text.prompt_gear)
-        source = in_engaged_gear(model, tokenizer, prompt, gearbox, text.first, **kwargs)
+        told, draft_model = kwargs.pop("prompt_progress_callback", None), kwargs.pop("draft_model", None)
+
+        def progress(read: int, tokens: int) -> None:
+            if told is not None:
+                told(read, tokens)
+            if read == tokens - 1:
+                gearbox.shift(text.first)
+
+        if draft_model is None:
+            kwargs["prompt_progress_callback"] = progress
+            source = sampled(
+                model, tokenizer, prompt, lambda: single_pass(gearbox, gearbox.gear), reader_of(gearbox), **kwargs
+            )
+        else:
+            source = with_draft_model(model, tokenizer, prompt, gearbox, text.first, draft_model, **kwargs)
         return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
@@ -116,7 +128,7 @@ class Route(InEngagedGear):
 
     name: ClassVar[str] = "route"
 
-    thresholds: collections.abc.Sequence[float] | Literal["auto"] | None = None
+    thresholds: Sequence[float] | Literal["auto"] | None = None
     window: int = DEFAULT_WINDOW
     hysteresis: float = DEFAULT_HYSTERESIS
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
@@ -170,7 +182,10 @@ class Route(InEngagedGear):
         if self.schedule is not None:
             return ladder.find(parse_schedule(self.schedule)[0][0])
         if self.initial_gear == AUTO:
-            return ladder[first_gear(prompt_text(tokenizer, prompt), len(ladder))]
+            if not isinstance(prompt, str):  # special tokens have brackets that are not mathematics
+                tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+                prompt = tokenizer.decode(tokens, skip_special_tokens=True)
+            return ladder[first_gear(prompt, len(ladder))]
         return ladder.find(self.initial_gear)
 
 
@@ -219,46 +234,6 @@ class TelemetryOnly(Route):
         return observer
 
 
-def in_engaged_gear(
-    model: nn.Module,
-    tokenizer: Any,
-    prompt: Any,
-    gearbox: Gearbox | Observer,
-    first: Gear,
-    draft_model: nn.Module | None = None,
-    prompt_progress_callback: Callable[[int, int], object] | None = None,
-    **kwargs: Any,
-) -> TokenSource:
-    """mlx-lm's responses, each computed in the gear that is engaged at that moment; with a draft model as well.
-
-    Args:
-        first: is engaged when all of the prompt but its last token is read.
-        prompt_progress_callback: as mlx-lm's.
-    """
-    if draft_model is not None:
-        return with_draft_model(model, tokenizer, prompt, gearbox, first, draft_model, **kwargs)
-
-    def step() -> Step:
-        return single_pass(gearbox, gearbox.gear)
-
-    def progress(read: int, tokens: int) -> None:
-        if prompt_progress_callback is not None:
-            prompt_progress_callback(read, tokens)
-        if read == tokens - 1:
-            gearbox.shift(first)
-
-    kwargs["prompt_progress_callback"] = progress
-    return sampled(model, tokenizer, prompt, step, reader_of(gearbox), **kwargs)
-
-
-def prompt_text(tokenizer: Any, prompt: Any) -> str:
-    """The prompt as text, whether it came as text or as tokens."""
-    if isinstance(prompt, str):
-        return prompt
-    tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
-    return tokenizer.decode(tokens, skip_special_tokens=True)  # whose brackets are not mathematics
-
-
 def with_draft_model(
     model: nn.Module,
     tokenizer: Any,
@@ -269,7 +244,7 @@ def with_draft_model(
     max_tokens: int = 256,
     num_draft_tokens: int = 3,
     **kwargs: Any,
-) -> TokenSource:
+) -> Sampled:
     """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
 
     A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
@@ -312,7 +287,7 @@ def with_draft_model(
         return SampledToken(entropy(response.logprobs), step)
 
     keywords |= {"sampler": sample, "max_tokens": max_tokens}
-    return TokenSource(mlx_stream_generate(model, tokenizer, prompt, **keywords), seen)
+    return ((response, seen(response)) for response in mlx_stream_generate(model, tokenizer, prompt, **keywords))
 
 
 SHORT_PROMPTS = (
@@ -320,8 +295,6 @@ SHORT_PROMPTS = (
     "Tom has 5 apples and buys 7 more. He gives 3 to his sister. How many apples does he have?",
     "Explain why the sum of two odd numbers is always even.",
 )
-
-
 CONTINUED = 16  # tokens after each of them
 MOST_READ = 1024  # tokens of a prompt: more say no more about the kind of text
 LOGITS = 1 << 24  # numbers at once: 64 MiB in float32
@@ -349,26 +322,24 @@ def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = N
     Args:
         prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.
     """
-    if gearbox not in _found:
-        before = gearbox.gear
-        gearbox.shift(gearbox.ladder.top)
-        try:
-            _found[gearbox] = find(gearbox, tokenizer, prompt)
-        finally:
-            gearbox.shift(before)
-    return _found[gearbox]
-
-
-def find(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> AutoThresholds:
-    model, gears = gearbox.model, len(gearbox.ladder)
+    if gearbox in _found:
+        return _found[gearbox]
+    model, gears, size, before = gearbox.model, len(gearbox.ladder), vocabulary_of(gearbox), gearbox.gear
     tokens = [] if prompt is None else [int(token) for token in np.array(encoded(tokenizer, prompt))[:MOST_READ]]
-    entropies = list(prompt_entropies(model, tokens, vocabulary_of(gearbox)))
-    if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
-        thresholds, source = percentile_thresholds(entropies, gears, vocabulary_of(gearbox)), "the prompt"
-    else:
-        entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
-        thresholds, source = median_thresholds(entropies, gears), "three short prompts"
-    return AutoThresholds(as_rank_0(model, thresholds), len(entropies), source)
+    gearbox.shift(gearbox.ladder.top)
+    try:
+        entropies, source = list(prompt_entropies(model, tokens, size)), "the prompt"
+        if sum(entropy > 0 for entropy in entropies) >= FEWEST_SAMPLES:
+            thresholds = percentile_thresholds(entropies, gears, size)
+        else:
+            entropies = [entropy for text in SHORT_PROMPTS for entropy in continued_entropies(model, tokenizer, text)]
+            thresholds, source = median_thresholds(entropies, gears), "three short prompts"
+        # Those of rank 0: machines of different kinds round differently.
+        (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
+    finally:
+        gearbox.shift(before)
+    _found[gearbox] = AutoThresholds(tuple(map(float, np.array(shared))), len(entropies), source)
+    return _found[gearbox]
 
 
 def prompt_entropies(model: nn.Module, tokens: list[int], vocabulary: int) -> Iterator[float]:
@@ -386,9 +357,3 @@ def continued_entropies(model: nn.Module, tokenizer: Any, text: str) -> Iterator
         prompt = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
     for response in mlx_lm.stream_generate(model, tokenizer, prompt, CONTINUED):
         yield float(np.array(entropy_bits(response.logprobs)))
-
-
-def as_rank_0(model: nn.Module, thresholds: tuple[float, ...]) -> tuple[float, ...]:
-    """The thresholds of rank 0: machines of different kinds round differently."""
-    (shared,) = agreement_of(model).arrays(mx.array(thresholds, mx.float32))
-    return tuple(map(float, np.array(shared)))

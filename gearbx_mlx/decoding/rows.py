@@ -20,7 +20,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,7 @@ from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from .caches import APPENDING, Cache, PartState, Snapshot, parts
-from .texts import turn
+from .mode import turn
 
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 
@@ -100,24 +100,26 @@ class Rows:
         try:
             with ExitStack() as stack:
                 if self._outputs is not None:
-                    stack.enter_context(self._outputs.recorded())
+                    stack.enter_context(self._outputs.noted_by(recording))
                 self.logits = verifier.run(tokens, cache)
         except BaseException:
             self._before.restore()
             raise
-        self._plain = PlainEntries.of(cache)
-        self._after = [] if self._plain else [PartState.of(part.part) for part in self._before.parts]
+        # Caches of mlx-lm's simplest class, which most models have, are asked at each token: no states are kept.
+        plain = all(type(part) is KVCache for part in cache)
+        self._ends = [(part, part.keys, part.offset) for part in cache] if plain else []
+        self._after = [] if plain else [PartState.of(part.part) for part in self._before.parts]
         if self._outputs is None:
             del self._before  # else old windows stay in memory
         self.show(1)
 
     def show(self, rows: int) -> None:
         """Put the cache as it was after the first `rows` tokens, 1 to K."""
-        self.rows = rows
-        if self._plain is not None:
-            self._plain.show(self.count - rows)
+        self.rows, dropped = rows, self.count - rows
+        for part, _, end in self._ends:
+            part.offset = end - dropped
         for after in self._after:
-            self._show(after, self.count - rows)
+            self._show(after, dropped)
         self._shown = [attributes(after.part) for after in self._after]
 
     def _show(self, after: PartState, dropped: int) -> None:
@@ -133,9 +135,11 @@ class Rows:
 
     def untouched(self) -> bool:
         """Whether the cache is as it was shown, so that the next row may be shown too."""
-        if self._plain is not None:
-            return self._plain.are_as_shown()
-        return all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
+        dropped = self.count - self.rows
+        return all(
+            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
+            for part, keys, end in self._ends
+        ) and all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
 
     def _settle(self) -> None:
         """Compute the states after the rows that are shown."""
@@ -145,7 +149,7 @@ class Rows:
             engaged = gearbox.gear
             gearbox.shift(self._verifier.gear)
             try:
-                with gearbox.compiled.aside(), self._outputs.recalled():
+                with gearbox.compiled.aside(), self._outputs.noted_by(recalling):
                     self._verifier.run(self._tokens[:, : self.rows], cache)
             finally:
                 gearbox.shift(engaged)
@@ -153,37 +157,6 @@ class Rows:
             if not loses_entries(after.kind):
                 settled(after.part, after.kind)
                 vars(after.part).update(vars(part))
-
-
-class PlainEntries:
-    """What a pass has left in caches of mlx-lm's simplest class, which most models have: they are asked at each token.
-
-    Args:
-        parts: of all layers.
-    """
-
-    def __init__(self, parts: Sequence[KVCache]):
-        self._ends = [(part, part.keys, part.offset) for part in parts]
-        self._dropped = 0
-
-    @classmethod
-    def of(cls, cache: Cache) -> "PlainEntries | None":
-        """None for other caches."""
-        return cls(cache) if all(type(part) is KVCache for part in cache) else None
-
-    def show(self, dropped: int) -> None:
-        """Put the caches as they were so many entries before the end."""
-        self._dropped = dropped
-        for part, _, end in self._ends:
-            part.offset = end - dropped
-
-    def are_as_shown(self) -> bool:
-        """Whether no entries were added or dropped since."""
-        dropped = self._dropped
-        return all(
-            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
-            for part, keys, end in self._ends
-        )
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:
@@ -227,20 +200,18 @@ def same(now: list[Any], before: list[Any]) -> bool:
     )
 
 
-def window_mask(part: RotatingKVCache, count: int) -> mx.array:
-    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token."""
-    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
-    own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
-    return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
-
-
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
-    """mlx-lm's mask, or the one above where mlx-lm's is not that of single tokens."""
+    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token.
+
+    It is mlx-lm's mask where that is the one of single tokens.
+    """
     narrow = window_size is not None and window_size < part.max_size
     usual = part.keep == 0 and window_size in (None, part.max_size)
     if count == 1 or narrow or usual:
         return RotatingKVCache.make_mask(part, count, window_size, **kwargs)
-    return window_mask(part, count)
+    before = min(part.offset, part.max_size - 1)  # entries that mlx-lm leaves in front of the new ones
+    own, keys = mx.arange(before, before + count)[:, None], mx.arange(before + count)
+    return (keys <= own) & ((keys < part.keep) | (keys > own - (part.max_size - part.keep)))
 
 
 @contextlib.contextmanager
@@ -278,21 +249,15 @@ class LayerOutputs:
         self._layers = layers
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
-    def recorded(self) -> AbstractContextManager[None]:
-        """In the block, layers note their outputs."""
-        return self._with_notes(self._outputs, recording)
-
-    def recalled(self) -> AbstractContextManager[None]:
-        """In the block, layers that are given the first n tokens of the pass return what they computed for them."""
-        return self._with_notes(map(self._usable, self._outputs), recalling)
-
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
         """A layer that was given single vectors was given the tokens one by one if it had as many calls as tokens."""
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 
     @contextlib.contextmanager
-    def _with_notes(self, notes: Iterable[Any], kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
+    def noted_by(self, kind_of: Callable[[Any, int], type[nn.Module]]) -> Iterator[None]:
+        """In the block, layers are `recording`, or `recalling`: these are given the first n tokens of the pass."""
+        notes: Iterable[Any] = self._outputs if kind_of is recording else map(self._usable, self._outputs)
         for layer, its_notes in zip(self._layers, notes):
             object.__setattr__(layer, NOTES, its_notes)  # not into the dictionary of parameters
         try:

@@ -6,6 +6,7 @@ random numbers of a text's own, whatever other texts draw meanwhile.
 """
 
 import functools
+import itertools
 import math
 import time
 from collections import deque
@@ -29,15 +30,14 @@ from ..compat.loops import LogSumExp
 from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
 from ..formats.exact import ExactModule
-from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import choose, cpu_kernels, fused_kernel
-from ..ranks.agreement import ALONE, Agreement, agreement_of
+from ..ranks.agreement import agreement_of
 from ..routing.gates import Gate, Monitor
 from .caches import gears_of
 from .governor import Governor
-from .response import DRAFT, GearResponse, SampledToken, Step, seen_of
+from .response import GearResponse, SampledToken, Step, seen_of
 
 Entropy = Callable[[mx.array], mx.array]
 Sampler = Callable[[mx.array], mx.array]
@@ -45,9 +45,7 @@ Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
 """mlx-lm's logits processor: from the tokens so far (n,) and logits (1, V) to logits."""
 
-
 NOISE = 4  # units in the last place of the largest logit: less than that between two logits is a near-tie
-
 
 # GEARBX 10.1: half-precision logits may not be finite, and checking that first would cost a synchronisation.
 NAN, POSITIVE_INFINITY, NEGATIVE_INFINITY = 0.0, 1e4, -1e4
@@ -75,11 +73,21 @@ def entropy_bits(logprobs: mx.array) -> mx.array:
 
 
 class LogitsReader:
-    """What is read off logits and log-probabilities (..., V), by MLX's operations."""
+    """What is read off logits and log-probabilities (..., V): by MLX's operations, or natively in a tenth of the time.
 
-    entropy: Entropy = staticmethod(entropy_bits)
+    Args:
+        kernels: native CPU kernels.
+    """
+
     logsumexp: LogSumExp | None = None
     """In the place of MLX's, which takes a CPU half a millisecond over a vocabulary of 49,152."""
+
+    def __init__(self, kernels: ModuleType | None = None):
+        self.entropy: Entropy = entropy_bits if kernels is None else kernels.entropy_bits
+        self._extremes = None
+        if kernels is not None:
+            self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
+            self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
 
     def normalized(self, logits: mx.array) -> mx.array:
         """Log-probabilities of the same shape (..., V)."""
@@ -88,7 +96,8 @@ class LogitsReader:
 
     def noise(self, logits: mx.array) -> mx.array:
         """How much rounding may move each row of logits (..., V): (...)."""
-        return NOISE * mx.finfo(logits.dtype).eps * mx.abs(logits).max(axis=-1)
+        largest = mx.abs(logits).max(axis=-1) if self._extremes is None else self._extremes(logits)[..., 2]
+        return NOISE * mx.finfo(logits.dtype).eps * largest
 
     def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
         """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
@@ -96,42 +105,23 @@ class LogitsReader:
         Args:
             noise: (...), of the logits; the largest of the positions that were computed together.
         """
+        if self._extremes is not None:
+            best = self._extremes(logprobs)
+            return best[..., 0] - best[..., 1] <= noise
         if logprobs.shape[-1] == 1:
             return mx.zeros(logprobs.shape[:-1], mx.bool_)
         best = mx.topk(logprobs, 2, axis=-1)
         return mx.abs(best[..., 0] - best[..., 1]) <= noise
 
 
-class NativeLogitsReader(LogitsReader):
-    """The same by native CPU kernels, in a tenth of the time."""
-
-    def __init__(self, kernels: ModuleType):
-        self.entropy = kernels.entropy_bits
-        self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
-        self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
-
-    def noise(self, logits: mx.array) -> mx.array:
-        return NOISE * mx.finfo(logits.dtype).eps * self._extremes(logits)[..., 2]
-
-    def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
-        best = self._extremes(logprobs)
-        return best[..., 0] - best[..., 1] <= noise
-
-
-MLX_READER = LogitsReader()
-
-
-@functools.cache
-def native_reader(kernels: ModuleType) -> LogitsReader:
-    """One for all models: mlx-lm's loops are copied for each."""
-    return NativeLogitsReader(kernels)
+readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each
+MLX_READER = readers(None)
 
 
 def reader_of(gearbox: Gearbox | Observer | None = None) -> LogitsReader:
     """Native where the gearbox uses native kernels; without a gearbox, where `kernels="auto"` would be."""
     choice = gearbox.kernels if isinstance(gearbox, Gearbox) else choose("auto", "float")
-    kernels = cpu_kernels(1) if choice.native else None
-    return MLX_READER if kernels is None else native_reader(kernels)
+    return readers(cpu_kernels(1) if choice.native else None)
 
 
 @dataclass(frozen=True)
@@ -352,7 +342,9 @@ def has_nan(logprobs: mx.array, entropy: float) -> bool:
 
 def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     """The error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
-    for path, array in every_parameter(model):
+    # Of format exact the weights count that a layer unpacks.
+    exact = ((f"{path}.weight", m.dense_weight()) for path, m in model.named_modules() if isinstance(m, ExactModule))
+    for path, array in itertools.chain(tree_flatten(model.parameters()), exact):
         if not is_finite(array):
             layer, _, name = path.rpartition(".")
             why = "is not finite (NaN or infinity), and so no logits are; check the checkpoint"
@@ -367,72 +359,13 @@ def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
     )
 
 
-def every_parameter(model: nn.Module) -> Iterator[tuple[str, mx.array]]:
-    """Path to array of all parameters, and of weights that a layer of format exact unpacks."""
-    yield from tree_flatten(model.parameters())
-    for path, module in model.named_modules():
-        if isinstance(module, ExactModule):
-            yield f"{path}.weight", module.dense_weight()
-
-
 def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
     """Like `make_sampler`, for a tokenizer: XTC never drops line ends and the ends of texts."""
     return make_sampler(**settings, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids))
 
 
-@dataclass
-class EntropySampler:
-    """A sampler that also notes the entropy and the step of each pass, then samples as another sampler does.
-
-    The entropy is put on the stream here, before the next pass is. Computed from the response, it would stand behind
-    that pass, and reading it would wait for a whole token (GEARBX 3.6).
-
-    Args:
-        sampler: the text's.
-        step: returns how the latest logits came about.
-        reader: of log-probabilities.
-        agreement: of the ranks that share the model.
-        gears: of a KV cache. The prompt that they read ends with the first call.
-        tolerance: lets proposed tokens stay.
-    """
-
-    sampler: Sampler
-    step: Callable[[], Step]
-    reader: LogitsReader = MLX_READER
-    agreement: Agreement = ALONE
-    gears: KVGears | None = None
-    tolerance: Tolerance | None = None
-
-    def __post_init__(self) -> None:
-        self.tokens: deque[SampledToken] = deque()
-
-    def __call__(self, logprobs: mx.array) -> mx.array:
-        step, near_tie = self.step(), None
-        if self.gears is not None:
-            self.gears.end_prompt()
-            read, caches = self.gears.meter.take()
-            step = replace(step, kv_bytes=read, kv_caches=caches)
-        entropy = self.reader.entropy(logprobs) if step.entropy is None else step.entropy
-        if step.noise is not None:
-            near_tie = self.reader.near_ties(logprobs, step.noise)
-            mx.async_eval(near_tie)
-        token, given_up = self.sampler(logprobs), None
-        if self.tolerance is not None and step.proposed is not None:
-            proposed = mx.array([step.proposed.token], token.dtype)
-            token, given_up = self.tolerance.kept(logprobs, token, proposed)
-            mx.async_eval(given_up)
-        token, entropy = self.agreement.arrays(token, entropy)
-        mx.async_eval(entropy)
-        self.tokens.append(SampledToken(entropy, step, near_tie, given_up))
-        return token
-
-
-@dataclass(frozen=True)
-class TokenSource:
-    """mlx-lm's responses, and what was seen of each: to be asked once for every response, in their order."""
-
-    responses: Iterator[GenerationResponse]
-    seen: Callable[[GenerationResponse], SampledToken]
+Sampled = Iterator[tuple[GenerationResponse, SampledToken]]
+"""mlx-lm's responses, and what the sampler saw of each."""
 
 
 def sampled(
@@ -443,19 +376,48 @@ def sampled(
     reader: LogitsReader = MLX_READER,
     tolerance: Tolerance | None = None,
     **kwargs: Any,
-) -> TokenSource:
-    """mlx-lm's responses, and what the sampler saw of each; `kwargs` are those of mlx-lm's stream_generate."""
+) -> Sampled:
+    """mlx-lm's responses, and the entropy and the step of each pass, noted where its token is sampled.
+
+    The entropy is put on the stream there, before the next pass is. Computed from the response, it would stand behind
+    that pass, and reading it would wait for a whole token (GEARBX 3.6).
+
+    Args:
+        step: returns how the latest logits came about.
+        kwargs: of mlx-lm's stream_generate. The prompt that a KV cache in gears reads ends with the first token.
+    """
     gears = gears_of(kwargs.get("prompt_cache"))
     if gears is not None:
         gears.begin_prompt()
-    sampler = kwargs.pop("sampler", None) or greedy_sampler
-    sampler = EntropySampler(sampler, step, reader, agreement_of(model), gears, tolerance)
-    responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sampler, **kwargs)
-    return TokenSource(responses, lambda response: sampler.tokens.popleft())
+    sampler, agreement = kwargs.pop("sampler", None) or greedy_sampler, agreement_of(model)
+    tokens: deque[SampledToken] = deque()
+
+    def sample(logprobs: mx.array) -> mx.array:
+        latest, near_tie = step(), None
+        if gears is not None:
+            gears.end_prompt()
+            read, caches = gears.meter.take()
+            latest = replace(latest, kv_bytes=read, kv_caches=caches)
+        entropy = reader.entropy(logprobs) if latest.entropy is None else latest.entropy
+        if latest.noise is not None:
+            near_tie = reader.near_ties(logprobs, latest.noise)
+            mx.async_eval(near_tie)
+        token, given_up = sampler(logprobs), None
+        if tolerance is not None and latest.proposed is not None:
+            proposed = mx.array([latest.proposed], token.dtype)
+            token, given_up = tolerance.kept(logprobs, token, proposed)
+            mx.async_eval(given_up)
+        token, entropy = agreement.arrays(token, entropy)
+        mx.async_eval(entropy)
+        tokens.append(SampledToken(entropy, latest, near_tie, given_up))
+        return token
+
+    responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
+    return ((response, tokens.popleft()) for response in responses)
 
 
 def geared_responses(
-    source: TokenSource,
+    source: Sampled,
     gearbox: Gearbox | Observer,
     monitor: Monitor,
     controller: Governor | None = None,
@@ -466,7 +428,6 @@ def geared_responses(
 
     Args:
         monitor: of the rolling entropy that responses show, and that the gate judges.
-        controller: caps the gears.
         gear: that the gate begins in.
     """
     before: Gear | None = None
@@ -475,10 +436,9 @@ def geared_responses(
         if gear is not None:
             gearbox.shift(gear)
         start = clock()
-        for response in source.responses:
+        for response, token in source:
             # What a caller does between two tokens is not the machine's speed.
             seconds = None if before is None else clock() - start
-            token = source.seen(response)
             decision = None if controller is None else controller.after(token.step, seconds)
             entropy, step = float(token.entropy), token.step.with_token(response.token)
             check_finite(response.logprobs, entropy, gearbox, token.step.gear)
@@ -487,10 +447,10 @@ def geared_responses(
                 gear = gearbox.ladder[gate.update(reading)]
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
-            shown = {**vars(response), **seen_of(step, entropy, reading.mean, before)}
-            shown["from_draft"] = response.from_draft or step.source == DRAFT
             given_up = 0.0 if token.given_up is None else float(np.array(token.given_up).item())
-            yield GearResponse(**shown, near_tie=bool(token.near_tie), given_up=given_up, decision=decision)
+            shown = vars(response) | seen_of(step, entropy, reading.mean, before, bool(token.near_tie), given_up)
+            shown["from_draft"] |= response.from_draft
+            yield GearResponse(**shown, decision=decision)
             if gear is not None:
                 gearbox.shift(gear)  # another text may have shifted meanwhile
             before = step.gear

@@ -1,6 +1,11 @@
-"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears."""
+"""The entries for programs: mlx-lm's stream_generate, generate and batch_generate, with gears.
 
-from collections.abc import Mapping, Sequence
+And the summary of a run: what adds up over its responses, with what the gearbox and the mode know of it.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -9,27 +14,31 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchResponse
 from mlx_lm.generate_utils import BatchStats
+from mlx_lm.utils import get_total_parameters
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
+from ..gears.activations import model_dtype, stored_dtype
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import without_gears
 from ..gears.ladder import check_kv_gears
 from ..gears.saved import saved_gears
+from ..gears.streaming import Stream
 from ..kernels.device import check_device
+from ..ranks.agreement import agreement_of
 from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
-from .batches import check_one_process
+from ..routing.pair import NAMES, parameter_ratio
+from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
+from .draft_plans import seconds_of_ways
 from .governor import Governor
-from .mode import Mode
-from .modes import default_mode, mode_class
+from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
+from .modes import mode_class
+from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
-from .summary import Responses
-from .texts import check_known, encoded, in_turn, making, turn, vocabulary_of
 
 NO_LOGPROBS = mx.zeros(0)
-
-
 SHARED = {item.name for item in fields(Seen)} | {"token", "finish_reason", "from_draft"}
 
 
@@ -45,7 +54,7 @@ def stream_generate(
     kv_gears: str | Sequence[int] | None = None,
     kv_gear: int | None = None,
     **kwargs: Any,
-) -> Responses:
+) -> "Responses":
     """Generate text while the gearbox changes the precision of the weights.
 
     Several texts may be begun with one gearbox, in several threads as well: they take turns, and each keeps its gears.
@@ -72,9 +81,9 @@ def stream_generate(
     chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
     with making:
         box = chosen.gearbox_for(model, gearbox)
-    check_tokens(prompt, box)
+    if box is not None and not isinstance(prompt, str):
+        check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
-    check_kv_bits((model, getattr(chosen, "small_model", None), kwargs.get("draft_model")), kwargs)
     if controller is not None:
         chosen.check_controller(controller, box, drafted)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
@@ -84,7 +93,7 @@ def stream_generate(
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return Responses(in_turn(responses, box), model, chosen, box, controller, kwargs.get("draft_model"))
+    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"))
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
@@ -96,18 +105,13 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = Fals
         text += response.text
     if verbose:
         print()
-        print_figures(response)
-    return text
-
-
-def print_figures(last: GearResponse | None) -> None:
-    """What mlx-lm prints under a text: tokens, tokens per second, memory. last: the text's last response, if any."""
-    if last is None:
+    if verbose and response is None:
         print("No text generated for this prompt")
-        return
-    print(f"Prompt: {last.prompt_tokens} tokens, {last.prompt_tps:.3f} tokens-per-sec")
-    print(f"Generation: {last.generation_tokens} tokens, {last.generation_tps:.3f} tokens-per-sec")
-    print(f"Peak memory: {last.peak_memory:.3f} GB")
+    elif verbose and response is not None:
+        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(f"Generation: {response.generation_tokens} tokens, {response.generation_tps:.3f} tokens-per-sec")
+        print(f"Peak memory: {response.peak_memory:.3f} GB")
+    return text
 
 
 def choose_mode(
@@ -117,7 +121,9 @@ def choose_mode(
     governed: bool = False,
     draft_model: bool = False,
 ) -> Mode:
-    """The mode that is named; without a name what `default_mode` says.
+    """The mode that is named; without a name lossless, or what an observer or a controller can have.
+
+    The top gear writes by itself where it has a draft model of mlx-lm's, or is to be mlx-lm bit for bit.
 
     Args:
         governed: a controller caps the gears.
@@ -132,14 +138,14 @@ def choose_mode(
         box, saved = gearbox or attached(model), saved_gears(model)
         observed = isinstance(box, Observer) or (box is None and without_gears(model))
         ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
-        mode = default_mode(observed, governed, draft_model or (ladder is not None and ladder[0].dense))
+        alone = draft_model or (ladder is not None and ladder[0].dense)
+        if observed:
+            mode = "telemetry-only"
+        elif governed:
+            mode = "route"
+        else:
+            mode = "static" if alone else "lossless"
     return mode_class(mode)()
-
-
-def check_tokens(prompt: Any, gearbox: Gearbox | Observer | None) -> None:
-    """Raises GearbxError for a prompt of tokens one of which the model does not know."""
-    if gearbox is not None and not isinstance(prompt, str):
-        check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(gearbox))
 
 
 def cache_keywords(
@@ -153,21 +159,18 @@ def cache_keywords(
     """The `prompt_cache` for mlx-lm where the KV cache has gears; nothing without.
 
     Raises:
-        GearbxError: gears that do not go with the mode, the other keywords or the model.
+        GearbxError: gears that do not go with the mode, the other keywords or the model; `kv_bits` for a model, or one
+            beside it, whose cache cannot be quantized.
     """
-    check_kv_gears(bits, fixed, kwargs.get("kv_bits"), kwargs.get("draft_model"))
+    kv_bits, draft_model, size = kwargs.get("kv_bits"), kwargs.get("draft_model"), kwargs.get("max_kv_size")
+    check_kv_gears(bits, fixed, kv_bits, draft_model)
+    for each in (model, getattr(mode, "small_model", None), draft_model):
+        if each is not None and kv_bits is not None:
+            check_quantizable(each, kv_bits, kwargs.get("kv_group_size", 64), size)
     if bits is None:
         return {}
     check_kv_mode(mode.name, fixed)
-    given, size = kwargs.get("prompt_cache"), kwargs.get("max_kv_size")
-    return {"prompt_cache": cache_in_gears(model, gearbox, bits, fixed, given, size)}
-
-
-def check_kv_bits(models: Sequence[nn.Module | None], kwargs: Mapping[str, Any]) -> None:
-    """Raises GearbxError where the KV cache of one of the models cannot be quantized, if that is asked for."""
-    for each in models:
-        if each is not None and kwargs.get("kv_bits") is not None:
-            check_quantizable(each, kwargs["kv_bits"], kwargs.get("kv_group_size", 64), kwargs.get("max_kv_size"))
+    return {"prompt_cache": cache_in_gears(model, gearbox, bits, fixed, kwargs.get("prompt_cache"), size)}
 
 
 @dataclass
@@ -203,7 +206,8 @@ def batch_generator(
     chosen = choose_mode(model, gearbox, mode)
     with making:
         box = chosen.gearbox_for(model, gearbox)
-    check_one_process(model)
+    if agreement_of(model).group is not None:  # nothing makes the batches of ranks alike
+        raise GearbxError("ranks share this model, and they write one text at a time; use stream_generate for each")
     if box is not None:
         check_device(box.device)
     return chosen.batch_generator(model, tokenizer, gearbox=box, policy=policy, **kwargs)
@@ -243,20 +247,25 @@ def batch_generate(
         raise GearbxError("prompts is one text; give a list of texts")
     if not len(prompts):
         raise GearbxError("prompts is empty; give one prompt or more")
-    tokens = [tokens_of(tokenizer, prompt) for prompt in prompts]
+    tokens = [np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist() for prompt in prompts]
     most = list(max_tokens) if isinstance(max_tokens, Sequence) else [max_tokens] * len(tokens)
     own = {"samplers": samplers, "logits_processors": per_text(logits_processors, len(tokens)), "seeds": seeds}
     generator = batch_generator(model, tokenizer, **kwargs)
     try:
         uids = generator.insert(tokens, most, prompt_caches, **own)
         texts = {uid: WrittenText(tokenizer, prompt) for uid, prompt in zip(uids, tokens)}
-        with generator.stats() as stats:
-            write(generator, texts, return_logprobs, verbose)
+        stats = write(generator, texts, return_logprobs, verbose)
     finally:
         generator.close()
-    if verbose:
-        print_stats(stats)
-    return response_of([texts[uid] for uid in uids], stats, return_prompt_caches, return_token_ids, return_logprobs)
+    written = [texts[uid] for uid in uids]
+    return GearedBatchResponse(
+        [text.text for text in written],
+        stats,
+        [text.cache for text in written] if return_prompt_caches else None,
+        [text.tokens for text in written] if return_token_ids else None,
+        [text.logprobs for text in written] if return_logprobs else None,
+        [text.trace for text in written],
+    )
 
 
 class WrittenText:
@@ -302,40 +311,21 @@ def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, genera
     )
 
 
-def response_of(
-    texts: Sequence[WrittenText], stats: BatchStats, caches: bool, tokens: bool, logprobs: bool
-) -> GearedBatchResponse:
-    """What `batch_generate` returns; caches, tokens and log-probabilities where they are asked for."""
-    return GearedBatchResponse(
-        [text.text for text in texts],
-        stats,
-        [text.cache for text in texts] if caches else None,
-        [text.tokens for text in texts] if tokens else None,
-        [text.logprobs for text in texts] if logprobs else None,
-        [text.trace for text in texts],
-    )
-
-
-def write(generator: Any, texts: dict[int, WrittenText], with_logprobs: bool, verbose: bool) -> None:
-    """Run until all texts have ended."""
+def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool, verbose: bool) -> BatchStats:
+    """Run until all texts have ended. `verbose` prints how far they are, and mlx-lm's figures at the end."""
     ended = 0
-    while ended < len(texts):
-        for response in generator.next_generated():
-            texts[response.uid].add(response, with_logprobs)
-            ended += response.finish_reason is not None
-        if verbose:
-            print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
-
-
-def print_stats(stats: BatchStats) -> None:
-    print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
-    print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
-    print(f"Peak memory: {stats.peak_memory:.2f} GB")
-
-
-def tokens_of(tokenizer: Any, prompt: Any) -> list[int]:
-    """A prompt's tokens: of a text, an array or a list."""
-    return np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+    with generator.stats() as stats:
+        while ended < len(texts):
+            for response in generator.next_generated():
+                texts[response.uid].add(response, with_logprobs)
+                ended += response.finish_reason is not None
+            if verbose:
+                print(f"{ended} of {len(texts)} texts written", end="\r", flush=True)
+    if verbose:
+        print(f"\nPrompts: {stats.prompt_tokens} tokens, {stats.prompt_tps:.1f} per second")
+        print(f"Texts: {stats.generation_tokens} tokens, {stats.generation_tps:.1f} per second")
+        print(f"Peak memory: {stats.peak_memory:.2f} GB")
+    return stats
 
 
 def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:
@@ -345,3 +335,163 @@ def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | No
     if all(callable(each) for each in processors):
         return [list(processors)] * texts
     return [[each] if callable(each) else each for each in processors]
+
+
+@dataclass
+class RunSpeed:
+    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, last: GearResponse | None) -> None:
+        """Take the last response of a run, or None of one that had none."""
+        if last is not None:
+            self.prompt_tokens += last.prompt_tokens
+            self.prompt_seconds += last.prompt_tokens / last.prompt_tps
+            self.tokens += last.generation_tokens
+            self.seconds += last.generation_tokens / last.generation_tps
+
+    def summary(self) -> dict[str, Any]:
+        """Its fields of a summary."""
+        return {
+            "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
+            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens_per_second": self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0,
+        }
+
+
+@dataclass(eq=False)
+class Responses(Iterator[GearResponse]):
+    """The responses of a text as they come, and the summary of the run so far.
+
+    Each is computed while no other text uses the gearbox. Between two of them it is free.
+
+    Args:
+        responses: of `model` in a mode.
+        gearbox: None for a pair, whose large model is `model`.
+        draft_model: mlx-lm's, if one drafts.
+    """
+
+    responses: Iterator[GearResponse] = field(repr=False)
+    model: nn.Module = field(repr=False)
+    mode: Mode
+    gearbox: Gearbox | Observer | None = field(repr=False)
+    controller: Governor | None = None
+    draft_model: nn.Module | None = field(default=None, repr=False)
+    last: GearResponse | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._turn = contextlib.nullcontext() if self.gearbox is None else turn(self.gearbox)
+        self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
+
+    def __next__(self) -> GearResponse:
+        with self._turn:
+            self.last = next(self.responses)
+        self.tally.add(self.last)
+        return self.last
+
+    def close(self) -> None:
+        """End the text."""
+        if hasattr(self.responses, "close"):
+            self.responses.close()
+
+    def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
+        """The run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
+
+        Args:
+            model: its name; without one, the type of its class in mlx-lm.
+            beside: the name of the small model or of mlx-lm's draft model.
+        """
+        name, speed = model or type_of(self.model), RunSpeed()
+        speed.add(self.last)
+        if isinstance(self.mode, Pair):
+            return summary_of_pair(name, beside, self.model, self.mode, self.tally, speed)
+        assert self.gearbox is not None
+        result = summary_of(name, self.gearbox, self.mode, self.tally, speed, self.controller)
+        if self.draft_model is not None:  # one pass for each token that it drafted
+            passes = self.tally.drafted
+            read = {"passes": passes, "weight_bytes": passes * bytes_read(self.draft_model)}
+            result["draft_model"] = {"name": beside or type_of(self.draft_model), **read}
+        return result
+
+
+def type_of(model: nn.Module) -> str:
+    """A model's type, such as "llama"."""
+    return str(getattr(model, "model_type", type(model).__name__))
+
+
+def summary_of(
+    name: str,
+    gearbox: Gearbox | Observer,
+    mode: Mode,
+    tally: Tally,
+    speed: RunSpeed,
+    controller: Governor | None = None,
+) -> dict[str, Any]:
+    """The summary of one run. With a controller, gears had fewer bits at times than by name."""
+    further: dict[str, Any] = {}
+    if controller is not None:
+        further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
+    stream = getattr(gearbox, "residency", None)
+    if isinstance(stream, Stream):
+        further["streaming"] = stream.summary(tally.tokens)
+    further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
+    return summarize(
+        tally,
+        model=name,
+        mode=mode.name,
+        of_mode=mode.summary(tally),
+        ladder=gearbox.ladder_report(),
+        bits_per_weight={gear.name: gearbox.bits_per_weight(gear) for gear in gearbox.ladder},
+        weight_bytes={gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
+        original_bytes=gearbox.original_bytes_per_token(),
+        **speed.summary(),
+        shift_seconds=gearbox.shift_seconds,
+        making_seconds=gearbox.making_seconds,
+        peak_memory_bytes=mx.get_peak_memory(),
+        active_memory_bytes=gearbox.active_memory,
+        managed_layers=len(gearbox.layers),
+        unmanaged_layers=len(gearbox.unmanaged),
+        unmanaged_reasons=dict(Counter(gearbox.unmanaged.values())),
+        compute_dtype=dtype_name(gearbox.compute_dtype),
+        storage_dtype=dtype_name(gearbox.storage[""]),
+        **further,
+    )
+
+
+def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
+    """Numbers of parameters; quantized ones count as the weights that they stand for."""
+    small, large = (int(get_total_parameters(model)) for model in models)
+    return small, large
+
+
+def summary_of_pair(
+    name: str, small_name: str | None, large: nn.Module, mode: Pair, tally: Tally, speed: RunSpeed
+) -> dict[str, Any]:
+    """The summary of one run of two models that took turns."""
+    models = mode.small_model, large
+    counts = parameters_of(models)
+    read, parameters = dict(zip(NAMES, map(bytes_read, models))), dict(zip(NAMES, counts))
+    bits = {each: 8 * read[each] / parameters[each] for each in NAMES}
+    return summarize(
+        tally,
+        model=name,
+        small_model=small_name or type_of(mode.small_model),
+        mode=mode.name,
+        ladder=[{"name": each, "bits": bits[each], "bytes_per_weight": bits[each] / 8} for each in NAMES],
+        bits_per_weight=bits,
+        weight_bytes=read,
+        of_mode=mode.summary(tally),
+        parameters=parameters,
+        parameter_ratio=parameter_ratio(tally.mean(tally.gear_tokens["large"]), counts),
+        threshold_bits=mode.threshold,
+        window=mode.window,
+        min_gear_duration=mode.min_gear_duration,
+        **speed.summary(),
+        peak_memory_bytes=mx.get_peak_memory(),
+        compute_dtype=dtype_name(model_dtype(large)),
+        storage_dtype=dtype_name(stored_dtype(large)),
+    )

@@ -4,7 +4,6 @@
 prompt.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -15,10 +14,8 @@ from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
-from ..routing.gates import Monitor
-from .governor import Governor
-from .response import GearResponse, Step
-from .sampling import Tolerance, geared_responses, reader_of, sampled
+from .response import Step
+from .sampling import reader_of
 
 OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("__"))  # parameters, update, ...
 
@@ -26,11 +23,8 @@ OF_MODULES = frozenset(name for name in vars(nn.Module) if not name.startswith("
 class ModelWrapper(nn.Module):
     """A model that decides for itself which gear computes what; everything else is the model's own.
 
-    Parameters, layers, `args`, `make_cache` and all other attributes are those of the model, under the same names, and
-    changes to them are changes to the model.
-
-    Args:
-        gearbox: of the model.
+    Parameters, layers, `args`, `make_cache` and all other attributes are those of the gearbox's model, under the same
+    names, and changes to them are changes to the model.
     """
 
     def __init__(self, gearbox: Gearbox):
@@ -46,10 +40,6 @@ class ModelWrapper(nn.Module):
         """The model's own logits (B, N, V), in a gear."""
         self.gearbox.shift(gear)
         return self.gearbox.model(inputs, cache=cache, **kwargs)
-
-    def passes(self, *gears: Gear) -> tuple[int, ...]:
-        """Passes in each gear of the ladder, counted from those that ran."""
-        return tuple(sum(gear == ran for ran in gears) for gear in self.gearbox.ladder)
 
     def model_keywords(self, input_embeddings: mx.array | None, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords for the model. Raises GearbxError for embeddings that it does not take."""
@@ -72,28 +62,6 @@ class ModelWrapper(nn.Module):
         if name == "gearbox":  # of a copy that is still empty
             raise AttributeError(name)
         return getattr(self.gearbox.model, name)
-
-
-def stream_wrapped(
-    model: ModelWrapper,
-    tokenizer: Any,
-    prompt: Any,
-    *,
-    monitor: Monitor,
-    controller: Governor | None = None,
-    tolerance: Tolerance | None = None,
-    **kwargs: Any,
-) -> Iterator[GearResponse]:
-    """Generate with a model that changes gear by itself.
-
-    Args:
-        monitor: of the rolling entropy that responses show.
-        controller: caps the gears.
-        tolerance: lets proposed tokens stay.
-        kwargs: of mlx-lm's stream_generate.
-    """
-    source = sampled(model, tokenizer, prompt, lambda: model.step, model.reader, tolerance, **kwargs)
-    return geared_responses(source, model.gearbox, monitor, controller)
 
 
 class TextModel(nn.Module):

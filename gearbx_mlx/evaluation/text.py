@@ -7,7 +7,7 @@ from typing import Any
 import mlx.nn as nn
 from msgspec import Struct
 
-from ..decoding.texts import check_known
+from ..decoding.mode import check_known
 from ..errors import GearbxError
 from ..files.reading import json_lines, read_text
 from ..gears.discovery import vocabulary

@@ -35,8 +35,7 @@ from ..decoding.mode import Mode
 from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
-from ..decoding.stream import stream_generate
-from ..decoding.summary import Responses
+from ..decoding.stream import Responses, stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint

@@ -13,7 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from msgspec import Struct, to_builtins
@@ -26,6 +26,8 @@ MOST_ROWS = MOST_DRAFTED + 1
 BINS = 20
 BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
 DEFAULT_BOUND = 0.5
+Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
+"""Of each text the entropy of the low gear (bits) at each token, and whether it agrees with the top gear there."""
 TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: not fitted, but near to what small models show
 
 
@@ -34,11 +36,9 @@ class DraftRule(Protocol):
 
     def begin(self) -> None:
         """Start a new draft."""
-        ...
 
     def goes_on(self, entropy: float) -> bool:
         """Whether to draft one more token, after a token whose distribution has this entropy (bits)."""
-        ...
 
 
 class FixedLength:
@@ -177,23 +177,16 @@ class Drafting:
         return (self.drafted * draft_bytes + self.verifications * top_bytes) / self.tokens if self.tokens else 0.0
 
 
-def replay_drafts(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], rule: DraftRule, most: int = MOST_DRAFTED
-) -> Drafting:
+def replay_drafts(sequences: Recorded, rule: DraftRule) -> Drafting:
     """Replay a drafting rule on recorded tokens, without a model.
 
     After a disagreement the draft would contain other tokens. The replay takes the recorded entropies for theirs.
-
-    Args:
-        sequences: for each text, the entropy of the low gear (bits) at each token, and whether it agrees with the top
-            gear there.
-        most: the longest draft, in tokens.
     """
     total = Drafting()
     for entropies, agrees in sequences:
         place = 0
         while place < len(entropies):
-            room = min(most, len(entropies) - place - 1)
+            room = min(MOST_DRAFTED, len(entropies) - place - 1)
             rule.begin()
             drafted = 0
             while drafted < room:
@@ -211,33 +204,21 @@ def replay_drafts(
 
 
 def best_bound(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    curve: AcceptanceCurve,
-    draft_bytes: float,
-    top_bytes: float,
+    sequences: Recorded, curve: AcceptanceCurve, draft_bytes: float, top_bytes: float
 ) -> tuple[float, float]:
     """The bound on the product of a(H) with which a token reads the fewest weight bytes, and these bytes."""
-    rules = {bound: ProductRule(curve, bound) for bound in BOUNDS}
-    return cheapest(sequences, rules, draft_bytes, top_bytes)
+    return cheapest(sequences, {bound: ProductRule(curve, bound) for bound in BOUNDS}, draft_bytes, top_bytes)
 
 
-def best_length(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]], draft_bytes: float, top_bytes: float
-) -> tuple[int, float]:
+def best_length(sequences: Recorded, draft_bytes: float, top_bytes: float) -> tuple[int, float]:
     """The fixed draft length with which a token reads the fewest weight bytes, and these bytes."""
     rules = {length: FixedLength(length) for length in range(1, MOST_DRAFTED + 1)}
     return cheapest(sequences, rules, draft_bytes, top_bytes)
 
 
-Setting = TypeVar("Setting", int, float)
-
-
 def cheapest(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    rules: Mapping[Setting, DraftRule],
-    draft_bytes: float,
-    top_bytes: float,
-) -> tuple[Setting, float]:
+    sequences: Recorded, rules: Mapping[Any, DraftRule], draft_bytes: float, top_bytes: float
+) -> tuple[Any, float]:
     """The setting whose rule reads the fewest weight bytes for a token, and these bytes."""
     read = {
         setting: replay_drafts(sequences, rule).weight_bytes_per_token(draft_bytes, top_bytes)

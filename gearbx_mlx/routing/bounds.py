@@ -122,9 +122,10 @@ def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Roundin
 def rounding_of(logprobs: Sequence[float]) -> Rounding:
     """How exact log-probabilities can be that were written like these: in half precision, in decimals, or in single."""
     values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
-    for fits, precision in ((is_bfloat16, BFLOAT16), (is_float16, FLOAT16)):
-        if all(map(fits, values)):
-            return Rounding(SINGLE + shared_error(values, precision), precision)
+    if all(map(is_bfloat16, values)):
+        return Rounding(SINGLE + shared_error(values, BFLOAT16), BFLOAT16)
+    if all(fits(value, "e") for value in values):
+        return Rounding(SINGLE + shared_error(values, FLOAT16), FLOAT16)
     digits = max(map(decimals, values))
     return Rounding(SINGLE + (0.5 * 10.0**-digits if digits <= MOST_DECIMALS else 0.0), FLOAT32)
 
@@ -151,19 +152,13 @@ def binary_step(value: float) -> float:
 
 
 def is_bfloat16(value: float) -> bool:
-    return is_float32(value) and struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF == 0
+    return fits(value, "f") and struct.unpack("<I", struct.pack("<f", value))[0] & 0xFFFF == 0
 
 
-def is_float16(value: float) -> bool:
+def fits(value: float, kind: str) -> bool:
+    """Whether a float16 ("e") or a float32 ("f") has this value."""
     try:
-        return struct.unpack("<e", struct.pack("<e", value))[0] == value
-    except OverflowError:
-        return False
-
-
-def is_float32(value: float) -> bool:
-    try:
-        return struct.unpack("<f", struct.pack("<f", value))[0] == value
+        return struct.unpack(f"<{kind}", struct.pack(f"<{kind}", value))[0] == value
     except OverflowError:
         return False
 

@@ -70,23 +70,6 @@ def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ..
     return between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
 
 
-def reached_shares(
-    sequences: Sequence[Sequence[float]],
-    thresholds: Sequence[float],
-    vocab_size: int,
-    window: int = DEFAULT_WINDOW,
-    hysteresis: float = DEFAULT_HYSTERESIS,
-    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION,
-) -> list[float]:
-    """The share of the recorded tokens that the gate puts into each gear with these thresholds (bits)."""
-    counts = np.zeros(len(thresholds) + 1)
-    for sequence in sequences:
-        gate = ThresholdGate(thresholds, hysteresis, min_gear_duration)
-        for gear in replay(sequence, Monitor(vocab_size, window), gate):
-            counts[gear] += 1
-    return [float(c) for c in counts / counts.sum()]
-
-
 def check_shares(shares: Sequence[float]) -> None:
     """Raises GearbxError for shares that are negative or do not add up to 1."""
     if any(not 0 <= s <= 1 for s in shares) or not math.isclose(sum(shares), 1, abs_tol=0.01):
@@ -116,7 +99,12 @@ def share_thresholds(
     positive([e for sequence in sequences for e in sequence])
 
     def reached(thresholds: Sequence[float]) -> list[float]:
-        return reached_shares(sequences, thresholds, vocab_size, window, hysteresis, min_gear_duration)
+        counts = np.zeros(len(shares))
+        for sequence in sequences:
+            gate = ThresholdGate(thresholds, hysteresis, min_gear_duration)
+            for gear in replay(sequence, Monitor(vocab_size, window), gate):
+                counts[gear] += 1
+        return (counts / counts.sum()).tolist()
 
     ceiling = math.log2(vocab_size)
     gap = ceiling * 1e-4  # keeps thresholds apart where the share of a gear is 0

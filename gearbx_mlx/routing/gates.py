@@ -25,7 +25,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import Count, check_schema, parse_json, typed
 
 DEFAULT_WINDOW = 3  # GEARBX 3.2, the MLX backend
-DEFAULT_LOOKAHEAD = 2
+LOOKAHEAD = 2  # tokens
 CATASTROPHE_SHARE = 0.9
 LOW_BITS, HIGH_BITS = 1.8, 3.5  # GEARBX 3.3, for the reference vocabulary
 REFERENCE_VOCABULARY = 32768
@@ -37,7 +37,7 @@ DEFAULT_MIN_GEAR_DURATION = 4  # tokens
 class Reading:
     """The state of the monitor after one token, in bits.
 
-    value: of this token. forecast: the mean that is expected `lookahead` tokens later. catastrophe: the last two values
+    value: of this token. forecast: the mean that is expected two tokens later. catastrophe: the last two values
     were both above 0.9 log2 V, so the model knows next to nothing.
     """
 
@@ -54,30 +54,22 @@ class Monitor:
     Args:
         vocab_size: V, the length of the logits.
         window: tokens in the rolling mean.
-        lookahead: tokens that the forecast looks ahead.
         catastrophe_share: two values in a row above this share of log2 V are a catastrophe; infinite: never.
 
     Raises:
         GearbxError: a window shorter than one token.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        window: int = DEFAULT_WINDOW,
-        lookahead: int = DEFAULT_LOOKAHEAD,
-        catastrophe_share: float = CATASTROPHE_SHARE,
-    ):
+    def __init__(self, vocab_size: int, window: int = DEFAULT_WINDOW, catastrophe_share: float = CATASTROPHE_SHARE):
         if window < 1:
             raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
         self.ceiling = catastrophe_share * math.log2(vocab_size)
-        self.lookahead = lookahead
         self._window: deque[float] = deque(maxlen=window)
-        self._previous = 0.0  # apart from the window, which may have room for one value only
+        self.reset()
 
     def reset(self) -> None:
         self._window.clear()
-        self._previous = 0.0
+        self._previous = 0.0  # apart from the window, which may have room for one value only
 
     def update(self, value: float) -> Reading:
         """Take the next token's entropy (bits). Returns the new state."""
@@ -87,7 +79,7 @@ class Monitor:
         values = self._window
         mean = sum(values) / len(values)
         slope = (values[-1] - values[0]) / (len(values) - 1) if len(values) > 1 else 0.0
-        return Reading(value, mean, slope, mean + self.lookahead * slope, catastrophe)
+        return Reading(value, mean, slope, mean + LOOKAHEAD * slope, catastrophe)
 
 
 def check_thresholds(thresholds: Sequence[float], gears: int) -> None:
@@ -117,15 +109,12 @@ class Gate(Protocol):
 
     def update(self, reading: Reading) -> int:
         """Take the reading of a token. Returns the gear for what follows."""
-        ...
 
     def peek(self, level: float) -> int:
         """The gear that a mean entropy of `level` bits would lead to; changes nothing."""
-        ...
 
     def reset(self, gear: int) -> None:
         """Start a sequence in `gear`."""
-        ...
 
 
 class ThresholdGate:

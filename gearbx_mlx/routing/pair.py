@@ -5,7 +5,7 @@ import random
 import sys
 
 from ..errors import GearbxError
-from .gates import Monitor, Reading, ThresholdGate
+from .gates import Monitor, OneGear, Reading, ThresholdGate
 
 SMALL, LARGE = 0, 1
 NAMES = ("small", "large")
@@ -61,7 +61,7 @@ def parameter_ratio(share: float, parameters: tuple[int, int]) -> float:
     return ((1 - share) * parameters[SMALL] + share * parameters[LARGE]) / parameters[LARGE]
 
 
-class Coin:
+class Coin(OneGear):
     """The control: a gate that ignores the text.
 
     Every `min_duration` tokens a coin decides which model computes the next ones.
@@ -81,9 +81,6 @@ class Coin:
 
     def reset(self, gear: int) -> None:
         self.gear, self.duration = gear, 0
-
-    def peek(self, level: float) -> int:
-        return self.gear
 
     def update(self, reading: Reading) -> int:
         self.duration += 1

@@ -29,8 +29,8 @@ import copy
 import math
 import statistics
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +41,7 @@ from .acceptance import (
     MOST_ROWS,
     DraftRule,
     FixedLength,
+    Recorded,
     pool_adjacent_violators,
     replay_drafts,
 )
@@ -52,12 +53,10 @@ REMEMBERED = 9  # passes whose median counts: the time of a pass changes with th
 FEW = 3  # passes that say how fast the machine is in this moment
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
 
-
 # What a row of a verification computes, as a share of a pass over one: on one thread 8 vectors take about 1.75 times,
 # and 16 about 3.35 times, as long as it takes to read the weights (docs/performance.md).
 ROW_SHARE = 0.1
 REFRESHED = 16  # a pass of this kind is measured once in so many
-
 
 KEPT_ROUNDS = 0.97  # of the weight of earlier rounds with drafts, at each further one
 PRIOR_TOKENS = 16.0  # tokens for which drafts are taken to cost what the top gear alone costs
@@ -83,23 +82,23 @@ PassTimes = tuple[float, Mapping[int, float]]
 """Seconds of a drafted token, and of verifications by their number of rows."""
 
 
-class PassCosts:
-    """What passes cost now; a subclass says it. No measurement of a pass changes these costs.
+class Costs:
+    """What passes cost now, in one unit. No measurement of a pass changes these costs.
 
-    measured: whether they come from passes that run, so that each kind has to run once in a while. ready: whether the
-    cost of the top gear alone is known, to which all else is compared. row_share: what a row beyond the first costs at
-    least, as a share of a pass over one: bytes do not count its computation.
+    Args:
+        draft: of a drafted token. verification: of a pass of the top gear over so many tokens, drafted ones and the one
+            before them.
+        measured: whether they come from passes that run on this machine, so that each kind has to run once in a while.
+
+    `ready` says whether the cost of the top gear alone is known, to which all else is compared. `row_share` is what a
+    row beyond the first costs at least, as a share of a pass over one: bytes do not count its computation.
     """
 
-    measured, ready, row_share = False, True, 0.0
+    ready = True
 
-    def draft(self) -> float:
-        """The cost of one drafted token."""
-        raise NotImplementedError
-
-    def verification(self, rows: int) -> float:
-        """The cost of one pass of the top gear over so many tokens, drafted ones and the one before them."""
-        raise NotImplementedError
+    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
+        self.draft, self.verification, self.measured = draft, verification, measured
+        self.row_share = 0.0 if measured else ROW_SHARE
 
     def wants_verification(self, rows: int) -> bool:
         """Whether the time of the next pass over so many tokens would say something new; ask once for each pass."""
@@ -110,25 +109,6 @@ class PassCosts:
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
         """Take the time of a draft of so many steps."""
-
-
-class Costs(PassCosts):
-    """Costs that are functions.
-
-    Args:
-        draft: of a drafted token. verification: of a pass of the top gear over so many tokens.
-        measured: whether the functions follow what passes cost on this machine. If not, a row has a `row_share`.
-    """
-
-    def __init__(self, draft: Callable[[], float], verification: Callable[[int], float], measured: bool = False):
-        self._draft, self._verification, self.measured = draft, verification, measured
-        self.row_share = 0.0 if measured else ROW_SHARE
-
-    def draft(self) -> float:
-        return self._draft()
-
-    def verification(self, rows: int) -> float:
-        return self._verification(rows)
 
 
 class LatestTimes:
@@ -164,12 +144,11 @@ class LatestTimes:
         """The lower median of the last few alone."""
         return statistics.median_low([*self._values][-FEW:])
 
-    @property
-    def count(self) -> int:
+    def __len__(self) -> int:
         return len(self._values)
 
 
-class LearnedCosts(PassCosts):
+class LearnedCosts(Costs):
     """Seconds, measured while a text is written.
 
     The machine is faster at one moment than at another. So a verification counts in relation to the drafted tokens just
@@ -186,22 +165,23 @@ class LearnedCosts(PassCosts):
         drafts: whether there is a gear that drafts.
     """
 
-    measured, row_share = True, 0.0
-
     def __init__(self, seconds: PassTimes | None = None, texts: int = 1, drafts: bool = True):
+        super().__init__(
+            lambda: self._draft.value or 0.0, lambda rows: self._costs[rows - 1] * self._slowness, measured=True
+        )
         self._drafts = drafts
         self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
         self._usual: float | None = None  # seconds of the first drafted token that counts: the machine at speed 1
         self._slowness = self._now = 1.0  # times as long as then: over the latest drafts, and in this moment
-        self._rows: dict[int, LatestTimes] = {}
+        self._rows: defaultdict[int, LatestTimes] = defaultdict(LatestTimes)
         self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
         if seconds is not None:
             if seconds[0]:
                 self._usual = seconds[0]
                 self._draft.known(seconds[0])
             for rows, value in seconds[1].items():
-                self._of(rows).known(value)
+                self._rows[rows].known(value)
             self._update()
 
     @property
@@ -215,14 +195,8 @@ class LearnedCosts(PassCosts):
             return None
         return self.draft(), {rows: self.verification(rows) for rows in range(1, MOST_ROWS + 1)}
 
-    def draft(self) -> float:
-        return self._draft.value or 0.0
-
-    def verification(self, rows: int) -> float:
-        return self._costs[rows - 1] * self._slowness
-
     def wants_verification(self, rows: int) -> bool:
-        return self._of(rows).wanted()
+        return self._rows[rows].wanted()
 
     def add_draft(self, seconds: float, steps: int = 1) -> None:
         if not self._draft.begun():
@@ -232,14 +206,11 @@ class LearnedCosts(PassCosts):
         self._slowness, self._now = self.draft() / self._usual, self._draft.latest / self._usual
 
     def add_verification(self, rows: int, seconds: float) -> None:
-        self._of(rows).add(seconds / self._now)
+        self._rows[rows].add(seconds / self._now)
         self._update()
 
-    def _of(self, rows: int) -> LatestTimes:
-        return self._rows.setdefault(rows, LatestTimes())
-
     def _update(self) -> None:
-        known = [(rows, -times.value, times.count) for rows, times in sorted(self._rows.items()) if times.value]
+        known = [(rows, -times.value, len(times)) for rows, times in sorted(self._rows.items()) if times.value]
         if known:
             rows, falling, weights = zip(*known)
             seconds = [-value for value in pool_adjacent_violators(falling, weights)]
@@ -267,7 +238,7 @@ class RoundCounts:
         self._verified = {rows: self._kept * count for rows, count in self._verified.items()}
         self._verified[drafted + 1] = self._verified.get(drafted + 1, 0.0) + 1
 
-    def spent(self, costs: PassCosts) -> float:
+    def spent(self, costs: Costs) -> float:
         """What these rounds would cost now."""
         verified = sum(count * costs.verification(rows) for rows, count in self._verified.items())
         return self._draft_passes * costs.draft() + verified
@@ -286,7 +257,7 @@ class Rounds:
 
     def __init__(
         self,
-        costs: PassCosts,
+        costs: Costs,
         most_looked_up: int = MOST_DRAFTED,
         texts: int = 1,
         agreement: LookupAgreement | None = None,
@@ -323,15 +294,12 @@ class Rounds:
         best, most, tokens = 0, 0.0, float(self._texts)
         for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
             tokens += probability
-            saved = token * tokens - self._proposal(taken)
+            # The bytes of a round may be those of one row, but not its time.
+            computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
+            saved = token * tokens - max(self.costs.verification(1 + taken), computed)
             if saved > most:
                 best, most = taken, saved
         return best
-
-    def _proposal(self, taken: int) -> float:
-        """What a round with so many tokens of a text costs: its bytes may be those of one row, but not its time."""
-        computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
-        return max(self.costs.verification(1 + taken), computed)
 
     def drafts(self, trial: bool = False) -> bool:
         """Whether the low gear drafts in this round: always, unless costs are measured, and drafts lose.
@@ -390,7 +358,7 @@ class CostRule:
 
     longest = MOST_DRAFTED
 
-    def __init__(self, agreement: Callable[[float], float], costs: PassCosts):
+    def __init__(self, agreement: Callable[[float], float], costs: Costs):
         self.agreement, self.costs = agreement, costs
         self._counts = RoundCounts(KEPT_DRAFTS)
         self._mean = RunningMean(KEPT_AGREEMENT)
@@ -420,8 +388,9 @@ class CostRule:
         of_text = self.costs.verification(1) / len(self._products)  # at first as if nothing were accepted
         if self._counts.tokens:
             of_text = self._counts.spent(self.costs) / self._counts.tokens
-        saved = of_text * self._mean.value
-        return of_one_more(self.costs, self._drafted) / saved if saved else math.inf
+        saved, rows = of_text * self._mean.value, min(self._drafted + 1, MOST_ROWS - AHEAD)
+        row = (self.costs.verification(rows + AHEAD) - self.costs.verification(rows)) / AHEAD
+        return (self.costs.draft() + row) / saved if saved else math.inf
 
 
 JointRule = EachRule | CostRule
@@ -438,18 +407,7 @@ def joint_rule(rule: DraftRule) -> JointRule:
     return rule if isinstance(rule, CostRule | EachRule) else EachRule(rule)
 
 
-def of_one_more(costs: PassCosts, drafted: int) -> float:
-    """The cost of one more drafted token after so many, and of a row for it."""
-    rows = min(drafted + 1, MOST_DRAFTED + 1 - AHEAD)
-    row = (costs.verification(rows + AHEAD) - costs.verification(rows)) / AHEAD
-    return costs.draft() + row
-
-
-def predicted_cost(
-    sequences: Sequence[tuple[Sequence[float], Sequence[bool]]],
-    agreement: Callable[[float], float],
-    costs: PassCosts,
-) -> float:
+def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
     """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
     done = replay_drafts(sequences, CostRule(agreement, costs))
     verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
@@ -619,8 +577,9 @@ class Times:
         usual_made = statistics.median_low(made) if made else 0.0
         spent = tokens = 0.0
         for timed in self._rounds:
-            rest = (without_pause(seconds, usual_made, PAUSE * usual) for seconds in timed.made)
-            spent += timed.weight * (without_pause(timed.begun, usual, PAUSE * usual) + sum(rest))
+            begun = timed.begun if timed.begun <= PAUSE * usual else usual
+            rest = (seconds if seconds <= PAUSE * usual else usual_made for seconds in timed.made)
+            spent += timed.weight * (begun + sum(rest))
             tokens += timed.weight * (1 + len(timed.made))
         return spent / tokens
 
@@ -650,7 +609,3 @@ class TimedRound:
     begun: float
     made: list[float] = field(default_factory=list)
     weight: float = 1.0
-
-
-def without_pause(seconds: float, usual: float, longest: float) -> float:
-    return seconds if seconds <= longest else usual
