@@ -140,9 +140,9 @@ def measure_kl(name: str, problems: int) -> str:
     affine = [row for group in (32, 64) for row in found("affine", "2,3,4,5,6,16", group)]
     curve = {effective: kl for _, effective, kl in affine}
     lines = [["affine", bits, f"{effective:.3f}", f"{kl:.5f}", ""] for bits, effective, kl in affine]
-    for name, (_, _, ladder, format) in FORMATS.items():
+    for title, (_, _, ladder, format) in FORMATS.items():
         for bits, effective, kl in found(format, ladder):
-            lines.append([name, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
+            lines.append([title, bits, f"{effective:.3f}", f"{kl:.5f}", below(kl, curve, effective)])
     return table([f"{name}, format", "bits", "effective bits", "KL, nats", "below affine"], lines)
 
 

@@ -19,25 +19,39 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
+from urllib.request import Request, urlopen
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from pages import table
-from rich.progress import Progress
+from rich.progress import Progress, track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
 from gearbx_mlx.benchmark.measuring import bandwidth_meter, timed
+from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
+from gearbx_mlx.files.writing import write_text
 
+from . import ROOT
 from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
 from .studies import HELD_OUT, Found, native_kernels, ratios, spread, study, table_here
 
+REFERENCE = ROOT / "tests" / "data" / "llama_cpp_smollm2.json"
+BEST, GREEDY_TOKENS = 5, 16
+ODD_TEXTS = (
+    "The 3 brothers paid $1,234.50 on 12/03/2024.",
+    "def f(x):\n    return x ** 2\n\n\tprint(f(10))\n",
+    "naïve café, 漢字かな, Привет, 🙂👍🏽, don't",
+    " a  b\tc   \n\n  d",
+    "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n",
+    "https://example.org/a_b?c=1&d=%20#e",
+)
 TYPES = {4: "Q4_0", 8: "Q8_0", 16: "F16"}  # of llama.cpp, by the bits of our gears
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -437,8 +451,8 @@ Write = Callable[[list[int], int], tuple[str, float]]
 """A text after the tokens of a prompt, and the milliseconds of a token."""
 
 
-def unpacked(file: Path, out: Path) -> Path:
-    """The same model in float16: llama.cpp's own type for weights that are not quantized, and all else as it was."""
+def rewritten(file: Path, out: Path, type: Literal["F16", "Q8_0"]) -> Path:
+    """The same model in float16 or Q8_0, and all else as it was."""
     import gguf
 
     reader = gguf.GGUFReader(file)
@@ -448,10 +462,14 @@ def unpacked(file: Path, out: Path) -> Path:
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
             continue
         writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=kinds[-1] if len(kinds) > 1 else None)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{type}"])
+    kind = gguf.GGMLQuantizationType[type]
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        writer.add_tensor(tensor.name, values if values.ndim == 1 else values.astype(np.float16))
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -459,21 +477,30 @@ def unpacked(file: Path, out: Path) -> Path:
     return out
 
 
-def in_llama_cpp(file: Path, draft: Path | None = None) -> Write:
-    """What writes greedily in llama.cpp, with a draft model if one is given, in a process of its own.
+Drafts = Path | Literal["lookup"] | None
+"""A draft model, or what the text itself proposes."""
+
+
+def in_llama_cpp(file: Path, drafts: Drafts = None) -> Write:
+    """What writes greedily in llama.cpp, in a process of its own.
 
     Where threads of several models share a process, libgomp lets them sleep at every barrier.
 
     Raises:
         GearbxError: llama.cpp is not installed.
     """
-    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
-        raise GearbxError("llama.cpp is not installed: pip install xllamacpp gguf")
-    child = ProcessPoolExecutor(1, get_context("spawn"), initializer=begin, initargs=(file, draft))
+    child = llama_cpp_in_child(file, drafts)
     return lambda prompt, tokens: child.submit(answered, prompt, tokens).result()
 
 
-def begin(file: Path, draft: Path | None) -> None:
+def llama_cpp_in_child(file: Path, drafts: Drafts = None) -> ProcessPoolExecutor:
+    """Raises GearbxError where llama.cpp is not installed."""
+    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
+        raise GearbxError("llama.cpp is not installed: pip install xllamacpp gguf")
+    return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin, initargs=(file, drafts))
+
+
+def begin(file: Path, drafts: Drafts) -> None:
     """Load the model, in the child."""
     import xllamacpp
 
@@ -482,10 +509,30 @@ def begin(file: Path, draft: Path | None) -> None:
     params.model.path = str(file)
     params.n_ctx, params.n_parallel, params.verbosity, params.warmup = CONTEXT, 1, -1, True
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
-    if draft is not None:
-        params.speculative.draft.mparams.path = str(draft)
-        params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
+    kinds = xllamacpp.common_speculative_type
+    if drafts == "lookup":
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
+    elif drafts is not None:
+        params.speculative.draft.mparams.path = str(drafts)
+        params.speculative.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
     server = xllamacpp.Server(params)
+
+
+def read_there(text: str) -> dict[str, Any]:
+    """The tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
+    body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+    request = Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
+    with urlopen(request) as answer:
+        tokens = json.load(answer)["tokens"]
+    asked = {"prompt": tokens, "max_tokens": GREEDY_TOKENS, "temperature": 0, "logprobs": BEST, "cache_prompt": False}
+    choice = server.handle_completions(asked)["choices"][0]
+    best = choice["logprobs"]["content"][0]["top_logprobs"]
+    return {
+        "text": text,
+        "tokens": tokens,
+        "best": {each["id"]: round(each["logprob"], 4) for each in best},
+        "greedy": [each["id"] for each in choice["logprobs"]["content"]],
+    }
 
 
 def answered(prompt: list[int], tokens: int) -> tuple[str, float]:
@@ -525,10 +572,13 @@ def same_file(
     plain = Writer("smollm2", "4,16", "planes", Lossless())
     drafted = Writer("smollm2", "4,16", "planes", Lossless(), calibrated=True)
     with tempfile.TemporaryDirectory() as directory:
-        whole = unpacked(file, Path(directory) / "f16.gguf")
+        whole = rewritten(file, Path(directory) / "f16.gguf", "F16")
+        eight = rewritten(file, Path(directory) / "q8_0.gguf", "Q8_0")
         ways = {
             "llama.cpp, float16": in_llama_cpp(whole),
+            "llama.cpp, Q8_0": in_llama_cpp(eight),
             "llama.cpp, Q4_1": in_llama_cpp(file),
+            "llama.cpp, float16, lookup": in_llama_cpp(whole, "lookup"),
             "llama.cpp, float16, drafts by Q4_1": in_llama_cpp(whole, file),
             "here, bfloat16": here(plain, plain.alone),
             "here, bfloat16, lossless": here(plain, plain.lossless),
@@ -555,3 +605,12 @@ def same_file(
 
 def times_of(trials: list[tuple[str, float]]) -> list[float]:
     return [time for _, time in trials]
+
+
+@study(writes="tests/data/llama_cpp_smollm2.json", minutes=2)
+def llama_cpp_reference() -> None:
+    """What llama.cpp makes of 50 texts in SmolLM2's GGUF: tokens, log-probabilities and greedy texts, for a test."""
+    texts = [*ODD_TEXTS, *read_prompts(HELD_OUT)[:20], *read_prompts(ASSISTANT)]
+    child = llama_cpp_in_child(smollm2.installed())
+    read = [child.submit(read_there, text).result() for text in track(texts, "texts")]
+    write_text(REFERENCE, json.dumps(read, ensure_ascii=False, indent=0) + "\n")

