@@ -8,9 +8,10 @@ from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
 from ..routing.acceptance import DraftFile
-from ..routing.gates import ThresholdFile
+from ..routing.gates import ScheduleFile, ThresholdFile
 from . import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from .drafting import calibrate_drafting
+from .schedule import calibrate_schedule
 from .shared import Calibration
 from .target import calibrate_target
 from .thresholds import calibrate_kickdown, calibrate_route
@@ -26,13 +27,17 @@ def run(settings: CalibrateSettings) -> int:
     for note in found.notes:
         terminal.note(note)
     print(f"{out}: {found.line}")
+    if isinstance(found.file, ScheduleFile):
+        ladder = ",".join(map(str, found.file.gears))
+        terminal.note(next_command("generate", model=settings.model.model, gears=ladder, schedule=found.file.schedule))
+        return 0
     routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
     gears = settings.layout.gears if routed else None  # other files have them
     terminal.note(next_command("generate", model=settings.model.model, gears=gears, thresholds=out))
     return 0
 
 
-def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile:
+def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile | ScheduleFile:
     """What is found; written to a file where --out is given."""
     out = settings.calibration.out
     found = calibrated(settings, None) if out is None else written(settings, output_path(out))
@@ -41,6 +46,8 @@ def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile:
 
 def default_name(settings: CalibrateSettings) -> str:
     """The file that is written without --out."""
+    if settings.target.schedule_gears is not None:
+        return "schedule.json"
     if settings.wish is not None:
         return "policy.json"
     return "drafting.json" if settings.calibration.mode == LOSSLESS else "thresholds.json"
@@ -61,6 +68,8 @@ def written(settings: CalibrateSettings, out: Path) -> Calibration:
 def calibrated(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """What is found. place: of the records, which an earlier run may have begun; None: they are not kept."""
     wish = settings.wish
+    if wish is not None and settings.target.schedule_gears is not None:
+        return calibrate_schedule(settings, settings.target.schedule_gears, wish, place)
     if wish is not None:
         return calibrate_target(settings, wish, place)
     modes = {LOSSLESS: calibrate_drafting, KICKDOWN: calibrate_kickdown, ROUTE: calibrate_route}

@@ -5,6 +5,7 @@ each static gear; kickdown between any two gears, at every share; lossless under
 draft. Routing by past tokens is not a candidate: at the same share it is about as good as chance.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import GearbxError
-from ..gears.ladder import Gear, Ladder
+from ..gears.ladder import Gear, Ladder, Schedule
 
 if TYPE_CHECKING:
     from .replay import Recording
@@ -70,7 +71,7 @@ class Wish:
 
 
 SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
-STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
+STATIC, KICKDOWN, LOSSLESS, ROUTE = "static", "kickdown", "lossless", "route"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,11 @@ class Candidate:
     gears: tuple[int, ...]
     predicted: PolicyOutcome
     thresholds: tuple[float, ...] = ()
+    schedule: Schedule | None = None  # of mode route
 
     def __str__(self) -> str:
+        if self.schedule is not None:
+            return f"--schedule {self.schedule}"
         return f"{self.mode} {','.join(map(str, self.gears))}"
 
 
@@ -130,6 +134,50 @@ def kickdowns(
             low_bytes + float(again.mean()) * high_bytes,
         )
         found.append(Candidate(KICKDOWN, (low.bits, high.bits), outcome, (float(threshold),)))
+    return found
+
+
+ENDS = 32  # places in a text where a gear may end
+
+
+def schedules(
+    recordings: "Mapping[Gear, Recording]",
+    gears: Sequence[Gear],
+    positions: np.ndarray,
+    weight_bytes: Callable[[Ladder, Gear], float],
+) -> list[Candidate]:
+    """Every schedule of some of the gears, those of one gear too, with its predicted outcome.
+
+    The KL of a token is predicted as that of its gear alone, so that one reading per gear is enough. This does not
+    model what other gears wrote into the KV cache before: a real run has to check what is found.
+
+    Args:
+        recordings: each gear alone over the same text. gears: descending.
+        positions: (n,), of the predictions in their windows.
+        weight_bytes: as of `candidates`.
+    """
+    length, counts = int(positions.max()) + 1, np.bincount(positions)
+    before = np.concatenate([[0], np.cumsum(counts)])  # tokens, over all windows, before each position
+    sums = {
+        gear: [
+            np.concatenate([[0.0], np.cumsum(np.bincount(positions, field))]) / len(positions)
+            for field in (recordings[gear].agree, recordings[gear].kl)
+        ]
+        for gear in gears
+    }
+    ends, found = range(-(-length // ENDS), length, -(-length // ENDS)), []
+    for used in itertools.chain.from_iterable(itertools.combinations(gears, n) for n in range(1, len(gears) + 1)):
+        bits = tuple(gear.bits for gear in reversed(used))
+        ladder = Ladder(bits)
+        costs = [weight_bytes(ladder, ladder.find(gear.bits)) for gear in used]
+        for cuts in itertools.combinations(ends, len(used) - 1):
+            parts = [*itertools.pairwise((0, *cuts, length))]
+            agree, kl = (
+                sum(float(sums[gear][i][b] - sums[gear][i][a]) for gear, (a, b) in zip(used, parts)) for i in (0, 1)
+            )
+            read = sum(cost * float(before[b] - before[a]) for cost, (a, b) in zip(costs, parts)) / len(positions)
+            schedule = Schedule(used, tuple(b - a for a, b in parts[:-1]))
+            found.append(Candidate(ROUTE, bits, PolicyOutcome(agree, kl, read), schedule=schedule))
     return found
 
 
