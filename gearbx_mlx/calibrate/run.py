@@ -7,6 +7,7 @@ from ..cli.flags import output_path
 from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
+from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ScheduleFile, ThresholdFile
 from . import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
@@ -28,8 +29,9 @@ def run(settings: CalibrateSettings) -> int:
         terminal.note(note)
     print(f"{out}: {found.line}")
     if isinstance(found.file, ScheduleFile):
-        ladder = ",".join(map(str, found.file.gears))
-        terminal.note(next_command("generate", model=settings.model.model, gears=ladder, schedule=found.file.schedule))
+        way = "gear" if found.file.schedule.isdecimal() else "schedule"
+        flags = {"gears": Ladder(found.file.gears), way: found.file.schedule}
+        terminal.note(next_command("generate", model=settings.model.model, **flags))
         return 0
     routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
     gears = settings.layout.gears if routed else None  # other files have them

@@ -127,7 +127,7 @@ def found_on(
     journal = session.journal("verified", PolicyOutcome)
     schedule = chosen.schedule
     verified = journal.made(str(chosen), lambda: outcome_of(schedule, texts, gearbox, positions, reference, progress))
-    alone = [candidate for candidate in found if len(candidate.gears) == 1]
+    alone = [each for each in found if each.schedule is not None and not each.schedule.tokens]
     return chosen, verified, alone
 
 
@@ -143,8 +143,9 @@ def outcome_of(
     begun = after_prompts(gearbox, texts.prompts, gearbox.ladder.top)
     steps = driven(gearbox, texts.windows, scheduled_plan(schedule, positions), begun)
     recording = record(progress.track(steps, len(positions), description=f"--schedule {schedule}"), reference)
-    bytes_read = RecordingCosts(gearbox, schedule.gears[::-1]).weight_bytes(recording)
-    return PolicyOutcome(float(recording.agree.mean()), float(recording.kl.mean()), bytes_read)
+    used = sorted({*schedule.gears, gearbox.ladder.top}, key=lambda gear: gear.index)
+    read = RecordingCosts(gearbox, used).weight_bytes(recording)
+    return PolicyOutcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
 
 
 def notes_on(
@@ -155,14 +156,14 @@ def notes_on(
     if not wish.met_by(verified):
         notes.append(f"predicted to meet {wish}, but a real run does not; allow more")
     better = [
-        each
+        str(each.schedule)
         for each in static
         if each.predicted.weight_bytes <= verified.weight_bytes and each.predicted.kl_mean <= verified.kl_mean
     ]
-    if len(chosen.gears) == 1:
-        notes.append(f"a static gear is better here than any schedule of these: use --gear {chosen.gears[0]}")
+    if file.schedule.isdecimal():
+        notes.append(f"a static gear is better here than any schedule of these: use --gear {file.schedule}")
     elif better:
-        notes.append(f"--gear {better[0].gears[0]} reads no more and is as close to the top gear")
+        notes.append(f"--gear {better[0]} alone reads no more and is as close to the top gear")
     return notes
 
 
@@ -171,7 +172,7 @@ def schedule_table(chosen: Candidate, verified: PolicyOutcome, static: Sequence[
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("", "read per token", "KL mean", "agreement"):
         table.add_column(name, justify="left" if not name else "right")
-    rows = {f"static {each.gears[0]}": each.predicted for each in static}
+    rows = {f"static {each.schedule}": each.predicted for each in static}
     rows |= {f"{chosen.schedule}, predicted": chosen.predicted, f"{chosen.schedule}, real run": verified}
     for name, outcome in rows.items():
         read, kl = human_bytes(outcome.weight_bytes), f"{outcome.kl_mean:.3g}"

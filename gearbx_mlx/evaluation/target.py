@@ -149,36 +149,37 @@ def schedules(
     """Every schedule of some of the gears, those of one gear too, with its predicted outcome.
 
     The KL of a token is predicted as that of its gear alone, so that one reading per gear is enough. This does not
-    model what other gears wrote into the KV cache before: a real run has to check what is found.
+    model what other gears wrote into the KV cache before: a real run has to check what is found. The ladder of each has
+    the top gear as well, for prompts.
 
     Args:
-        recordings: each gear alone over the same text. gears: descending.
+        recordings: each gear alone over the same text, after prompts in the top gear. gears: descending.
         positions: (n,), of the predictions in their windows.
         weight_bytes: as of `candidates`.
     """
-    length, counts = int(positions.max()) + 1, np.bincount(positions)
-    before = np.concatenate([[0], np.cumsum(counts)])  # tokens, over all windows, before each position
-    sums = {
-        gear: [
-            np.concatenate([[0.0], np.cumsum(np.bincount(positions, field))]) / len(positions)
-            for field in (recordings[gear].agree, recordings[gear].kl)
-        ]
-        for gear in gears
-    }
-    ends, found = range(-(-length // ENDS), length, -(-length // ENDS)), []
+    length, top = int(positions.max()) + 1, max(gear.bits for gear in recordings)
+    before = running(np.ones(len(positions)), positions)
+    agree = {gear: running(recordings[gear].agree, positions) for gear in gears}
+    kl = {gear: running(recordings[gear].kl, positions) for gear in gears}
+    step, found = -(-length // ENDS), []
     for used in itertools.chain.from_iterable(itertools.combinations(gears, n) for n in range(1, len(gears) + 1)):
-        bits = tuple(gear.bits for gear in reversed(used))
-        ladder = Ladder(bits)
-        costs = [weight_bytes(ladder, ladder.find(gear.bits)) for gear in used]
-        for cuts in itertools.combinations(ends, len(used) - 1):
-            parts = [*itertools.pairwise((0, *cuts, length))]
-            agree, kl = (
-                sum(float(sums[gear][i][b] - sums[gear][i][a]) for gear, (a, b) in zip(used, parts)) for i in (0, 1)
+        ladder = Ladder(sorted({*(gear.bits for gear in used), top}))
+        cost = {gear: weight_bytes(ladder, ladder.find(gear.bits)) for gear in used}
+        for cuts in itertools.combinations(range(step, length, step), len(used) - 1):
+            parts = [*zip(used, (0, *cuts), (*cuts, length))]
+            outcome = PolicyOutcome(
+                float(sum(agree[gear][end] - agree[gear][start] for gear, start, end in parts)),
+                float(sum(kl[gear][end] - kl[gear][start] for gear, start, end in parts)),
+                float(sum(cost[gear] * (before[end] - before[start]) for gear, start, end in parts)),
             )
-            read = sum(cost * float(before[b] - before[a]) for cost, (a, b) in zip(costs, parts)) / len(positions)
-            schedule = Schedule(used, tuple(b - a for a, b in parts[:-1]))
-            found.append(Candidate(ROUTE, bits, PolicyOutcome(agree, kl, read), schedule=schedule))
+            schedule = Schedule(used, tuple(end - start for _, start, end in parts[:-1]))
+            found.append(Candidate(ROUTE, tuple(gear.bits for gear in ladder), outcome, schedule=schedule))
     return found
+
+
+def running(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The sum of values (n,) at all positions before each one, over n."""
+    return np.concatenate([[0.0], np.cumsum(np.bincount(positions, values))]) / len(positions)
 
 
 def in_order(found: Sequence[Candidate], wish: Wish) -> list[Candidate]:
