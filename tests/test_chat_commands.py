@@ -56,7 +56,7 @@ class TestPipes:
             "error: mode 'pair': this chat has route, kickdown, lossless, static; start another one with --mode pair",
             "error: mode 'rout' does not exist; choose from route, kickdown, lossless, static",
             f"error: x: cannot be read as a thresholds file {MISSING}",
-            "error: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
+            "error: --gear: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
             f"error: none.json: cannot be read as a drafting file {MISSING}",
             "error: draft length is 99; give 1 to 15 tokens",
             "error: /mode: unrecognized arguments: --bogus 1",
