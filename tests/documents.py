@@ -50,6 +50,7 @@ SHORTER = {
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12 --max-tokens 8",
+    "evaluate --prompt-tokens": "--tokens 24 --context 12 --prompt-tokens 4",
     "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
     "convert codebook": "--manage attention",
     "convert --calibrate": "--manage attention --calibrate text.txt",

@@ -19,7 +19,7 @@ from gearbx_mlx.decoding.modes import MODES
 from gearbx_mlx.gears.manifest import Manifest
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.acceptance import DraftFile
-from gearbx_mlx.routing.gates import ThresholdFile
+from gearbx_mlx.routing.gates import ScheduleFile, ThresholdFile
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,7 @@ def test_every_field_of_the_trace_is_described(runs):
     ("heading", "kind"),
     [
         ("Thresholds", ThresholdFile),
+        ("Schedules", ScheduleFile),
         ("Drafting", DraftFile),
         ("gears.json", Manifest),
         ("The precision manifest", PrecisionManifest),

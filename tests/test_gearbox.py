@@ -44,7 +44,7 @@ class TestLadder:
             Ladder.parse(text)
 
     def test_no_such_gear(self):
-        with pytest.raises(GearbxError, match="no gear 'top' in the ladder 4,16; choose from low, high"):
+        with pytest.raises(GearbxError, match=r"no gear 'top' in the ladder 4,16; choose from 4 \(low\), 16 \(high\)"):
             Ladder.parse("4,16").find("top")
 
 

@@ -21,7 +21,8 @@ from gearbx_mlx import (
     stream_generate,
 )
 from gearbx_mlx import evaluate as evaluation
-from gearbx_mlx.routing.gates import Monitor, ScheduleGate, parse_schedule
+from gearbx_mlx.gears.ladder import parse_schedule
+from gearbx_mlx.routing.gates import Monitor, ScheduleGate
 
 TALE = "Once upon a time there was a king"
 LOW_TEXTS = [Static("low"), Route(schedule="low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]

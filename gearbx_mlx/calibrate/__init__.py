@@ -1,6 +1,7 @@
 """Flags and settings of gearbx_mlx.calibrate."""
 
 import argparse
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -8,17 +9,27 @@ from ..cli.flags import ModelSettings
 from ..cli.gate import GateSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import Settings, command_settings, flag, parse_shares, parser_of
+from ..cli.settings import Settings, command_settings, flag, flag_of, parse_shares, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..evaluation.target import Wish
 from ..routing.acceptance import Dial, DraftFile
-from ..routing.gates import ThresholdFile
+from ..routing.gates import ScheduleFile, ThresholdFile
 from ..routing.rounds import BYTES, COSTS, TIME
 
 MODES = ROUTE, KICKDOWN, LOSSLESS = "route", "kickdown", "lossless"
 SHARE = "share"  # how thresholds are found, as the file says
 TOPS = (16, 8)
+DEFAULT_PROMPT = 128  # tokens of a window of --data before those that a schedule computes
+
+
+def parse_descending(text: str) -> tuple[int, ...]:
+    """--schedule-gears as numbers. Raises GearbxError for anything but two or more descending bits."""
+    parts = [part.strip() for part in text.split(",")]
+    bits = tuple(int(part) for part in parts if part.isdecimal())
+    if len(parts) < 2 or len(bits) < len(parts) or any(a <= b for a, b in itertools.pairwise(bits)):
+        raise GearbxError(f"--schedule-gears is '{text}'; give bits of two gears or more, the highest first: 8,6,4")
+    return bits
 
 
 @dataclass(frozen=True)
@@ -43,10 +54,36 @@ class TargetSettings(Settings):
     )
     tokens: int = flag(2000, "Predictions on this text.", least=1, most=LARGEST_SHOWN)
     context: int = flag(256, "Tokens in a window of this text.", least=2, most=LARGEST_SHOWN)
+    schedule_gears: tuple[int, ...] | None = flag(
+        None,
+        "For --mode route: find the numbers of tokens of a schedule of these gears, for generate --schedule.",
+        metavar="8,6,4",
+        parse=parse_descending,
+    )
+    prompt_tokens: int | None = flag(
+        None,
+        "With --schedule-gears and --data: the first tokens of a window that are its prompt, read in the top gear. "
+        f"Default: {DEFAULT_PROMPT}",
+        least=0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.wish()
+        wish = self.wish()
+        if self.schedule_gears is not None and wish is None:
+            raise GearbxError("--schedule-gears needs a budget; give --target-bytes, --target-kl or --target-agreement")
+        if self.prompt_tokens is not None and (self.schedule_gears is None or self.data is None):
+            raise GearbxError("--prompt-tokens goes with --schedule-gears and --data; give them, or leave it out")
+        if self.schedule_gears is not None and self.data is not None and self.prompt > self.context - 2:
+            raise GearbxError(
+                f"--prompt-tokens is {self.prompt}, and a window has {self.context}; give {self.context - 2} or fewer, "
+                "or more --context"
+            )
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a window that are its prompt."""
+        return DEFAULT_PROMPT if self.prompt_tokens is None else self.prompt_tokens
 
     def wish(self) -> Wish | None:
         """What a policy is to reach; None where no target is given. Raises GearbxError for a target that cannot be."""
@@ -84,7 +121,8 @@ class CalibrationSettings(Settings):
     num_prompts: int | None = flag(None, "Use only this many prompts, the first ones.", least=1)
     out: str | None = flag(
         None,
-        "File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget",
+        "File to write. Default: thresholds.json; drafting.json for lossless; policy.json for a budget; "
+        "schedule.json for a schedule",
         named=True,
     )
 
@@ -123,7 +161,18 @@ class CalibrateSettings:
             raise GearbxError(f"{name} is for --mode lossless; leave it out, or give that mode")
         if lossless and (target.target_kl is not None or target.target_bytes is not None):
             raise GearbxError("--target-kl and --target-bytes choose a policy; leave --mode out, or give other targets")
+        if target.schedule_gears is not None:
+            self.check_schedule()
         self.dial()
+
+    def check_schedule(self) -> None:
+        """Raises GearbxError for what is for thresholds or another mode, beside the gears of a schedule."""
+        mode, thresholds = self.calibration.mode, {"shares": self.calibration.shares, **vars(self.gate)}
+        if mode != ROUTE:
+            raise GearbxError(f"--schedule-gears is for --mode {ROUTE}; leave it out, or --mode {mode}")
+        for name, value in thresholds.items():
+            if value is not None:
+                raise GearbxError(f"{flag_of(name)} is for thresholds; leave it out with --schedule-gears")
 
     @property
     def wish(self) -> Wish | None:
@@ -151,14 +200,14 @@ def parse() -> CalibrateSettings:
     return command_settings(CalibrateSettings, vars(setup_arg_parser().parse_args()))
 
 
-def calibrate(**keywords: Any) -> ThresholdFile | DraftFile:
+def calibrate(**keywords: Any) -> ThresholdFile | DraftFile | ScheduleFile:
     """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
 
     Args:
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", mode="lossless".
 
     Returns:
-        thresholds, or for mode lossless how to draft; for a target either of them.
+        thresholds, or for mode lossless how to draft; for a target either of them; with schedule_gears a schedule.
 
     Raises:
         GearbxError: a keyword that does not exist, or settings, a model or prompts that cannot be calibrated.

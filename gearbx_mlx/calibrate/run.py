@@ -7,10 +7,12 @@ from ..cli.flags import output_path
 from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
+from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
-from ..routing.gates import ThresholdFile
+from ..routing.gates import ScheduleFile, ThresholdFile
 from . import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
 from .drafting import calibrate_drafting
+from .schedule import calibrate_schedule
 from .shared import Calibration
 from .target import calibrate_target
 from .thresholds import calibrate_kickdown, calibrate_route
@@ -26,13 +28,18 @@ def run(settings: CalibrateSettings) -> int:
     for note in found.notes:
         terminal.note(note)
     print(f"{out}: {found.line}")
+    if isinstance(found.file, ScheduleFile):
+        way = "gear" if found.file.schedule.isdecimal() else "schedule"
+        flags = {"gears": Ladder(found.file.gears), way: found.file.schedule}
+        terminal.note(next_command("generate", model=settings.model.model, **flags))
+        return 0
     routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
     gears = settings.layout.gears if routed else None  # other files have them
     terminal.note(next_command("generate", model=settings.model.model, gears=gears, thresholds=out))
     return 0
 
 
-def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile:
+def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile | ScheduleFile:
     """What is found; written to a file where --out is given."""
     out = settings.calibration.out
     found = calibrated(settings, None) if out is None else written(settings, output_path(out))
@@ -41,6 +48,8 @@ def as_object(settings: CalibrateSettings) -> ThresholdFile | DraftFile:
 
 def default_name(settings: CalibrateSettings) -> str:
     """The file that is written without --out."""
+    if settings.target.schedule_gears is not None:
+        return "schedule.json"
     if settings.wish is not None:
         return "policy.json"
     return "drafting.json" if settings.calibration.mode == LOSSLESS else "thresholds.json"
@@ -61,6 +70,8 @@ def written(settings: CalibrateSettings, out: Path) -> Calibration:
 def calibrated(settings: CalibrateSettings, place: Path | None) -> Calibration:
     """What is found. place: of the records, which an earlier run may have begun; None: they are not kept."""
     wish = settings.wish
+    if wish is not None and settings.target.schedule_gears is not None:
+        return calibrate_schedule(settings, settings.target.schedule_gears, wish, place)
     if wish is not None:
         return calibrate_target(settings, wish, place)
     modes = {LOSSLESS: calibrate_drafting, KICKDOWN: calibrate_kickdown, ROUTE: calibrate_route}

@@ -16,7 +16,7 @@ from ..errors import GearbxError
 from ..evaluation.session import hash_of_tokens
 from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
-from ..routing.gates import ThresholdFile
+from ..routing.gates import ScheduleFile, ThresholdFile
 from ..telemetry.summary import as_json
 from . import CalibrateSettings, CalibrationSettings
 
@@ -31,7 +31,7 @@ class Calibration:
     for the user alone.
     """
 
-    file: ThresholdFile | DraftFile
+    file: ThresholdFile | DraftFile | ScheduleFile
     line: str
     notes: Sequence[str] = ()
     table: Table | None = None

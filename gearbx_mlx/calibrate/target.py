@@ -21,6 +21,7 @@ from ..errors import GearbxError
 from ..evaluation.metrics import entropy_of_logprobs, log_softmax
 from ..evaluation.policies import SameToken, StaticPolicy
 from ..evaluation.replay import (
+    Begun,
     Recording,
     Reference,
     ReplayStep,
@@ -115,12 +116,14 @@ def written(
     return session.rows("text", write, list[int], progress.track(range(len(prompts)), description="text"))
 
 
-def reference_of(gearbox: Gearbox, windows: Windows, session: EvaluationSession, progress: Progress) -> Reference:
-    """The top gear's log-probabilities."""
+def reference_of(
+    gearbox: Gearbox, windows: Windows, session: EvaluationSession, progress: Progress, begun: Begun | None = None
+) -> Reference:
+    """The top gear's log-probabilities. begun: the KV cache of what stands before a window."""
     targets = targets_of(windows)
 
     def write(place: Path) -> None:
-        steps = read_at_once(gearbox, windows, gearbox.ladder.top)
+        steps = read_at_once(gearbox, windows, gearbox.ladder.top, begun)
         tracked = progress.track(steps, len(targets), description="the top gear")
         Reference.write(place, tracked, len(targets), "float32")
 
@@ -128,13 +131,18 @@ def reference_of(gearbox: Gearbox, windows: Windows, session: EvaluationSession,
 
 
 def record_gears(
-    gearbox: Gearbox, windows: Windows, reference: Reference, session: EvaluationSession, progress: Progress
+    gearbox: Gearbox,
+    windows: Windows,
+    reference: Reference,
+    session: EvaluationSession,
+    progress: Progress,
+    begun: Begun | None = None,
 ) -> dict[Gear, Recording]:
-    """Each gear alone along the windows."""
+    """Each gear alone along the windows. begun: as in `reference_of`."""
     tokens = len(reference.nll)
 
     def make(gear: Gear) -> Recording:
-        steps = read_at_once(gearbox, windows, gear)
+        steps = read_at_once(gearbox, windows, gear, begun)
         return record(progress.track(steps, tokens, description=f"{gear.bits} bits"), reference)
 
     load = partial(Recording.load, tokens=tokens, gears=len(gearbox.ladder))

@@ -10,9 +10,8 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
-from ..cli.gate import check_routing
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, choose_mode, resolve
+from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
 from ..decoding.mode import is_read_again, refuse_draft_model
 from ..decoding.modes import MODES
@@ -123,9 +122,7 @@ class GearedChat:
             how = choice.draft_length or choice.curve
             _, draft = find_rule(gearbox, find_file(gearbox, how) or how)
             drafting_gear(gearbox, draft)
-        check_routing(choice.routing, ladder)
-        if choice.gear is not None:
-            ladder.find(choice.gear)
+        check_in_ladder(choice, ladder)
         self._geared.mode("", choice)
 
 

@@ -11,11 +11,21 @@ from typing import Any, ClassVar, Protocol
 from ..decoding.modes import MODES
 from ..errors import GearbxError, about
 from ..files.writing import check_writable
-from ..gears.ladder import DTYPES, SUPPORTED, WHOLE, WHOLE_LADDER, WIDTHS, Ladder, check_kv_gears, kv_ladder
+from ..gears.ladder import (
+    DTYPES,
+    SUPPORTED,
+    WHOLE,
+    WHOLE_LADDER,
+    WIDTHS,
+    Ladder,
+    check_kv_gears,
+    kv_ladder,
+    parse_schedule,
+)
 from ..kernels import DEVICES, KERNELS
 from ..machine.readers import Scripted
 from ..routing.acceptance import MOST_DRAFTED, FixedLength
-from ..routing.gates import DEFAULT_POLICY, parse_schedule
+from ..routing.gates import DEFAULT_POLICY
 from ..routing.pair import (
     BITS,
     DEFAULT_MIN_DURATION,
@@ -439,7 +449,7 @@ class ModeSettings(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.schedule is not None:
-            parse_schedule(self.schedule)
+            parse_schedule(self.schedule, "--schedule")
         if self.telemetry_only and self.mode not in (None, TELEMETRY_ONLY):
             raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
         if self.curve is not None and self.draft_length is not None:
@@ -526,6 +536,9 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
         "draft_length": settings.mode.draft_length,
         "cost": settings.mode.cost,
         "lookup_tokens": settings.mode.lookup_tokens is not None,
+        "tolerance": settings.mode.tolerance is not None,
+        "prompt_gear": settings.mode.prompt_gear,
+        "schedule": settings.mode.schedule,
         "telemetry_only": settings.mode.telemetry_only,
         "gear": settings.mode.gear,
     }

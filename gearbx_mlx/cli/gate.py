@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..errors import LARGEST_SHOWN, GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError, about
 from ..files.reading import read_as
 from ..gears.ladder import Ladder
 from ..routing.gates import (
@@ -129,7 +129,8 @@ def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
     if isinstance(thresholds, tuple):
         check_thresholds(thresholds, len(ladder))
     if settings.initial_gear != AUTO:
-        ladder.find(settings.initial_gear)
+        with about("--initial-gear"):
+            ladder.find(settings.initial_gear)
 
 
 def routing_for(

@@ -1,5 +1,6 @@
 """What a command is to run: flags, files and checkpoint brought together, once, before a weight is read."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
 from ..routing.acceptance import DraftFile
-from ..routing.gates import ThresholdFile, parse_schedule
+from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
 from .gate import AUTO, GateSettings, RoutingSettings, check_routing
 from .gears import FloorSettings, GearFlags, LayoutSettings, quality_ladder
@@ -101,11 +102,7 @@ class Resolved:
 
     def check_mode(self) -> None:
         """Raises GearbxError for thresholds or gears of the mode that the ladder does not have."""
-        mode = self.mode
-        check_routing(mode.routing, self.ladder)
-        named = [mode.gear, None if mode.prompt_gear == SAME else mode.prompt_gear]
-        for gear in [*filter(None, named), *(parse_schedule(mode.schedule)[0] if mode.schedule is not None else ())]:
-            self.ladder.find(gear)
+        check_in_ladder(self.mode, self.ladder)
 
     def inputs(self) -> dict[str, Any]:
         """All that every result of the model in these gears depends on."""
@@ -122,6 +119,17 @@ class Resolved:
             **({"floors": vars(self.floors)} if self.floors else {}),
             **({"manifest contents": fingerprint(Path(self.manifest))} if self.manifest else {}),
         }
+
+
+def check_in_ladder(mode: ModeChoice, ladder: Ladder) -> None:
+    """Raises GearbxError for thresholds or gears of a mode that the ladder does not have; it names the flag."""
+    check_routing(mode.routing, ladder)
+    for name, gear in {"gear": mode.gear, "prompt_gear": mode.prompt_gear}.items():
+        if gear is not None and (name, gear) != ("prompt_gear", SAME):
+            with about(flag_of(name)):
+                ladder.find(gear)
+    if mode.schedule is not None:
+        ladder.schedule(mode.schedule, flag_of("schedule"))
 
 
 def resolve(settings: GearedSettings) -> Resolved:
@@ -309,12 +317,15 @@ def check_governing(settings: ControllerSettings, mode: str, draft_model: str | 
 
 
 def check_flags(choice: ModeChoice) -> None:
-    """Raises GearbxError for a flag that the mode does not have."""
+    """Raises GearbxError for a flag that the mode does not have, or of the gate beside a schedule, which has none."""
     has = settings_of_mode(choice.mode)
     for name in FLAGS:
         if name in given_flags(choice) - has:
             modes = [mode for mode in MODES if name in settings_of_mode(mode) and mode != "pair"]
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
+    beside = [flag_of(name) for name in given_flags(choice, OF_GATE)]
+    if choice.schedule is not None and beside:
+        raise GearbxError(f"--schedule says all gears of a text; leave {' and '.join(sorted(beside))} out")
 
 
 OF_ONE_MODE = (
@@ -327,15 +338,16 @@ OF_ONE_MODE = (
     "schedule",
     "prompt_gear",
 )
-FLAGS = (*OF_ONE_MODE, "thresholds", "initial_gear", "hysteresis", "min_gear_duration")
+OF_GATE = ("thresholds", "initial_gear", "hysteresis", "min_gear_duration", "window")
+FLAGS = (*OF_ONE_MODE, *OF_GATE[:-1])  # every mode has a window
 
 
-def given_flags(choice: ModeChoice) -> set[str]:
-    """The fields of modes for which a flag was given."""
+def given_flags(choice: ModeChoice, names: Sequence[str] = FLAGS) -> set[str]:
+    """Those of the fields for which a flag was given."""
     values = {**vars(choice.routing), **vars(choice.gate), **vars(choice)}
     if choice.routing.initial_gear == AUTO:
         values["initial_gear"] = None
-    return {name for name in FLAGS if values[name] is not None}
+    return {name for name in names if values[name] is not None}
 
 
 def settings_of_mode(mode: str) -> set[str]:

@@ -29,7 +29,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear
+from ..gears.ladder import Gear, parse_schedule
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import (
@@ -44,7 +44,6 @@ from ..routing.gates import (
     check_thresholds,
     default_thresholds,
     first_gear,
-    parse_schedule,
 )
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
@@ -139,8 +138,12 @@ class Route(InEngagedGear):
     def __post_init__(self) -> None:
         if self.schedule is not None:
             parse_schedule(self.schedule)
-            if self.thresholds is not None or self.initial_gear != AUTO or self.gate is not None:
-                raise GearbxError("a schedule says all gears of a text; leave thresholds, initial gear and gate out")
+            waits = self.hysteresis != DEFAULT_HYSTERESIS or self.min_gear_duration != DEFAULT_MIN_GEAR_DURATION
+            if self.thresholds is not None or self.initial_gear != AUTO or self.gate is not None or waits:
+                raise GearbxError(
+                    "a schedule says all gears of a text; leave thresholds, initial gear, hysteresis, duration and "
+                    "gate out"
+                )
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
@@ -158,8 +161,8 @@ class Route(InEngagedGear):
         if self.gate is not None:
             return self.gate
         if self.schedule is not None:
-            gears, tokens = parse_schedule(self.schedule)
-            return ScheduleGate([gearbox.ladder.find(gear).index for gear in gears], tokens)
+            schedule = gearbox.ladder.schedule(self.schedule)
+            return ScheduleGate([gear.index for gear in schedule.gears], schedule.tokens)
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
@@ -173,14 +176,15 @@ class Route(InEngagedGear):
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         """Like Mode's, of a mode whose initial gear is named, or that has a schedule."""
-        first = self.initial_gear if self.schedule is None else parse_schedule(self.schedule)[0][0]
-        return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder.find(first)), None
+        ladder, schedule = gearbox.ladder, self.schedule
+        first = ladder.find(self.initial_gear) if schedule is None else ladder.schedule(schedule).gears[0]
+        return gear_of_prompt(gearbox, self.prompt_gear, first), None
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
         ladder = gearbox.ladder
         if self.schedule is not None:
-            return ladder.find(parse_schedule(self.schedule)[0][0])
+            return ladder.schedule(self.schedule).gears[0]
         if self.initial_gear == AUTO:
             if not isinstance(prompt, str):  # special tokens have brackets that are not mathematics
                 tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)

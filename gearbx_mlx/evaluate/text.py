@@ -10,6 +10,7 @@ from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.caches import check_heads
 from ..decoding.mode import SAME
 from ..errors import GearbxError
+from ..errors import about as naming
 from ..evaluation.answers import problem_files
 from ..evaluation.policies import entries
 from ..evaluation.report import COLUMNS, FIRST, Report, draw, markdown
@@ -72,6 +73,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         check_heads(loaded.model, comparison.kv_gears)
     context = context_for(comparison.context, loaded.config)
     prompt_tokens, prompt_gear = parse_prompt(comparison, context, resolved.ladder)
+    schedules = [resolved.ladder.schedule(schedule, "--schedule") for schedule in comparison.schedule]
     whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
     check_windows(whole, loaded.model, data)
     windows = [window[prompt_tokens:] for window in whole]
@@ -93,7 +95,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             prompt_gear,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, comparison.kv_gears or ())
+        kv_gears = comparison.kv_gears or ()
+        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, kv_gears, schedules)
         try:
             runs.compute(rows)
             complete = True
@@ -133,7 +136,8 @@ def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
         raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
     if text is None:
         return ladder[0], ladder.top
-    gears = [ladder.find(part.strip()) for part in text.split(",")]
+    with naming("--between"):
+        gears = [ladder.find(part.strip()) for part in text.split(",")]
     if len(gears) != 2 or gears[0].index >= gears[1].index:
         raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
     return gears[0], gears[1]
@@ -150,7 +154,8 @@ def parse_prompt(comparison: ComparisonSettings, context: int, ladder: Ladder) -
         raise GearbxError(f"--prompt-tokens is {tokens}, and a window has {context}; give {context - 2} or fewer")
     if gear is not None and not tokens:
         raise GearbxError("--prompt-gear reads prompts; give --prompt-tokens too")
-    return tokens, None if gear == SAME else ladder.top if gear is None else ladder.find(gear)
+    with naming("--prompt-gear"):
+        return tokens, None if gear == SAME else ladder.top if gear is None else ladder.find(gear)
 
 
 def context_for(context: int | None, config: dict) -> int:

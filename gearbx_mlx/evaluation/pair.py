@@ -198,7 +198,8 @@ def sweep(
         gears = turns(recording, threshold, window, min_duration)
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
         tokens = quality_arguments(run, recording.large.nll)
-        control = against_chance(run, chance, share)
+        control = against_chance(run, partial(chance.at, share))
+        by_position = share_by_position(gears, run.window)
         control["perplexity"] = float(np.exp(chance.at(share, "nll").mean()))
         rows.append(
             {
@@ -212,7 +213,7 @@ def sweep(
                 **quality(**tokens),
                 "buckets": by_bucket(recording.top_probability, tokens),
                 "against_random_same_share": control,
-                "against_random_same_positions": against_chance(run, chance, share_by_position(gears, run.window)),
+                "against_random_same_positions": against_chance(run, partial(chance.at, by_position)),
             }
         )
     return rows

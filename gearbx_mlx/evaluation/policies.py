@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..gears.gearbox import Gearbox
-from ..gears.ladder import Gear
+from ..gears.ladder import Gear, Schedule
 from ..routing.calibration import share_thresholds
 from ..routing.gates import Gate, Monitor, ThresholdGate
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
@@ -87,6 +87,24 @@ class SameToken(Policy):
         return self.high if gear == self.low and self.signal(place, logprobs) > self.threshold else None
 
 
+class HigherOf(Policy):
+    """The higher gear of two policies that compute each token once: a schedule, say, and a gate on top of it."""
+
+    def __init__(self, one: Policy, other: Policy):
+        self.both = one, other
+
+    def begin(self) -> None:
+        for policy in self.both:
+            policy.begin()
+
+    def first(self, place: int) -> Gear:
+        return max((policy.first(place) for policy in self.both), key=lambda gear: gear.index)
+
+    def after(self, logprobs: np.ndarray) -> None:
+        for policy in self.both:
+            policy.after(logprobs)
+
+
 def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> Planned:
     """Exactly this share of the tokens in `high`, drawn at random."""
     chosen = np.zeros(tokens, bool)
@@ -96,8 +114,18 @@ def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> 
 
 def position_plan(low: Gear, high: Gear, share: float, positions: np.ndarray) -> Planned:
     """The first tokens of every window in `high`; positions (n,) within the windows, up to the quantile."""
-    last = np.quantile(positions, share, method="inverted_cdf")
-    return Planned([high if up else low for up in positions < last])
+    last = int(np.quantile(positions, share, method="inverted_cdf"))
+    return scheduled_plan(Schedule((high, low), (last,)), positions)
+
+
+def scheduled_plan(schedule: Schedule, positions: np.ndarray) -> Planned:
+    """The gears of a schedule, which begins with every window; positions (n,) within the windows."""
+    return Planned([schedule.gears[part] for part in np.searchsorted(schedule.ends, positions, side="right")])
+
+
+def shuffled(gears: Sequence[Gear], seed: int) -> Planned:
+    """A coin with exactly as many tokens in each gear."""
+    return Planned([gears[i] for i in np.random.default_rng(seed).permutation(len(gears))])
 
 
 ONE_PASS = "one pass per token, in the gear that it is computed in"
@@ -108,6 +136,8 @@ COUNTED = {
     "random": ONE_PASS,
     "route": ONE_PASS,
     "position": ONE_PASS,
+    "schedule": ONE_PASS,
+    "schedule-route": ONE_PASS,
     "kickdown": TWO_PASSES,
     "inverted": TWO_PASSES,
     "oracle": TWO_PASSES,
@@ -118,19 +148,26 @@ COUNTED = {
 WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
 CONTROLS = ("static", "random")  # in every report
 SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
+SCHEDULED = ("schedule", "schedule-route")  # shift between the gears of a schedule
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
 
-    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
+    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`. schedule: that it follows.
     """
 
     policy: str
     share: float | None = None
     bits: int | None = None
     kv_gears: tuple[int, ...] = ()
+    schedule: Schedule | None = None
+
+    def gears(self, between: tuple[Gear, Gear]) -> tuple[Gear, ...]:
+        """The gears that a policy which shifts may use, ascending. between: of those without a schedule."""
+        own = () if self.schedule is None else self.schedule.gears
+        return tuple(sorted({*own, *(() if self.policy == "schedule" else between)}, key=lambda gear: gear.index))
 
     @property
     def name(self) -> str:
@@ -138,7 +175,8 @@ class PolicyRow:
             return f"static-{self.bits}"
         if self.policy == "kv":
             return f"kv-{self.bits}-of-{'-'.join(map(str, self.kv_gears))}"
-        return self.policy if self.share is None else f"{self.policy}-{self.share:g}"
+        schedule = "" if self.schedule is None else f"-{self.schedule}"
+        return self.policy + schedule + ("" if self.share is None else f"-{self.share:g}")
 
 
 @dataclass
@@ -159,7 +197,11 @@ class Setting:
 
 
 def entries(
-    policies: Sequence[str], shares: Sequence[float], ladder: Sequence[Gear], kv_gears: tuple[int, ...] = ()
+    policies: Sequence[str],
+    shares: Sequence[float],
+    ladder: Sequence[Gear],
+    kv_gears: tuple[int, ...] = (),
+    schedules: Sequence[Schedule] = (),
 ) -> list[PolicyRow]:
     """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
     rows = []
@@ -170,6 +212,10 @@ def entries(
             rows += [PolicyRow(policy, bits=gear.bits) for gear in ladder]
         elif policy in SHIFTING:
             rows += [PolicyRow(policy, share) for share in shares]
+        elif policy == "schedule":
+            rows += [PolicyRow(policy, schedule=schedule) for schedule in schedules]
+        elif policy == "schedule-route":
+            rows += [PolicyRow(policy, share, schedule=schedule) for schedule in schedules for share in shares]
         else:
             rows.append(PolicyRow(policy))
     return rows + [PolicyRow("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
@@ -182,6 +228,12 @@ def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | Non
     """
     low, high, share = setting.low, setting.high, entry.share or 0.0
     tokens = len(targets_of(setting.windows))
+    if entry.schedule is not None:
+        plan = scheduled_plan(entry.schedule, positions_of(setting.windows))
+        if entry.policy == "schedule":
+            return plan, None
+        gate, threshold = route_policy(setting, share)
+        return HigherOf(plan, gate), threshold
     if entry.policy == "random":
         return random_plan(low, high, share, tokens, setting.seed), None
     if entry.policy == "position":

@@ -139,6 +139,24 @@ Begun = Callable[[int], Any]
 """Takes the number of a window, and returns the KV cache of what stands before it."""
 
 
+def after_prompts(
+    gearbox: Gearbox,
+    prompts: Sequence[Sequence[int]],
+    gear: Gear,
+    make_cache: Callable[[Any], Any] = make_prompt_cache,
+) -> Begun:
+    """Reads the prompt of each window in a gear; windows without prompts begin with an empty KV cache."""
+
+    def begun(number: int) -> Any:
+        cache = make_cache(gearbox.model)
+        if prompts and prompts[number]:
+            gearbox.shift(gear)
+            mx.eval(gearbox.model(mx.array([prompts[number]]), cache=cache))
+        return cache
+
+    return begun
+
+
 def driven(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy, begun: Begun | None = None
 ) -> Iterator[ReplayStep]:
@@ -169,11 +187,17 @@ def computed(
     return logprobs, engaged, passes
 
 
-def read_at_once(gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear) -> Iterator[ReplayStep]:
-    """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time."""
-    gearbox.shift(gear)
+def read_at_once(
+    gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
+) -> Iterator[ReplayStep]:
+    """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time.
+
+    Args:
+        begun: as in `driven`.
+    """
     for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model)
+        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
+        gearbox.shift(gear)
         for start in range(0, len(window) - 1, AT_ONCE):
             part = window[start : min(start + AT_ONCE, len(window) - 1)]
             for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):

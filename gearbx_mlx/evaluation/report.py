@@ -7,6 +7,7 @@ data, a Markdown page, columns for the terminal, and a picture of KL against byt
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json
-from ..telemetry.trace import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION
+from ..telemetry.trace import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW
 from .metrics import blocks_of, by_bucket, paired, quality
-from .policies import COUNTED, SHIFTING, PolicyRow
+from .policies import COUNTED, SCHEDULED, SHIFTING, PolicyRow
 from .replay import Recording, Reference
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
@@ -147,7 +148,8 @@ def row_of(
 ) -> dict[str, Any]:
     """A row of the report.
 
-    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
+    `share_top` is the share of tokens from the higher of the two gears; of a schedule from the highest that the policy
+    may use; of static gears and lossless from the top one.
     """
     ladder = gearbox.ladder
     if entry.policy == "static":
@@ -155,14 +157,15 @@ def row_of(
     elif entry.policy == "kv":
         used = (ladder.top,)
     else:
-        used = between if entry.policy in SHIFTING else (between[0], ladder.top)
+        used = entry.gears(between) if entry.policy in (*SHIFTING, *SCHEDULED) else (between[0], ladder.top)
     tokens, shares = quality_arguments(recording, reference.nll), gear_shares(recording, ladder)
     costs = RecordingCosts(gearbox, used)
     return {
         "policy": entry.policy,
         "name": entry.name,
         "share_wanted": entry.share,
-        "share_top": shares[between[1].name if entry.policy in SHIFTING else ladder.top.name],
+        "schedule": None if entry.schedule is None else str(entry.schedule),
+        "share_top": shares[used[-1].name if entry.policy != "static" else ladder.top.name],
         "gear_shares": shares,
         "effective_bits": costs.effective_bits(recording),
         "weight_bytes_per_token": costs.weight_bytes(recording),
@@ -196,14 +199,14 @@ class Chance:
         return (1 - weight) * below + weight * above
 
 
-def against_chance(recording: Recording, chance: Chance, place: Any) -> dict[str, Any]:
+def against_chance(recording: Recording, chance: Callable[[str], np.ndarray]) -> dict[str, Any]:
     """Mean KL and agreement compared with the random gate's on the same tokens, with standard errors.
 
     Args:
-        place: where to ask `chance`.
+        chance: from the name of a field to the random gate's values (n,).
     """
     blocks = blocks_of(recording.window)
-    control = {name: chance.at(place, name) for name in ("kl", "agree")}
+    control = {name: chance(name).astype(float) for name in ("kl", "agree")}
     kl, mean = paired(recording.kl, control["kl"], blocks), float(control["kl"].mean())
     return {
         "kl_mean": mean,
@@ -230,10 +233,24 @@ def compare_with_chance(
     for row in rows:
         shifts = row["policy"] in SHIFTING and row["policy"] != "random" and len(points) > 1
         recording = recordings[row["name"]]
-        row["against_random_same_share"] = against_chance(recording, by_share, row["share_top"]) if shifts else None
-        row["against_random_same_bytes"] = (
-            against_chance(recording, by_bytes, row["weight_bytes_per_token"]) if shifts else None
-        )
+        places = {"share": (by_share, row["share_top"]), "bytes": (by_bytes, row["weight_bytes_per_token"])}
+        for same, (chance, place) in places.items():
+            compared = against_chance(recording, partial(chance.at, place)) if shifts else None
+            row[f"against_random_same_{same}"] = compared
+
+
+def compare_with_coins(
+    rows: Sequence[dict[str, Any]], recordings: Mapping[str, Recording], coins: Mapping[str, Recording]
+) -> None:
+    """Add to every row with a schedule a comparison with its coin, which has its shares and so its bytes.
+
+    Args:
+        recordings, coins: by the names of rows.
+    """
+    for row in rows:
+        if coin := coins.get(row["name"]):
+            compared = against_chance(recordings[row["name"]], partial(getattr, coin))
+            row["against_random_same_share"] = row["against_random_same_bytes"] = compared
 
 
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
@@ -307,13 +324,15 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
-GREY = "#767676"
+GREY, BROWN = "#767676", "#8c564b"
 # Colour, marker and size of each policy. Policies that lie close together differ in shape as well as in colour; smaller
 # markers are drawn later, so that they lie on larger ones.
 STYLES = {
     "random": (GREY, "o", 130),
     "inverted": (VERMILION, "X", 100),
     "position": (PURPLE, "v", 90),
+    "schedule": (YELLOW, "^", 70),
+    "schedule-route": (BROWN, "p", 60),
     "route": (SKY_BLUE, "s", 55),
     "kickdown": (GREEN, "D", 50),
     "oracle": (ORANGE, "*", 130),

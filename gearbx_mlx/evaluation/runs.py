@@ -23,9 +23,29 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.acceptance import FixedLength, ProductRule, best_length
 from .metrics import by_bucket, quality
-from .policies import PolicyRow, Setting, StaticPolicy, make_policy
-from .replay import Recording, Reference, ReplayStep, best_rule, drafted, driven, record, sequences_of, targets_of
-from .report import SCHEMA, VERSION, compare_with_chance, compare_with_static, quality_arguments, row_of
+from .policies import PolicyRow, Setting, StaticPolicy, make_policy, shuffled
+from .replay import (
+    Begun,
+    Recording,
+    Reference,
+    ReplayStep,
+    after_prompts,
+    best_rule,
+    drafted,
+    driven,
+    record,
+    sequences_of,
+    targets_of,
+)
+from .report import (
+    SCHEMA,
+    VERSION,
+    compare_with_chance,
+    compare_with_coins,
+    compare_with_static,
+    quality_arguments,
+    row_of,
+)
 from .session import EvaluationSession
 
 NOISE = "noise"
@@ -51,6 +71,8 @@ class Runs:
         seed: of the random gate and the noise.
         dtype: the reference is stored in it.
         track: shows the progress: gets steps, their number, and the name of the recording.
+
+    `coins` are the controls of the rows with a schedule, by their names: the same gears as often, in random order.
     """
 
     session: EvaluationSession
@@ -65,6 +87,7 @@ class Runs:
     track: Track = untracked
     recordings: dict[PolicyRow, Recording] = field(default_factory=dict)
     thresholds: dict[PolicyRow, float | None] = field(default_factory=dict)
+    coins: dict[str, Recording] = field(default_factory=dict)
     noise: Recording | None = None
 
     @cached_property
@@ -81,6 +104,8 @@ class Runs:
         for entry in sorted(entries, key=lambda entry: entry.policy != "static"):
             steps, self.thresholds[entry] = self._steps(entry)
             self.recordings[entry] = self._recording(entry.name, steps)
+            if entry.schedule is not None:
+                self.coins[entry.name] = self._recording(f"coin-of-{entry.name}", self._shuffled(entry))
         with noisy(self.gearbox, self.seed):
             self.noise = self._recording(NOISE, self._in_top_gear())
 
@@ -96,7 +121,15 @@ class Runs:
             return self._drafts(entry.policy, recorded)
         setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
-        return driven(self.gearbox, self.windows, policy, self._begun(self.prompt_gear or low)), threshold
+        first = low if entry.schedule is None else entry.schedule.gears[0]
+        return driven(self.gearbox, self.windows, policy, self._begun(self.prompt_gear or first)), threshold
+
+    def _shuffled(self, entry: PolicyRow) -> Iterator[ReplayStep]:
+        """The gears of a row with a schedule in random order, after prompts in the gear that read its own."""
+        assert entry.schedule is not None
+        gears = [self.gearbox.ladder[index] for index in self.recordings[entry].gear]
+        begun = self._begun(self.prompt_gear or entry.schedule.gears[0])
+        return driven(self.gearbox, self.windows, shuffled(gears, self.seed), begun)
 
     def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
         """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
@@ -113,8 +146,8 @@ class Runs:
     def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
         """The top gear over a KV cache in one of its gears."""
 
-        def make_cache() -> Any:
-            return cache_in_gears(self.gearbox.model, self.gearbox, entry.kv_gears, fixed=entry.bits)
+        def make_cache(model: Any) -> Any:
+            return cache_in_gears(model, self.gearbox, entry.kv_gears, fixed=entry.bits)
 
         top = self.gearbox.ladder.top
         return driven(self.gearbox, self.windows, StaticPolicy(top), self._begun(top, make_cache))
@@ -127,17 +160,9 @@ class Runs:
         top = self.gearbox.ladder.top
         return self._static(top, top)
 
-    def _begun(self, gear: Gear, make_cache: Callable[[], Any] | None = None) -> Callable[[int], Any]:
+    def _begun(self, gear: Gear, make_cache: Callable[[Any], Any] = make_prompt_cache) -> Begun:
         """Returns what makes the KV cache of the prompt before a window, read in a gear."""
-
-        def begun(number: int) -> Any:
-            cache = make_prompt_cache(self.gearbox.model) if make_cache is None else make_cache()
-            if self.prompts:
-                self.gearbox.shift(gear)
-                mx.eval(self.gearbox.model(mx.array([self.prompts[number]]), cache=cache))
-            return cache
-
-        return begun
+        return after_prompts(self.gearbox, self.prompts, gear, make_cache)
 
     def _recording(self, name: str, steps: Iterator[ReplayStep]) -> Recording:
         def make() -> Recording:
@@ -159,6 +184,7 @@ class Runs:
             rows[-1]["threshold"] = self.thresholds[entry]
         recordings = {entry.name: recording for entry, recording in self.recordings.items()}
         compare_with_chance(rows, recordings, low.bits, high.bits)
+        compare_with_coins(rows, recordings, self.coins)
         compare_with_static(rows)
         noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference.nll))
         return {

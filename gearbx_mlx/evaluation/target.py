@@ -5,6 +5,7 @@ each static gear; kickdown between any two gears, at every share; lossless under
 draft. Routing by past tokens is not a candidate: at the same share it is about as good as chance.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import GearbxError
-from ..gears.ladder import Gear, Ladder
+from ..gears.ladder import Gear, Ladder, Schedule
 
 if TYPE_CHECKING:
     from .replay import Recording
@@ -70,7 +71,7 @@ class Wish:
 
 
 SHARES = np.arange(1, 100) / 100  # of tokens that kickdown computes again
-STATIC, KICKDOWN, LOSSLESS = "static", "kickdown", "lossless"
+STATIC, KICKDOWN, LOSSLESS, ROUTE = "static", "kickdown", "lossless", "route"
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,11 @@ class Candidate:
     gears: tuple[int, ...]
     predicted: PolicyOutcome
     thresholds: tuple[float, ...] = ()
+    schedule: Schedule | None = None  # of mode route
 
     def __str__(self) -> str:
+        if self.schedule is not None:
+            return f"--schedule {self.schedule}"
         return f"{self.mode} {','.join(map(str, self.gears))}"
 
 
@@ -131,6 +135,51 @@ def kickdowns(
         )
         found.append(Candidate(KICKDOWN, (low.bits, high.bits), outcome, (float(threshold),)))
     return found
+
+
+ENDS = 32  # places in a text where a gear may end
+
+
+def schedules(
+    recordings: "Mapping[Gear, Recording]",
+    gears: Sequence[Gear],
+    positions: np.ndarray,
+    weight_bytes: Callable[[Ladder, Gear], float],
+) -> list[Candidate]:
+    """Every schedule of some of the gears, those of one gear too, with its predicted outcome.
+
+    The KL of a token is predicted as that of its gear alone, so that one reading per gear is enough. This does not
+    model what other gears wrote into the KV cache before: a real run has to check what is found. The ladder of each has
+    the top gear as well, for prompts.
+
+    Args:
+        recordings: each gear alone over the same text, after prompts in the top gear. gears: descending.
+        positions: (n,), of the predictions in their windows.
+        weight_bytes: as of `candidates`.
+    """
+    length, top = int(positions.max()) + 1, max(gear.bits for gear in recordings)
+    before = running(np.ones(len(positions)), positions)
+    agree = {gear: running(recordings[gear].agree, positions) for gear in gears}
+    kl = {gear: running(recordings[gear].kl, positions) for gear in gears}
+    step, found = -(-length // ENDS), []
+    for used in itertools.chain.from_iterable(itertools.combinations(gears, n) for n in range(1, len(gears) + 1)):
+        ladder = Ladder(sorted({*(gear.bits for gear in used), top}))
+        cost = {gear: weight_bytes(ladder, ladder.find(gear.bits)) for gear in used}
+        for cuts in itertools.combinations(range(step, length, step), len(used) - 1):
+            parts = [*zip(used, (0, *cuts), (*cuts, length))]
+            outcome = PolicyOutcome(
+                float(sum(agree[gear][end] - agree[gear][start] for gear, start, end in parts)),
+                float(sum(kl[gear][end] - kl[gear][start] for gear, start, end in parts)),
+                float(sum(cost[gear] * (before[end] - before[start]) for gear, start, end in parts)),
+            )
+            schedule = Schedule(used, tuple(end - start for _, start, end in parts[:-1]))
+            found.append(Candidate(ROUTE, tuple(gear.bits for gear in ladder), outcome, schedule=schedule))
+    return found
+
+
+def running(values: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """The sum of values (n,) at all positions before each one, over n."""
+    return np.concatenate([[0.0], np.cumsum(np.bincount(positions, values))]) / len(positions)
 
 
 def in_order(found: Sequence[Candidate], wish: Wish) -> list[Candidate]:

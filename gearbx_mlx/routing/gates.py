@@ -236,19 +236,6 @@ class ScheduleGate:
         return self.peek(reading.mean)
 
 
-def parse_schedule(text: str) -> tuple[list[str], list[int]]:
-    """Gears and their numbers of tokens, of a schedule such as "8:32,6:64,4", whose last gear has the rest.
-
-    Raises:
-        GearbxError: anything else.
-    """
-    *firsts, last = (part.strip().partition(":") for part in text.split(","))
-    gears, counts = [*(part[0] for part in firsts), last[0]], [part[2] for part in firsts]
-    if last[1] or not all(gears) or not all(re.fullmatch("[0-9]{1,9}", count) for count in counts):
-        raise GearbxError(f"schedule '{text}': give gears with their tokens, and a last gear, such as 8:32,6:64,4")
-    return gears, [int(count) for count in counts]
-
-
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
     """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
     return [gate.update(monitor.update(value)) for value in entropies]
@@ -279,6 +266,27 @@ class ThresholdFile(Struct, frozen=True):
     mode: str = ROUTE
     fingerprint: str = ""
     schema: str = SCHEMA
+    version: int = VERSION
+
+    def text(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+class ScheduleFile(Struct, frozen=True):
+    """The file that `calibrate --schedule-gears` writes.
+
+    `schedule` is what `generate --schedule` takes; `method` the wish that it meets; `gears` those that it has, bits;
+    `tokens` how many were recorded, after prompts; `longest` the most of them after one prompt.
+    """
+
+    schedule: str
+    model: str
+    method: str
+    gears: list[Count]
+    tokens: Count
+    longest: Count
+    fingerprint: str = ""
+    schema: str = "gearbx-mlx schedule"
     version: int = VERSION
 
     def text(self) -> str:

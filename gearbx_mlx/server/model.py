@@ -17,7 +17,7 @@ from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
 from ..decoding.pair import Pair
-from ..errors import GearbxError
+from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
@@ -61,7 +61,8 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     kind = mode_class(wanted or default_mode)
     if options.gear is not None:
         refuse_unless(kind.name == "static", "gear", kind.name)
-        choice = replace(choice, gear=geared.gearbox.ladder.find(options.gear).name)
+        with about("gearbx.gear"):
+            choice = replace(choice, gear=geared.gearbox.ladder.find(options.gear).name)
     if options.thresholds is not None:
         refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
         bits = ",".join(repr(float(each)) for each in options.thresholds)
@@ -69,7 +70,8 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
     if options.draft is not None:
         refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
-        mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]
+        with about("gearbx.draft"):
+            mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]
     return mode
 
 
