@@ -141,9 +141,10 @@ class TestPipes:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "error: standard input is closed; type into a terminal, or pipe lines into the chat\n"
 
-    def test_flags_of_one_model_are_refused_with_two(self, command):
-        for flags in (("--gear", "low"), ("--target-tps", "9"), ("--draft-model", "x")):
-            done = command("chat", "--small-model", DEMO_MODEL, *flags)
+    @pytest.mark.parametrize("name", ["chat", "generate"])
+    def test_flags_of_one_model_are_refused_with_two(self, command, name):
+        for flags in (("--gear", "low"), ("--target-tps", "9"), ("--max-memory", "9GB"), ("--draft-model", "x")):
+            done = command(name, "--small-model", DEMO_MODEL, *flags)
             assert (done.status, done.out) == (2, "")
             assert f"{flags[0]} is for one model; leave it out with --small-model" in done.err
 
