@@ -49,7 +49,7 @@ class TestPipes:
         assert (done.status, done.out) == (0, "")
         assert done.err.splitlines() == [
             "error: this line is not UTF-8 text (invalid start byte); convert it",
-            "error: /geer: no such command; /gear is the nearest, and a space in front makes it a message",
+            "error: /geer: no such command; /gear is near, and a space in front makes it a message",
             "error: /gear needs a gear; choose from auto, low, high",
             "error: no gear 'nine' in the ladder 3,16; choose from low, high",
             "error: mode 'pair': this chat has route, kickdown, lossless, static; start another one with --mode pair",
@@ -64,7 +64,7 @@ class TestPipes:
             "error: a.txt: what is it to be? end the name in .md, .jsonl or .safetensors (the KV cache)",
             "error: no/such/a.md: there is no directory no/such; make it first",
             "error: a.safetensors: the KV cache is empty; say something first",
-            r"error: /\x1b[2J: no such command; /save is the nearest, and a space in front makes it a message",
+            r"error: /\x1b[2J: no such command; /help lists them, and a space in front makes it a message",
         ]
 
     def test_no_line_ends_the_chat(self, capsys, tmp_path):
@@ -82,7 +82,9 @@ class TestPipes:
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
             "/system Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
             "Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
-            "/": "/: no such command; /save is the nearest, and a space in front makes it a message",
+            "/": "/: no such command; /help lists them, and a space in front makes it a message",
+            "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
+            "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
             "/mode lossless --curve a\0.json": "cannot be read as a drafting file",

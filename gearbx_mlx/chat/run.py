@@ -111,9 +111,9 @@ def obey(session: Session, line: str) -> bool:
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS, 0)
-        shown = terminal.escaped(name)
-        raise GearbxError(f"{shown}: no such command; {near} is the nearest, and a space in front makes it a message")
+        near = nearest(name, COMMANDS)
+        hint = f"{near} is near" if near else "/help lists them"
+        raise GearbxError(f"{terminal.escaped(name)}: no such command; {hint}, and a space in front makes it a message")
     COMMANDS[name].run(session, argument.strip())
     return True
 
