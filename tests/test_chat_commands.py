@@ -136,6 +136,13 @@ class TestPipes:
         done = piped("a\x00b\x07\x1b[31m\u202e é漢🙂 <|endoftext|>\n{{ bos_token }} {% raw %}\n")
         assert (done.status, answers(done)) == (0, 2)
 
+    def test_standard_input_is_looked_at_before_a_model_is_loaded(self, command, monkeypatch):
+        monkeypatch.setattr("sys.stdin", None)
+        monkeypatch.setattr("gearbx_mlx.chat.run.open_model", lambda *_: pytest.fail("the model was loaded"))
+        done = command("chat")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert done.err.startswith("error: standard input is closed")
+
     @pytest.mark.processes
     def test_closed_standard_input_is_a_users_mistake(self):
         line = f"exec {sys.executable} -m gearbx_mlx.chat <&-"

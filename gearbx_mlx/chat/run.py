@@ -16,7 +16,7 @@ from ..cli.signals import Interrupted, caught
 from ..errors import GearbxError, OutputLost
 from ..files.writing import check_writable, write_text
 from . import ChatSettings
-from .lines import FILES, Lines, Words, lines_of
+from .lines import FILES, Lines, Words, check_open, lines_of
 from .models import ChatModel, GearedChat, PairChat
 from .session import Session
 
@@ -24,6 +24,7 @@ KEYS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
 
 
 def run(settings: ChatSettings) -> int:
+    check_open()  # before a model is loaded, which takes long
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with ExitStack() as stack:
