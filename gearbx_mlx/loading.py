@@ -28,7 +28,7 @@ from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 from .compat.names import model_classes
 from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
-from .files.gguf_model import SUFFIX, gguf_directory
+from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
     COMPLETE,
     check_json,
@@ -259,7 +259,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
             return path
-        if path.is_file() and path.suffix == SUFFIX:
+        if path.is_file() and is_gguf(path):
             return gguf_directory(path)
         if path.exists():
             raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")

@@ -49,7 +49,7 @@ class TestPipes:
         assert (done.status, done.out) == (0, "")
         assert done.err.splitlines() == [
             "error: this line is not UTF-8 text (invalid start byte); convert it",
-            "error: /geer: no such command; /gear is the nearest, and a space in front makes it a message",
+            "error: /geer: no such command; /gear is near, and a space in front makes it a message",
             "error: /gear needs a gear; choose from auto, low, high",
             "error: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
             "error: mode 'pair': this chat has route, kickdown, lossless, static; start another one with --mode pair",
@@ -64,7 +64,7 @@ class TestPipes:
             "error: a.txt: what is it to be? end the name in .md, .jsonl or .safetensors (the KV cache)",
             "error: no/such/a.md: there is no directory no/such; make it first",
             "error: a.safetensors: the KV cache is empty; say something first",
-            r"error: /\x1b[2J: no such command; /save is the nearest, and a space in front makes it a message",
+            r"error: /\x1b[2J: no such command; /help lists them, and a space in front makes it a message",
         ]
 
     def test_no_line_ends_the_chat(self, capsys, tmp_path):
@@ -82,7 +82,9 @@ class TestPipes:
             "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
             "/system Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
             "Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
-            "/": "/: no such command; /save is the nearest, and a space in front makes it a message",
+            "/": "/: no such command; /help lists them, and a space in front makes it a message",
+            "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
+            "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
             "/mode lossless --curve a\0.json": "cannot be read as a drafting file",
@@ -134,6 +136,13 @@ class TestPipes:
         done = piped("a\x00b\x07\x1b[31m\u202e é漢🙂 <|endoftext|>\n{{ bos_token }} {% raw %}\n")
         assert (done.status, answers(done)) == (0, 2)
 
+    def test_standard_input_is_looked_at_before_a_model_is_loaded(self, command, monkeypatch):
+        monkeypatch.setattr("sys.stdin", None)
+        monkeypatch.setattr("gearbx_mlx.chat.run.open_model", lambda *_: pytest.fail("the model was loaded"))
+        done = command("chat")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert done.err.startswith("error: standard input is closed")
+
     @pytest.mark.processes
     def test_closed_standard_input_is_a_users_mistake(self):
         line = f"exec {sys.executable} -m gearbx_mlx.chat <&-"
@@ -141,9 +150,10 @@ class TestPipes:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "error: standard input is closed; type into a terminal, or pipe lines into the chat\n"
 
-    def test_flags_of_one_model_are_refused_with_two(self, command):
-        for flags in (("--gear", "low"), ("--target-tps", "9"), ("--draft-model", "x")):
-            done = command("chat", "--small-model", DEMO_MODEL, *flags)
+    @pytest.mark.parametrize("name", ["chat", "generate"])
+    def test_flags_of_one_model_are_refused_with_two(self, command, name):
+        for flags in (("--gear", "low"), ("--target-tps", "9"), ("--max-memory", "9GB"), ("--draft-model", "x")):
+            done = command(name, "--small-model", DEMO_MODEL, *flags)
             assert (done.status, done.out) == (2, "")
             assert f"{flags[0]} is for one model; leave it out with --small-model" in done.err
 

@@ -3,9 +3,12 @@ import json
 import re
 import shlex
 import sys
+from argparse import Namespace
+from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_type_hints
 
 import mlx.core as mx
 import mlx_lm
@@ -17,6 +20,8 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.analyze import analyze
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli import terminal
+from gearbx_mlx.cli.gears import GearFlags
+from gearbx_mlx.cli.settings import next_command, settings_of
 from gearbx_mlx.loading import DEMO_MODEL
 
 SUMMARY_FIELDS = {
@@ -400,6 +405,30 @@ class TestFromAProgram:
             analyze(tmp_path / "p.txt", format="planes")
 
 
+SAMPLES = {  # of flags whose text has a form
+    **{"gears": "4,8,16", "kv_gears": "4,16", "cap_bits": "5,6", "schedule": "8:32,6:64,4", "max_memory": "3GB"},
+    **{"chat_template_config": '{"enable_thinking": false}', "library_group": "64", "outlier_cap": "0.125"},
+    **{"outlier_sigma": "2.5", "verbose": "False", "max_tokens": "-1", "thresholds": "1.8,3.5"},
+}
+WITH = {"cap_bits": ["--watch-machine"], "kv_gear": ["--kv-gears", "4,8,16"]}
+
+
+def typed_for(action, default, samples) -> list[str]:
+    """A flag as a user gives it, with another value than its default."""
+    name = action.option_strings[-1]
+    if action.nargs == 0:
+        return [name]
+    if action.dest in samples:
+        return [f"{name}={samples[action.dest]}"]
+    if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+        return [name, action.metavar.strip("{}").split(",")[-1]]
+    if action.choices:
+        return [name, next(choice for choice in action.choices if choice != default)]
+    if action.type in (int, float):
+        return [name, next(text for text in ("0.5", "1", "2")[action.type is int :] if float(text) != default)]
+    return [f"{name}=-a user's"]  # text that needs quotation, and begins like a flag
+
+
 class TestWhatToDoNext:
     """A command ends with a line that names the next one, which runs as it stands."""
 
@@ -424,6 +453,59 @@ class TestWhatToDoNext:
         monkeypatch.setattr(sys, "argv", shlex.split(line))
         assert sys.argv[0] == name
         import_module(f"gearbx_mlx.{name}").parse()
+
+    @pytest.mark.parametrize(
+        "flags",
+        [
+            "--mode lossless --format exact --gears 4,16",
+            "--gears 4,16 --kv-gears 4,16 --mode lossless",
+            "--gears 4,6,8 --schedule 8:2,6:2,4",
+            "--gears 4,16 --thresholds auto",
+            "--gears 4,16 --thresholds 2.5 --window 3 --temp 0.5 --seed 7",
+            "--low-model MODEL --gears 4,16",
+        ],
+    )
+    def test_a_chat_has_the_flags_of_the_text_before_it(self, command, tmp_path, four_bit, flags):
+        given = shlex.split(flags.replace("MODEL", str(four_bit)))
+        of_this_run = ["-p", "Once", "-m", 4, "--trace", tmp_path / "t", "--summary", tmp_path / "s", "--verbose", "1"]
+        err = command("generate", *given, *of_this_run).err
+        (line,) = re.findall(r"^next: gearbx_mlx\.chat (.+)$", err, re.MULTILINE)
+        assert sorted(shlex.split(line)) == sorted(given)
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [
+            ("generate", "chat"),
+            ("generate", "generate"),
+            ("generate", "calibrate"),
+            ("convert", "generate"),
+            ("calibrate", "generate"),
+            ("evaluate", "generate"),
+            ("sensitivity", "allocate"),
+            ("allocate", "generate"),
+        ],
+    )
+    def test_each_flag_that_both_commands_have_is_read_as_it_was_given(self, monkeypatch, tmp_path, before, after):
+        monkeypatch.setattr(sys, "argv", [f"gearbx_mlx.{before}"])
+        (tmp_path / "machine.jsonl").write_text('{"seconds": 0}\n')
+        samples = SAMPLES | {"machine": tmp_path / "machine.jsonl"}
+        module = import_module(f"gearbx_mlx.{before}")
+        parser, following = module.setup_arg_parser(), import_module(f"gearbx_mlx.{after}").setup_arg_parser()
+        for action in parser._actions:
+            action.required = False
+        tried = 0
+        for kind in get_type_hints(getattr(module, f"{before.capitalize()}Settings")).values():
+            for item in filter(following.shares, fields(kind)):
+                (action,) = (action for action in parser._actions if action.dest == item.name)
+                given = parser.parse_args([*typed_for(action, item.default, samples), *WITH.get(item.name, ())])
+                required = {each.name: "x" for each in fields(kind) if each.default is MISSING}
+                line = next_command(after, [settings_of(kind, Namespace(**vars(given) | required))])
+                assert following.parse_args(shlex.split(line)[2:]) == given, line
+                tried += 1
+        assert tried >= 7
+
+    def test_a_flag_without_its_value(self):
+        assert next_command("generate", [GearFlags(calibrate_base="")]).endswith(" --calibrate-base")
 
     def test_after_convert(self, command, tmp_path):
         self.run_next(command, command("convert", "--mlx-path", tmp_path / "out", "--gears", "3,16").err)

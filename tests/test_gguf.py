@@ -160,7 +160,8 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
     [
         (b"", "is empty"),
         (b"PK\3\4" + bytes(40), "is not a GGUF file"),
-        (gguf(version=1), "version 1"),
+        (gguf(version=1), "version 1, and versions 2 and 3 can be read; give a file that a newer llama.cpp wrote"),
+        (gguf(version=3 << 24), "is a big-endian GGUF, and little-endian ones can be read; change it with gguf-conv"),
         (gguf([("a", (2, 256), Q2_K, bytes(168))]), "Q2_K"),
         (gguf([("a", (2, 96), Q6_K, bytes(420))]), "needs blocks of 256"),
         (gguf([("a", (2, 33), Q4_0, bytes(36))]), "rows of 33"),

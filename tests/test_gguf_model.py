@@ -126,6 +126,19 @@ def test_logits_are_those_of_the_model(tmp_path, architecture, kind):
     assert error.item() < (0.01 if kind == F16 else 0.05)
 
 
+def test_a_file_is_known_by_its_first_bytes(tmp_path, command):
+    blob = write(tmp_path / "sha256-2af3b81862c6be03", tiny_as("llama"), Q8_0)
+    flags = "-p", "Once", "-m", 2, "--ignore-chat-template"
+    done = command("generate", "--model", blob, *flags)
+    assert (done.status, "gears 4,8 in place" in done.err) == (0, True)
+    assert command("convert", "--model", blob, "--gears", "4,8", "--mlx-path", tmp_path / "out").status == 0
+    assert command("generate", "--model", tmp_path / "out", *flags).status == 0
+    (tmp_path / "zip").write_bytes(b"PK\3\4")
+    assert command("generate", "--model", tmp_path / "zip").err == (
+        f"error: {tmp_path / 'zip'}: is a file; give the model's directory, or a GGUF file\n"
+    )
+
+
 def test_codes_of_8_bits_get_gears_and_draft(tmp_path, native):
     model, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0))
     box = Gearbox(model, kernels="native")

@@ -271,6 +271,9 @@ def test_the_command(command, tmp_path):
     assert [gear["bits"] for gear in json.loads((tmp_path / "s.json").read_text())["ladder"]] == [4, 8]
     done = command("generate", "--model", tmp_path / "4", *flags)
     assert "--low-model" in done.err
+    for bits, instead in ((8, "8 bits: gears 4,8 in place\n"), (4, "4 bits: drafts come by lookup; for more, ")):
+        done = command("generate", "--model", tmp_path / str(bits), *flags, "--mode", "telemetry-only")
+        assert done.err.count(f"changes no gear in mode telemetry-only; other modes use its {instead}") == 1
     done = command("generate", "--model", tmp_path / "8", *flags, "--gears", "4,16")
     assert done.status == 2
     assert "4,8" in done.err
@@ -329,7 +332,7 @@ def test_chat_in_every_mode(eight_bits, mode, capsys):
         session.answer("How do bees find flowers?")
         said = capsys.readouterr()
         assert session.conversation.turns[-1]["content"]
-        assert ("gears 4,8 in place" in said.err) == (mode != "telemetry-only")
+        assert said.err.count("gears 4,8 in place") == 1
         if mode == "telemetry-only":
             with pytest.raises(GearbxError, match="without it 8 bits: gears 4,8 in place"):
                 obey(session, "/mode static")

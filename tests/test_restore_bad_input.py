@@ -79,8 +79,14 @@ class TestOddNames:
         done = command("convert", *flags, "--mlx-path", tmp_path / "geared")
         assert done.status == 0
         assert r"--restore will not bring back back\slash.md, odd\x07.txt" in done.err.replace("\n", " ")
+        assert str(original) not in done.err
         done = command("convert", "--restore", tmp_path / "geared", "--mlx-path", tmp_path / "restored")
         assert (done.status, contents(tmp_path / "restored")) == (0, wanted)
+
+    def test_nothing_is_said_of_the_model_that_ships(self, tmp_path, command):
+        done = command("convert", "--format", "exact", "--mlx-path", tmp_path / "out")
+        assert done.err.splitlines()[-1].startswith("next: ")
+        assert "--restore" not in done.err
 
     @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])
     def test_a_shard_that_could_not_come_back(self, checkpoint, tmp_path, command, shard):

@@ -184,6 +184,15 @@ class TestTables:
             "computed in float32 (bfloat16 checkpoint), which is fast here; the values are kept",
         ]
 
+    @pytest.mark.parametrize(("others", "said"), [(0, ""), (2, ", 2 are as loaded")])
+    def test_with_one_gear_nothing_is_said_to_change(self, others, said):
+        ladder, tokens = [{"name": "high", "bits": 4}], {"high": 20}
+        one = SUMMARY | {"ladder": ladder, "gear_tokens": tokens, "shifts": 0, "unmanaged_layers": others}
+        lines = shown(summary_table(one))
+        assert f"gear 4 bits, the only one: 43 layers have it{said}" in lines
+        assert "memory peak 30 MB" in lines
+        assert not [line for line in lines if "change gear" in line or line.startswith(("gears", "shifts", "layers"))]
+
     def test_telemetry_says_what_would_happen(self):
         lines = shown(summary_table(SUMMARY | {"mode": "telemetry-only", "compute_dtype": "bfloat16"}))
         assert "gears it would use low (4) 75% high (16) 25%" in lines

@@ -54,7 +54,7 @@ def run(settings: AllocateSettings) -> int:
             report(allocator, gear, tables[gear])
     write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
-    note(next_command("generate", manifest=out, model=settings.model.model, gears=wanted.gears))
+    note(next_command("generate", [settings.model], manifest=out, gears=wanted.gears))
     return 0
 
 

@@ -1,9 +1,11 @@
 """Find when a model should change gear, and write it to a file for generate."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from ..cli import terminal
 from ..cli.flags import output_path
+from ..cli.gate import GateSettings
 from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text
@@ -34,8 +36,9 @@ def run(settings: CalibrateSettings) -> int:
         terminal.note(next_command("generate", model=settings.model.model, **flags))
         return 0
     routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
-    gears = settings.layout.gears if routed else None  # other files have them
-    terminal.note(next_command("generate", model=settings.model.model, gears=gears, thresholds=out))
+    groups = vars(replace(settings, gate=GateSettings())).values()  # which the file has
+    changes = {} if routed else {"gears": None}  # likewise
+    terminal.note(next_command("generate", groups, thresholds=out, max_tokens=None, **changes))
     return 0
 
 

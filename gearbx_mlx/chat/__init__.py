@@ -49,7 +49,7 @@ class ChatSettings:
     terminal: TerminalSettings
 
     def __post_init__(self) -> None:
-        check_pair(self, {"target_tps": self.controller.target_tps, "watch_machine": self.controller.watch_machine})
+        check_pair(self)
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

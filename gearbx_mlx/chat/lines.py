@@ -27,8 +27,6 @@ class PlainLines:
 
     def __init__(self, interactive: bool):
         self.interactive = interactive
-        if sys.stdin is None:
-            raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
 
     def read(self) -> str | None:
         """The next message, without the end of its line; None: there are no more.
@@ -72,14 +70,20 @@ class EditedLines:
 Lines = PlainLines | EditedLines
 
 
+def check_open() -> None:
+    """Raises GearbxError where no line can come."""
+    if sys.stdin is None:
+        raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
+
+
 def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
-    """Standard input.
+    """Standard input, which is open.
 
     Args:
         words: what Tab completes: a word at the beginning of the line, and those that may follow it.
         history: remember lines in a file of the user's.
     """
-    interactive = sys.stdin is not None and sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive:
         try:
             return EditedLines(words, history_file() if history else None)

@@ -16,7 +16,7 @@ from ..cli.signals import Interrupted, caught
 from ..errors import GearbxError, OutputLost
 from ..files.writing import check_writable, write_text
 from . import ChatSettings
-from .lines import FILES, Lines, Words, lines_of
+from .lines import FILES, Lines, Words, check_open, lines_of
 from .models import ChatModel, GearedChat, PairChat
 from .session import Session
 
@@ -24,6 +24,7 @@ KEYS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
 
 
 def run(settings: ChatSettings) -> int:
+    check_open()  # before a model is loaded, which takes long
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     with ExitStack() as stack:
@@ -111,9 +112,9 @@ def obey(session: Session, line: str) -> bool:
         return False
     name, argument = (*line.split(maxsplit=1), "")[:2]
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS, 0)
-        shown = terminal.escaped(name)
-        raise GearbxError(f"{shown}: no such command; {near} is the nearest, and a space in front makes it a message")
+        near = nearest(name, COMMANDS)
+        hint = f"{near} is near" if near else "/help lists them"
+        raise GearbxError(f"{terminal.escaped(name)}: no such command; {hint}, and a space in front makes it a message")
     COMMANDS[name].run(session, argument.strip())
     return True
 

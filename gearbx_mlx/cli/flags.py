@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from ..decoding.modes import MODES
@@ -516,7 +517,7 @@ class GearedSettings(Protocol):
     def controller(self) -> ControllerSettings: ...
 
 
-def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
+def check_pair(settings: GearedSettings, further: Mapping[str, object] = MappingProxyType({})) -> None:
     """Check the flags of a pair, where there is a small model.
 
     Args:
@@ -530,6 +531,7 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
     single = {
         "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
+        **vars(settings.controller),
         **further,
         "gears": settings.layout.gears,
         "curve": settings.mode.curve,

@@ -114,7 +114,9 @@ class Loaded:
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
                 "of what gearbx_mlx convert makes of it, ranks can divide the gears"
             )
-        elif self.codes and not resolved.observes:
+        elif self.codes and resolved.observes:
+            note(f"{self.name} changes no gear in mode {TELEMETRY_ONLY}; other modes use its {self.codes}")
+        elif self.codes:
             note(f"{self.name} is quantized to {self.codes}")
         return Geared(self, gearbox)
 

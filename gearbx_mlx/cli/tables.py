@@ -99,12 +99,12 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
     """
     watching = summary["mode"] == "telemetry-only"
     controller = summary.get("controller")
+    alone = len(summary["ladder"]) == 1 and not watching and controller is None  # one gear, which nothing caps
     return two_columns(
         [
             ("model", Text(f"{summary['model']}  ({mode_line(summary)})")),
             *speed_rows(summary),
-            ("gears it would use" if watching else "gears", gear_shares(summary)),
-            shifts_row(summary, watching),
+            *([("gear", only_gear(summary))] if alone else gear_rows(summary, watching)),
             *([("controller", controller_line(controller))] if controller else []),
             *mode_rows,
             *draft_model_rows(summary),
@@ -114,8 +114,8 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             *kv_rows(summary),
             *disk_rows(summary),
             *energy_rows(summary),
-            ("memory", memory_line(summary, watching)),
-            *layer_rows(summary),
+            ("memory", memory_line(summary, watching or alone)),
+            *([] if alone else layer_rows(summary)),
             *dtype_rows(summary),
         ]
     )
@@ -189,11 +189,20 @@ def gear_shares(summary: dict[str, Any]) -> Text:
     return shares
 
 
-def shifts_row(summary: dict[str, Any], watching: bool) -> Row:
+def only_gear(summary: dict[str, Any]) -> str:
+    """The bits of the one gear, and how many layers have them; the others stay as they are loaded."""
+    (gear,) = summary["ladder"]
+    others = f", {summary['unmanaged_layers']} are as loaded" if summary["unmanaged_layers"] else ""
+    return f"{gear['bits']} bits, the only one: {summary['managed_layers']} layers have it{others}"
+
+
+def gear_rows(summary: dict[str, Any], watching: bool) -> list[Row]:
+    """The tokens of each gear, and the shifts between them."""
     if watching:
-        return "would shift", f"{summary['shifts']} times"
+        return [("gears it would use", gear_shares(summary)), ("would shift", f"{summary['shifts']} times")]
     shifting, making = (f"{1000 * summary[name]:.1f} ms" for name in ("shift_seconds", "making_seconds"))
-    return "shifts", f"{summary['shifts']}, {shifting} in all; gears were made in {making}"
+    shifts = f"{summary['shifts']}, {shifting} in all; gears were made in {making}"
+    return [("gears", gear_shares(summary)), ("shifts", shifts)]
 
 
 def controller_line(summary: dict[str, Any]) -> str:
@@ -233,10 +242,10 @@ def disk_rows(summary: dict[str, Any]) -> list[Row]:
     return [("from the disk", f"{read} per token, at {speed} per second")]
 
 
-def memory_line(summary: dict[str, Any], watching: bool) -> str:
+def memory_line(summary: dict[str, Any], peak_alone: bool) -> str:
     peak = f"peak {human_bytes(summary['peak_memory_bytes'])}"
     gears = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
-    return peak if watching else f"{peak}; after shifting to {gears}"
+    return peak if peak_alone else f"{peak}; after shifting to {gears}"
 
 
 def layer_rows(summary: dict[str, Any]) -> list[Row]:

@@ -37,7 +37,7 @@ from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
-from ..loading import load, model_name
+from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
 from . import Budget, ConvertSettings
 
@@ -155,8 +155,8 @@ def open_original(source: Path) -> OriginalFiles:
         task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
         files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
     _, lost = files.others
-    if lost:
-        note(f"{source}: --restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
+    if lost and source != DEMO_MODEL:  # whose own files ship
+        note(f"--restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
     return files
 
 

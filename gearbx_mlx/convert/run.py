@@ -109,7 +109,7 @@ def run(settings: ConvertSettings) -> int:
     out = uploaded_checkpoint(settings)
     print(out)
     if settings.conversion.restore is None:
-        note(next_command("generate", model=out))
+        note(next_command("generate", [settings.conversion], model=out))
     return 0
 
 

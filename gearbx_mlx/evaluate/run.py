@@ -74,13 +74,13 @@ def draw_if_possible(report: Report, out: Path) -> list[Path]:
 
 def next_step(settings: EvaluateSettings, rows: Sequence[Mapping[str, Any]]) -> str:
     """The next command for this model: the pair, the static gear that is enough, or lossless where none is known."""
-    model, gears = settings.model.model, settings.layout.gears
+    asked = [settings.prompt] if settings.task.task in WRITTEN else []  # a text goes through no chat template
     if settings.task.small_model is not None:
-        return next_command("generate", model=model, small_model=settings.task.small_model)
-    gear = enough(rows)
+        return next_command("generate", [settings.model, *asked, settings.gate, settings.task])
+    groups, gear = [settings.model, *asked, settings.layout, settings.gears, settings.floors], enough(rows)
     if gear is None:
-        return next_command("generate", mode="lossless", model=model, gears=gears)
-    return next_command("generate", model=model, gears=gears, gear=gear)
+        return next_command("generate", groups, mode="lossless")
+    return next_command("generate", groups, gear=gear)
 
 
 ENOUGH = 0.98  # of the tokens are the top gear's first choice

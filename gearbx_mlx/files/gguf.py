@@ -139,7 +139,15 @@ class Gguf:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
         version = self._number("I")
         if version not in VERSIONS:
-            raise GearbxError(f"{path}: is GGUF of version {version}; versions 2 and 3 can be read")
+            if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+                raise GearbxError(
+                    f"{path}: is a big-endian GGUF, and little-endian ones can be read; change it with "
+                    "gguf-convert-endian (pip install gguf), or give a file that is little-endian"
+                )
+            raise GearbxError(
+                f"{path}: is GGUF of version {version}, and versions 2 and 3 can be read; give a file that a newer "
+                "llama.cpp wrote"
+            )
         tensors, entries = self._count(), self._count()
         self.metadata: Mapping[str, Any] = dict(self._entry() for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]

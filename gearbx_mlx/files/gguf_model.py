@@ -1,4 +1,4 @@
-"""A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`.
+"""A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`, or any name.
 
 At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Q8_0, Q4_0, Q4_1, Q4_K and Q5_K
 are affine codes in groups of 32, which are put in MLX's order without a detour through dense weights. Q6_K becomes
@@ -24,7 +24,7 @@ import platformdirs
 from mlx_lm.utils import load_model
 
 from ..errors import GearbxError, GearbxWarning, one_line
-from .gguf import AGAIN, CODED, GROUP, Gguf, GgufTensor, codes_of
+from .gguf import AGAIN, CODED, GROUP, MAGIC, Gguf, GgufTensor, codes_of
 from .gguf_tokenizer import BPE, CUTS, PIECES, ends_of, write_tokenizer
 from .reading import shown, unreadable
 from .writing import make_directory, unwritable
@@ -75,6 +75,17 @@ ARCHITECTURES = {
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True),
 }
 STRETCHED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def is_gguf(file: Path) -> bool:
+    """Whether a file is a GGUF: its name or its first bytes say so. Raises GearbxError if it cannot be read."""
+    if file.suffix == SUFFIX:
+        return True
+    try:
+        with open(file, "rb") as opened:  # Ollama's files have no suffix
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise unreadable(file, error) from error
 
 
 def gguf_directory(file: Path) -> Path:

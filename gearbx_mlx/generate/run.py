@@ -46,7 +46,7 @@ from ..ranks.place import current
 from ..routing.pair import NAMES
 from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record
-from . import GenerateSettings
+from . import GenerateSettings, InputSettings
 
 
 def run_pair(
@@ -64,7 +64,7 @@ def run_pair(
     result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
     if settings.output.verbose and not status:
-        terminal.note(next_command("chat", model=settings.model.model, small_model=small_model))
+        terminal.note(next_command("chat", vars(settings).values()))
     return status
 
 
@@ -265,22 +265,22 @@ def run(settings: GenerateSettings) -> int:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
     if settings.output.verbose and not status:
-        terminal.note(next_step(settings, loaded.resolved.model.model, result, gearbox))
+        # A prompt cache may have named the model, and its text is read.
+        told = replace(settings, model=loaded.resolved.model, input=InputSettings(), output=OutputSettings())
+        terminal.note(next_step(told, result, gearbox))
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
 
 
-def next_step(
-    settings: GenerateSettings, model: str | None, summary: Mapping[str, Any], gearbox: Gearbox | Observer
-) -> str:
+def next_step(settings: GenerateSettings, summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> str:
     """The next command for this model: better drafts, thresholds of its own, or a chat in the same gears."""
-    if drafts_are_poor(summary, gearbox):
-        return next_command("generate", "--calibrate-base", model=model)
-    gears, mode = settings.layout.gears, summary["mode"]
+    groups, mode = vars(settings).values(), summary["mode"]
+    if drafts_are_poor(summary, gearbox) and not settings.gears.other_codes:
+        return next_command("generate", groups, calibrate_base="", max_tokens=None)
     if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None and settings.mode.schedule is None:
-        return next_command("calibrate", mode=mode, model=model, gears=gears)
-    return next_command("chat", mode=settings.mode.mode, gear=settings.mode.gear, model=model, gears=gears)
+        return next_command("calibrate", groups, mode=mode, max_tokens=None, pipeline=None)
+    return next_command("chat", groups, pipeline=None)  # which only ranks have, and generate alone takes them
 
 
 POOR = 0.85  # of drafted tokens are accepted: a calibrated base agrees more often

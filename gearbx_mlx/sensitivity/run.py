@@ -56,7 +56,7 @@ def run(settings: SensitivitySettings) -> int:
     bound = sum(bits > lowest for bits in least)
     note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
     print(out)
-    note(next_command("allocate", manifest=out, model=settings.model.model))
+    note(next_command("allocate", vars(settings).values(), manifest=out))
     return 0
 
 

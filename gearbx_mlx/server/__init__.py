@@ -206,8 +206,7 @@ class ServerSettings:
     proxy: ProxySettings
 
     def __post_init__(self) -> None:
-        governed = {"target_tps": self.controller.target_tps, "watch_machine": self.controller.watch_machine}
-        check_pair(self, governed)
+        check_pair(self)
         if self.proxy.wanted:
             self.check_proxy()
         else:
