@@ -528,6 +528,7 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object]) -> None:
         "lookup_tokens": settings.mode.lookup_tokens is not None,
         "telemetry_only": settings.mode.telemetry_only,
         "gear": settings.mode.gear,
+        "prompt_gear": settings.mode.prompt_gear,
     }
     for setting, value in single.items():
         if value:
