@@ -136,6 +136,39 @@ class TestChat:
                 count = len(session.cache.tokens)
                 assert np.allclose(np.array(mine.keys[..., :count, :]), np.array(top.keys[..., :count, :]), atol=1e-3)
 
+    def test_a_mode_reads_again_what_a_lower_gear_read_and_nothing_else(self):
+        with chat(gears="3,8,16", mode="static", gear="low", prompt_gear="8") as session:
+            read = session.cache
+            session.answer(ASKED)
+            assert set(read.bits) == {8}
+            session.model.change("lossless", [])
+            session.answer(MORE)
+            assert set(read.bits) == {16}
+            top = len(read.bits)
+            session.model.change("static", [])
+            session.answer(MORE)
+            assert read.bits[:top] == [16] * top
+            assert set(read.bits[top:]) == {8}
+            asked = session.conversation.tokens(ASKED)
+            assert read.unread(asked, 16) == asked[top:]
+
+    def test_a_lossless_answer_depends_on_no_mode_before_it(self):
+        said = []
+        for flags in ({"mode": "lossless"}, {"mode": "static", "gear": "low", "prompt_gear": "8"}):
+            with chat(gears="3,8,16", **flags) as session:
+                session.answer(ASKED)
+                session.conversation.turns[-1]["content"] = "7"
+                session.model.change("lossless", [])
+                session.answer(MORE)
+                said.append(session.conversation.turns[-1]["content"])
+        assert said[0] == said[1]
+
+    def test_a_prompt_gear_waits_for_a_mode_that_uses_it(self):
+        with chat(gears="3,8,16", prompt_gear="8") as session:
+            assert session.model.turn(ASKED).reads == 16
+            session.model.hold("low")
+            assert session.model.turn(ASKED).reads == 8
+
 
 def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
     saved = tmp_path / "kept.safetensors"

@@ -24,7 +24,7 @@ def alone(client, prompt, **body):
 @pytest.mark.parametrize("mode", ["route", "kickdown"])
 @pytest.mark.parametrize("end", ["!", " me", " There are 36 roses and 44 tulips."])
 def test_a_text_does_not_depend_on_what_was_asked_before(client, mode, end):
-    """Not even where it begins as a prompt that another gear read, or goes on from an answer of several gears."""
+    """Not even where it goes on from an answer of several gears. All requests have one gear of prompts here."""
     begin, body = "Of the king and his daughter", {"gearbx": {"mode": mode}}
     text = alone(client, begin + end, **body)
     alone(client, begin + ", who said to the old man: how many apples are 5 + 7 * 12?", **body)

@@ -30,15 +30,16 @@ def run(settings: CalibrateSettings) -> int:
     for note in found.notes:
         terminal.note(note)
     print(f"{out}: {found.line}")
+    groups = vars(replace(settings, gate=GateSettings())).values()  # which the file has
+    changes: dict[str, object]
     if isinstance(found.file, ScheduleFile):
         way = "gear" if found.file.schedule.isdecimal() else "schedule"
-        flags = {"gears": Ladder(found.file.gears), way: found.file.schedule}
-        terminal.note(next_command("generate", model=settings.model.model, **flags))
-        return 0
-    routed = isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE
-    groups = vars(replace(settings, gate=GateSettings())).values()  # which the file has
-    changes = {} if routed else {"gears": None}  # likewise
-    terminal.note(next_command("generate", groups, thresholds=out, max_tokens=None, **changes))
+        changes = {"gears": Ladder(found.file.gears), way: found.file.schedule}
+    elif isinstance(found.file, ThresholdFile) and found.file.mode == ROUTE:
+        changes = {"thresholds": out}
+    else:
+        changes = {"thresholds": out, "gears": None}  # likewise
+    terminal.note(next_command("generate", groups, max_tokens=None, **changes))
     return 0
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
 from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
-from ..decoding.mode import is_read_again, refuse_draft_model
+from ..decoding.mode import Mode, refuse_draft_model
 from ..decoding.modes import MODES
 from ..decoding.pair import Pair, PairedModel
 from ..decoding.response import GearResponse
@@ -29,11 +29,25 @@ IN_GEARS = " is for weights as they are, and these are in gears"
 SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 
+@dataclass(frozen=True)
+class Turn:
+    """How a message is answered.
+
+    reads: bits of the gear that reads it. writes: the fewest bits in which a token of the answer may be computed. Both
+    are 0 where nothing depends on them. reads_again: whether the answer is read again, in the gear of prompts, with the
+    next message.
+    """
+
+    mode: Mode
+    reads: int = 0
+    writes: int = 0
+    reads_again: bool = False
+
+
 class GearedChat:
     """One model in gears, or one that is only observed.
 
-    gears: the names that /gear takes, lowest first. modes: those that /mode takes. reads_again: whether the latest
-    answer is read again, in the gear of prompts, with the next message.
+    gears: the names that /gear takes, lowest first. modes: those that /mode takes.
 
     Args:
         stack: what lasts as long as the chat: the controller.
@@ -43,7 +57,7 @@ class GearedChat:
     """
 
     def __init__(self, settings: ChatSettings, stack: ExitStack):
-        resolved = resolve(settings)
+        resolved = resolve(settings, mode_changes=True)
         loaded = Loaded.of(resolved)
         self._settings, self._saved = settings, resolved.saved
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
@@ -57,7 +71,7 @@ class GearedChat:
         self._why = f"no layer of this model changes gear; mode {TELEMETRY_ONLY} was asked for{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._start = resolved.mode.of(self._observes)
-        self._choice, self._held, self.reads_again, self._bits_read = self._start, "", False, 0
+        self._choice, self._held = self._start, ""
         self._check(self._start)
 
     @property
@@ -75,15 +89,20 @@ class GearedChat:
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
-        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), replace(begun, bits=self._bits_read))
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
 
-    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
-        """Answer a message, as typed; `tokens` are to be read, `keywords` go to stream_generate."""
-        keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
+    def turn(self, message: str) -> Turn:
+        """How a message is answered, as typed."""
         mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
-        gearbox, alone = self._geared.gearbox, self._controller is None
-        self.reads_again = alone and is_read_again(mode, gearbox)
-        self._bits_read = mode.gears_of_text(gearbox)[0].bits if alone and isinstance(gearbox, Gearbox) else 0
+        gearbox = self._geared.gearbox
+        if self._controller is not None or not isinstance(gearbox, Gearbox):
+            return Turn(mode)
+        reads, writes = mode.gears_of_text(gearbox)
+        return Turn(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)
+
+    def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+        """Answer in the mode of the turn; `tokens` are to be read, `keywords` go to stream_generate."""
+        keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
     def hold(self, gear: str | None) -> None:
@@ -133,8 +152,6 @@ class PairChat:
         GearbxError: as `generate` for the same settings.
     """
 
-    reads_again = False
-
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
         self._turns = turns_of(settings.routing.thresholds, settings.gate)
@@ -155,11 +172,13 @@ class PairChat:
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
-    def answer(self, message: str, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
+    def turn(self, message: str) -> Turn:
         threshold, first = self._turns.threshold(self._pair.vocab_size), self._settings.routing.initial_gear
         if self._held:
             threshold, first = (math.inf if self._held == NAMES[0] else 0.0), self._held
-        mode = Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first)
+        return Turn(Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first))
+
+    def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords
         return stream_generate(self._pair.large, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 

@@ -109,7 +109,8 @@ class Session:
     def save_cache(self, path: Path) -> None:
         """Write the KV cache, and its text. Raises GearbxError where that is impossible."""
         said = self.conversation
-        begun = BegunConversation(said.before_message(), said.templated, self.cache.tokens)
+        bits = min(self.cache.bits, default=0)
+        begun = BegunConversation(said.before_message(), said.templated, self.cache.tokens, bits)
         self.model.save_cache(self.cache.cut_to_tokens(), begun, path)
 
     def answer(self, message: str) -> None:
@@ -137,12 +138,15 @@ class Session:
         """Read what the cache does not have of the conversation, and write the answer."""
         tokens = self.conversation.tokens(message)
         max_tokens = self._room(len(tokens))
-        unread = self.cache.unread(tokens)
+        turn = self.model.turn(message)
+        unread = self.cache.unread(tokens, turn.reads)
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
         try:
-            self._write(self.model.answer(message, unread, max_tokens, **keywords), answer)
-            again = self.model.reads_again and can_trim_prompt_cache(self.cache.entries)
-            self.cache.note(unread[:-1] if again else [*unread, *answer.tokens], answer.whole)
+            self._write(self.model.answer(turn.mode, unread, max_tokens, **keywords), answer)
+            if turn.reads_again and can_trim_prompt_cache(self.cache.entries):
+                self.cache.note(unread[:-1], answer.whole, turn.reads)
+            else:
+                self.cache.note([*unread, *answer.tokens], answer.whole, min(turn.reads, turn.writes))
         except BaseException:  # the second Ctrl-C, for one: what was computed then is not known
             self.cache.forget()
             raise

@@ -535,7 +535,7 @@ class BegunConversation:
     """A conversation that goes on.
 
     before: its text up to where the next message begins. templated: a chat template made it.
-    tokens: those in the cache. bits: of the gear that computed them; 0: of several, or not known.
+    tokens: those in the cache. bits: of the lowest gear that computed any of them; 0: not known.
     """
 
     before: str
@@ -584,6 +584,7 @@ class PromptCache:
             return tokens, self.entries
         kept = KeptCache(lambda: make_prompt_cache(model, max_kv_size))
         kept.entries, kept.tokens = self.entries, self.begun.tokens
+        kept.bits = [self.begun.bits] * len(kept.tokens)
         return kept.unread(tokens), kept.entries
 
 

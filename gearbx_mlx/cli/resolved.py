@@ -132,9 +132,13 @@ def check_in_ladder(mode: ModeChoice, ladder: Ladder) -> None:
         ladder.schedule(mode.schedule, flag_of("schedule"))
 
 
-def resolve(settings: GearedSettings) -> Resolved:
-    """A model with its gears and its mode. Raises GearbxError for everything that can be wrong without weights."""
-    mode, layout = choose_mode(settings, gears_of(settings.model.model))
+def resolve(settings: GearedSettings, mode_changes: bool = False) -> Resolved:
+    """A model with its gears and its mode. Raises GearbxError for everything that can be wrong without weights.
+
+    Args:
+        mode_changes: later texts may have other modes, which use a prompt gear even if the first mode does not.
+    """
+    mode, layout = choose_mode(settings, gears_of(settings.model.model), mode_changes)
     check_governing(settings.controller, mode.mode, settings.cache.draft_model)
     kv_gears = settings.cache.kv_gears
     if kv_gears is not None:
@@ -227,11 +231,14 @@ def precision_beside(model: str | None, saved: Manifest, given: str | None) -> P
     return precision
 
 
-def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeChoice, LayoutSettings]:
+def choose_mode(
+    settings: GearedSettings, saved: Manifest | None, mode_changes: bool = False
+) -> tuple[ModeChoice, LayoutSettings]:
     """The mode, and the ladder with its format, that flags, files and checkpoint ask for together.
 
     Args:
         saved: the gears of the checkpoint, if it is a geared one.
+        mode_changes: as in `resolve`.
 
     Raises:
         GearbxError: flags that exclude each other, a flag of another mode, a file that is not a drafting file.
@@ -258,7 +265,7 @@ def choose_mode(settings: GearedSettings, saved: Manifest | None) -> tuple[ModeC
         if file is not None:
             stored = file.format if saved is None and not settings.gears.other_codes else None
             layout = replace(layout, gears=Ladder(file.gears), format=layout.format or stored)
-    check_flags(choice)
+    check_flags(replace(choice, prompt_gear=None) if mode_changes else choice)
     return choice, layout
 
 

@@ -283,7 +283,8 @@ class KeptCache:
     Args:
         make: returns empty caches, as mlx-lm's `prompt_cache`; with a draft model its caches follow the model's.
 
-    `entries` is what `stream_generate` takes as its prompt_cache.
+    `entries` is what `stream_generate` takes as its prompt_cache. `tokens` are those that were read, and `bits` those
+    of the gear that read each of them; 0 where that is of no account.
     """
 
     def __init__(self, make: Callable[[], list[Any]]):
@@ -292,24 +293,28 @@ class KeptCache:
 
     def forget(self) -> None:
         """Begin with empty caches."""
-        self.entries, self.tokens = list[Any](), list[int]()  # also if a signal comes while they are made
+        self.entries, self.tokens, self.bits = list[Any](), list[int](), list[int]()  # also if a signal comes meanwhile
         self.entries = self._make()
 
-    def unread(self, tokens: Sequence[int]) -> list[int]:
+    def unread(self, tokens: Sequence[int], bits: int = 0) -> list[int]:
         """Cut the cache to what the tokens begin with, and return the rest of them.
 
         The last token is always unread, since logits come from reading. A cache that cannot be cut, a state or a window
         that has begun to slide, is made again.
+
+        Args:
+            bits: of the gear that reads prompts now. What a lower one read is read again.
         """
-        kept = min(shared(self.tokens, tokens), len(tokens) - 1)
+        precise = next((place for place, read in enumerate(self.bits) if read < bits), len(self.bits))
+        kept = min(shared(self.tokens, tokens), precise, len(tokens) - 1)
         states = any(given(part) is None for part in parts(self.entries))
         if not self.entries or (states and kept < len(self.tokens)) or not cut(self.entries, kept):
             self.forget()
             kept = 0
-        del self.tokens[kept:]
+        del self.tokens[kept:], self.bits[kept:]
         return list(tokens[kept:])
 
-    def note(self, read: Sequence[int], whole: bool = True) -> None:
+    def note(self, read: Sequence[int], whole: bool = True, bits: int = 0) -> None:
         """Note what the model was given after `tokens`.
 
         The cache says how much of it is there. mlx-lm runs ahead, so that it may hold one token more; with a draft
@@ -317,6 +322,7 @@ class KeptCache:
 
         Args:
             whole: all of it was given, and nothing else. States do not count, and so are lost where that is not known.
+            bits: of the lowest gear that computed any of it.
         """
         known = [*self.tokens, *read]
         counts = [given(part) for part in parts(self.entries)]
@@ -325,6 +331,7 @@ class KeptCache:
             self.forget()
         else:
             self.tokens = known[: min(counted, default=len(known))]
+            self.bits = [*self.bits, *[bits] * len(read)][: len(self.tokens)]
 
     def cut_to_tokens(self) -> list[Any]:
         """The entries, with `tokens` in them and nothing else. Raises GearbxError where they cannot be cut."""

@@ -14,7 +14,7 @@ from ..cli.gate import RoutingSettings
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.resolved import Resolved, resolve
 from ..decoding.lossless import Lossless
-from ..decoding.mode import Mode
+from ..decoding.mode import SAME, Mode
 from ..decoding.modes import mode_class
 from ..decoding.pair import Pair
 from ..errors import GearbxError, about
@@ -166,7 +166,7 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
         return lambda: serve_pair(
             load_pair(model, settings.mode.small_model or "", template), turns, settings.routing.initial_gear
         )
-    resolved = resolve(replace(settings, model=model))
+    resolved = resolve(replace(settings, model=model), mode_changes=True)
     return lambda: load_geared(resolved, settings.cache.draft_model, template)
 
 
@@ -176,6 +176,7 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
         loaded = Loaded.of(resolved, template)
         draft_model = load_draft_model(draft_model_path, loaded.tokenizer)
         geared = loaded.in_gears()
+        check_prompt_gear(geared)
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None)
         default_mode = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None).name
@@ -194,6 +195,17 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
             controller=controller,
             close=stack.pop_all().close,  # of what watches the machine
         )
+
+
+def check_prompt_gear(geared: Geared) -> None:
+    """Raises GearbxError for a prompt gear that the loaded model does not have, before a request asks for it."""
+    resolved, gearbox = geared.loaded.resolved, geared.gearbox
+    wanted = resolved.mode.prompt_gear
+    if wanted in (None, SAME):
+        return
+    if not isinstance(gearbox, Gearbox):
+        raise GearbxError(f"--prompt-gear {wanted}: this model has one precision; leave the flag out")
+    replace(resolved, ladder=gearbox.ladder).check_mode()
 
 
 def cli_args(settings: ServerSettings) -> argparse.Namespace:

@@ -148,6 +148,8 @@ class Job:
         asked: the request, and where its answer goes.
         max_tokens: of the answer.
 
+    `cached` tokens of its prompt have a KV cache already; the lowest gear that read any of them is `cached_by`.
+
     Raises:
         GearbxError: a response_format that no text can have, a tool_choice that nothing enforces.
     """
@@ -155,6 +157,7 @@ class Job:
     def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, max_tokens: int):
         self.asked, self.prompt, self.mode, self.max_tokens = asked, prompt, mode, max_tokens
         self.served = prompt.served
+        self.cached, self.cached_by = 0, ""
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
         self.spelling = Spelling(self.served.spelled)
@@ -290,7 +293,7 @@ def keep_text(job: Job, cache: list[Any], keep: Keep) -> None:
     beyond = length(cache) - len(tokens)
     if beyond > 0 and can_trim_prompt_cache(cache):
         trim_prompt_cache(cache, beyond)
-    if length(cache) == len(tokens):
+    if tokens and length(cache) == len(tokens):
         keep(job, tokens, cache)
 
 

@@ -136,17 +136,24 @@ class Served:
         cache = make_prompt_cache(self.model, max_kv_size)
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
-    def key(self, mode: Mode) -> str:
-        """What texts must have in common for one to go on from the other's KV cache: the gear that reads prompts."""
+    def keys(self, mode: Mode) -> list[str]:
+        """The KV caches that a text may go on from, each kind named by the lowest gear that read any of its tokens.
+
+        They are those of the gear that reads prompts, which comes last, and of all gears above it, the top gear first.
+        So mode lossless, whose prompts the top gear reads, takes nothing that another gear read.
+        """
         if self.gearbox is None or isinstance(self.gearbox, Observer):
-            return ""
-        return mode.name if self.controller is not None else mode.gears_of_text(self.gearbox)[0].name
+            return [""]
+        if self.controller is not None:
+            return [mode.name]
+        reads = mode.gears_of_text(self.gearbox)[0]
+        return [gear.name for gear in self.gearbox.ladder if gear.index >= reads.index][::-1]
 
     def kept(self, mode: Mode, prompt: int, answer: int) -> int:
-        """How many tokens of a text, from the first on, have entries that the gear of prompts computed.
+        """How many tokens of a text, from the first on, have entries of the gear of prompts, or of a higher one.
 
-        So what a request gets does not depend on what others asked before, and an answer in a lower gear is read again
-        in that of prompts, with the next question. The last token of a prompt is computed as the answer is.
+        So an answer in a lower gear is read again in that of prompts, with the next question. The last token of a
+        prompt is computed as the answer is.
         """
         again = self.controller is None and is_read_again(mode, self.gearbox)
         return prompt - 1 if again else prompt + answer

@@ -156,9 +156,8 @@ class Scheduler(ResponseGenerator):
         self.busy = time.monotonic()
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
-        tokens = job.prompt.key
-        cache, rest = self.fetch(self.cache_key(served, mode), tokens, served.read_again(mode))
-        cached = len(tokens) - len(rest)
+        cache = self.fetch(job)
+        cached = job.cached
         which = self.shared(job)
         if which is None:
             self.writers[job] = Single(job, cache, cached, self.cli_args, self.keep, self.meanwhile)
@@ -190,7 +189,8 @@ class Scheduler(ResponseGenerator):
 
     def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
         """Keep a KV cache for texts that go on from these tokens."""
-        self.prompt_cache.insert_cache(self.cache_key(job.served, job.mode), tokens, cache, cache_type=kind)
+        key = job.cached_by if len(tokens) <= job.cached else job.served.keys(job.mode)[-1]
+        self.prompt_cache.insert_cache((self.provider.model_key, key), tokens, cache, cache_type=kind)
 
     def step_all(self) -> None:
         """One token for every answer, but for those that are being computed further down the stack."""
@@ -214,19 +214,25 @@ class Scheduler(ResponseGenerator):
             gearbox.shift(gear)  # in which the prompt is being read
         return self._stop
 
-    def cache_key(self, served: Served, mode: Mode) -> Any:
-        return self.provider.model_key, served.key(mode)
+    def fetch(self, job: Job) -> list[Any] | None:
+        """The longest KV cache that a text may go on from, and of those the most precise; the job notes what it has."""
+        served, found = job.served, None
+        for key in served.keys(job.mode):
+            cache, cached = self.nearest(key, job.prompt.key, served.read_again(job.mode))
+            if cache is not None and cached > job.cached:
+                found, job.cached, job.cached_by = cache, cached, key
+        return found
 
-    def fetch(self, key: Any, tokens: list[int], least: int = 1) -> tuple[list[Any] | None, list[int]]:
-        """A KV cache of the first tokens, and the others, at least so many of them."""
-        cache, rest = self.prompt_cache.fetch_nearest_cache(key, tokens)
+    def nearest(self, key: str, tokens: list[int], least: int) -> tuple[list[Any] | None, int]:
+        """A KV cache of the first tokens, and how many it has: all of them but for `least` at most."""
+        cache, rest = self.prompt_cache.fetch_nearest_cache((self.provider.model_key, key), tokens)
         missing = least - len(rest)
         if cache is None or missing <= 0:
-            return cache, rest
+            return cache, len(tokens) - len(rest)
         if len(tokens) > least and can_trim_prompt_cache(cache):
             trim_prompt_cache(cache, missing)
-            return cache, tokens[-least:]
-        return None, tokens
+            return cache, len(tokens) - least
+        return None, 0
 
     def close_writers(self) -> None:
         for writer in self.writers.values():
