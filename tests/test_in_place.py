@@ -358,7 +358,7 @@ def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
     assert command("generate", *model, "--mode", "telemetry-only", "--thresholds", "2").status == 0
     for flags, words in (
         (("--mode", "route", "--thresholds", "2,3"), "2 gears need 1 thresholds"),
-        (("--mode", "static", "--gear", "16"), "choose from low, high"),
+        (("--mode", "static", "--gear", "16"), "choose from 4 (low), 8 (high)"),
         (("--mode", "telemetry-only", "--gears", "4,8,16", "--thresholds", "2"), "3 gears need 2 thresholds"),
     ):
         done = command("generate", *model, *flags)
