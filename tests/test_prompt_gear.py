@@ -66,6 +66,11 @@ class TestWhoReads:
         for entries in kept[1:]:
             assert all(np.array_equal(mine, first) for mine, first in zip(entries, kept[0]))
 
+    def test_a_part_of_a_prompt_that_is_one_token_is_read_like_the_others(self, demo, geared_demo):
+        for mode in (Static("low"), Kickdown([1e3])):
+            found = written(demo, geared_demo, mode, prefill_step_size=1)
+            assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
+
     def test_a_batch_writes_what_each_text_is_alone(self, demo, geared_demo):
         prompts = [TALE, "There was a miller"]
         modes = Static("low"), Static("low", prompt_gear="same")
@@ -165,9 +170,9 @@ class TestChat:
 
     def test_a_prompt_gear_waits_for_a_mode_that_uses_it(self):
         with chat(gears="3,8,16", prompt_gear="8") as session:
-            assert session.model.turn(ASKED).reads == 16
+            assert session.model.coming(ASKED).reads == 16
             session.model.hold("low")
-            assert session.model.turn(ASKED).reads == 8
+            assert session.model.coming(ASKED).reads == 8
 
 
 def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):

@@ -54,7 +54,7 @@ def unread(client, options: dict, prompt: str = TALE) -> int:
 def test_every_mode_goes_on_from_what_the_top_gear_read(kept):
     forget(kept)
     assert unread(kept, LOSSLESS) > 10
-    assert [unread(kept, options) for options in (LOW, ROUTE, KICKDOWN, TOP, LOSSLESS)] == [1, 1, 3, 1, 1]
+    assert [unread(kept, options) for options in (LOW, ROUTE, KICKDOWN, TOP, LOSSLESS)] == [1] * 5
 
 
 def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):

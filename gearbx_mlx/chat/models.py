@@ -30,7 +30,7 @@ SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 
 @dataclass(frozen=True)
-class ModelTurn:
+class NextAnswer:
     """How a message is answered.
 
     reads: bits of the gear that reads it. writes: the fewest bits in which a token of the answer may be computed. Both
@@ -91,17 +91,17 @@ class GearedChat:
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
 
-    def turn(self, message: str) -> ModelTurn:
+    def coming(self, message: str) -> NextAnswer:
         """How a message is answered, as typed."""
         mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
         gearbox = self._geared.gearbox
         if self._controller is not None or not isinstance(gearbox, Gearbox):
-            return ModelTurn(mode)
+            return NextAnswer(mode)
         reads, writes = mode.gears_of_text(gearbox)
-        return ModelTurn(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)
+        return NextAnswer(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
-        """Answer in the mode of the turn; `tokens` are to be read, `keywords` go to stream_generate."""
+        """Answer in the mode of `coming`; `tokens` are to be read, `keywords` go to stream_generate."""
         keywords = self._keywords | {"gearbox": self._geared.gearbox, "controller": self._controller} | keywords
         return stream_generate(self._model, self.tokenizer, tokens, max_tokens, mode=mode, **keywords)
 
@@ -172,11 +172,13 @@ class PairChat:
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
-    def turn(self, message: str) -> ModelTurn:
+    def coming(self, message: str) -> NextAnswer:
         threshold, first = self._turns.threshold(self._pair.vocab_size), self._settings.routing.initial_gear
         if self._held:
             threshold, first = (math.inf if self._held == NAMES[0] else 0.0), self._held
-        return ModelTurn(Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first))
+        return NextAnswer(
+            Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first)
+        )
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords

@@ -138,15 +138,15 @@ class Session:
         """Read what the cache does not have of the conversation, and write the answer."""
         tokens = self.conversation.tokens(message)
         max_tokens = self._room(len(tokens))
-        turn = self.model.turn(message)
-        unread = self.cache.unread(tokens, turn.reads)
+        coming = self.model.coming(message)
+        unread = self.cache.unread(tokens, coming.reads)
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
         try:
-            self._write(self.model.answer(turn.mode, unread, max_tokens, **keywords), answer)
-            if turn.reads_again and can_trim_prompt_cache(self.cache.entries):
-                self.cache.note(unread[:-1], answer.whole, turn.reads)
+            self._write(self.model.answer(coming.mode, unread, max_tokens, **keywords), answer)
+            if coming.reads_again and can_trim_prompt_cache(self.cache.entries):
+                self.cache.note(unread[:-1], answer.whole, coming.reads)
             else:
-                self.cache.note([*unread, *answer.tokens], answer.whole, min(turn.reads, turn.writes))
+                self.cache.note([*unread, *answer.tokens], answer.whole, min(coming.reads, coming.writes))
         except BaseException:  # the second Ctrl-C, for one: what was computed then is not known
             self.cache.forget()
             raise

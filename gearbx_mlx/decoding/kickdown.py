@@ -42,7 +42,8 @@ class GearedModel(ModelWrapper):
         prefill: the gear for prompts; the top one if not given.
         share_entropy: the distribution that is sampled is that of the logits, so that its entropy is known already.
 
-    `step` is the latest step, `positions` how many there were.
+    `step` is the latest step, `positions` how many there were. While `in_prompt` is set, a single token is computed as
+    a prompt, too.
 
     Raises:
         GearbxError: thresholds that do not fit the ladder.
@@ -65,13 +66,13 @@ class GearedModel(ModelWrapper):
         self.rule = rule or (lambda entropy, position, gear: entropy > bits[gear])
         self.prefill = gearbox.ladder.top if prefill is None else gearbox.ladder.find(prefill)
         self.share_entropy = share_entropy
-        self.positions = 0
+        self.positions, self.in_prompt = 0, False
 
     def __call__(
         self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
     ) -> mx.array:
         kwargs = self.model_keywords(input_embeddings, kwargs)
-        if inputs.size != 1:
+        if inputs.size != 1 or self.in_prompt:
             return self.run(self.prefill, inputs, cache, **kwargs)
         ladder = self.gearbox.ladder
         before = None if cache is None or len(ladder) == 1 else Snapshot(cache)
@@ -126,6 +127,14 @@ class Kickdown(Mode):
         share = not kwargs.get("logits_processors")
         prefill, _ = self.gears_of_text(gearbox)
         geared = GearedModel(gearbox, self.thresholds, rule=self.rule, prefill=prefill, share_entropy=share)
+        told = kwargs.pop("prompt_progress_callback", None)
+
+        def progress(read: int, tokens: int) -> None:
+            geared.in_prompt = read < tokens - 1  # the last part of a prompt may be one token
+            if told is not None:
+                told(read, tokens)
+
+        kwargs["prompt_progress_callback"] = progress
         source = sampled(geared, tokenizer, prompt, lambda: geared.step, geared.reader, **kwargs)
         return geared_responses(source, gearbox, Monitor(vocabulary(model), self.window), controller)
 

@@ -158,13 +158,6 @@ class Served:
         again = self.controller is None and is_read_again(mode, self.gearbox)
         return prompt - 1 if again else prompt + answer
 
-    def read_again(self, mode: Mode) -> int:
-        """The fewest tokens of a prompt that are read although their KV cache is there.
-
-        Mode kickdown computes a single token in the low gear, wherever it stands: so there are two before the last one.
-        """
-        return 3 if mode.name == "kickdown" else 1
-
     @property
     def bits(self) -> dict[str, int]:
         """Bits of the gears, by name; empty for a pair, whose gears are models."""

@@ -216,22 +216,21 @@ class Scheduler(ResponseGenerator):
 
     def fetch(self, job: Job) -> list[Any] | None:
         """The longest KV cache that a text may go on from, and of those the most precise; the job notes what it has."""
-        served, found = job.served, None
-        for key in served.keys(job.mode):
-            cache, cached = self.nearest(key, job.prompt.key, served.read_again(job.mode))
+        found = None
+        for key in job.served.keys(job.mode):
+            cache, cached = self.nearest(key, job.prompt.key)
             if cache is not None and cached > job.cached:
                 found, job.cached, job.cached_by = cache, cached, key
         return found
 
-    def nearest(self, key: str, tokens: list[int], least: int) -> tuple[list[Any] | None, int]:
-        """A KV cache of the first tokens, and how many it has: all of them but for `least` at most."""
+    def nearest(self, key: str, tokens: list[int]) -> tuple[list[Any] | None, int]:
+        """A KV cache of the first tokens, and how many it has: all but the last one at most."""
         cache, rest = self.prompt_cache.fetch_nearest_cache((self.provider.model_key, key), tokens)
-        missing = least - len(rest)
-        if cache is None or missing <= 0:
+        if cache is None or rest:
             return cache, len(tokens) - len(rest)
-        if len(tokens) > least and can_trim_prompt_cache(cache):
-            trim_prompt_cache(cache, missing)
-            return cache, len(tokens) - least
+        if len(tokens) > 1 and can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, 1)
+            return cache, len(tokens) - 1
         return None, 0
 
     def close_writers(self) -> None:
