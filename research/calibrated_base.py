@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.quant.gptq import gptq_quantize
+from mlx_lm.utils import save
 from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
@@ -17,6 +19,7 @@ from gearbx_mlx.evaluation.text import read_documents, read_rows, windows_of
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
+from gearbx_mlx.loading import find
 
 from .studies import HELD_OUT, Found, study
 
@@ -53,6 +56,7 @@ def calibrated_base(
     model: str = "smollm2",
     prompts: int = 12,
     formats: list[str] = ["planes", "exact"],  # noqa: B006 - nothing changes it
+    others: list[Path] = [],  # noqa: B006
     data: Path | None = None,
     tokens: int = 4096,
 ) -> Found:
@@ -62,6 +66,7 @@ def calibrated_base(
         model: of bfloat16; "demo" for the one that ships.
         prompts: of each kind.
         formats: whose codes are calibrated; those of exact stay so near that the original comes back.
+        others: checkpoints of the model in 4 bits by other quantizers, such as what `gptq` makes, as the lowest gear.
         data: a text on which the base alone is read, such as WikiText-2's test set.
         tokens: of that text.
     """
@@ -73,10 +78,12 @@ def calibrated_base(
     bases: dict[str, Any] = {"nearest codes": {}} | {
         f"calibrated, {format}": base_of(name, format) for format in formats
     }
-    for label, base in bases.items():
+    gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}
+    gears |= {path.name: {"low_model": load(path)[0]} for path in others}
+    for label, gear in gears.items():
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
-        gearbox = Gearbox(own, "4,16", base=base, kernels="native")
+        gearbox = Gearbox(own, "4,16", kernels="native", **gear)
         found = agreement(gearbox, answers)
         alone = against_top(gearbox, windows)
         figures.append({"base": label, "agreement": found, "text": alone})
@@ -84,6 +91,28 @@ def calibrated_base(
         rows.append([label, *shown, *([f"{alone[0]:.3f}", f"{alone[1]:.3f}"] if alone else [])])
     head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
     return Found({f"calibrated_base_{model}": table(head, rows)}, figures)
+
+
+@study(minutes=15)
+def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 256) -> None:
+    """A checkpoint of 4 bits by mlx-lm's GPTQ, from the texts that our own calibration reads, for `calibrated-base`.
+
+    Args:
+        folder: for the checkpoint.
+        windows: of the texts, one after the other.
+        length: tokens of a window.
+    """
+    geared, tokenizer = load(model)
+    text = text_of(tokenizer, None)
+    with progress_bar() as progress:
+        texts = text.texts + answered(geared, tokenizer, text.requests, progress)
+    original, _, config = load(model, return_config=True)  # answers put gears on the other one
+    tokens = [token for each in texts for token in each][: windows * length]
+    read = mx.array(tokens[: len(tokens) // length * length]).reshape(-1, length)
+    made, config["quantization"] = gptq_quantize(
+        original, read, bits=4, group_size=64, fallback_bits=4, fallback_group_size=64, batch_size=4
+    )
+    save(folder, find(model), made, tokenizer, config)
 
 
 def base_of(name: str | None, format: str) -> dict[str, Any]:
