@@ -51,7 +51,7 @@ def check_range(shown: str, value: float, least: float, most: float = math.inf) 
     except TypeError:  # from a program
         inside = above = False
     if not inside:
-        bounded = most < LARGEST_SHOWN or (above and math.isfinite(value))
+        bounded = most < LARGEST_SHOWN or (above and value < math.inf)
         number = "a finite number, " if above and not bounded else ""
         upper = f" to {most:g}" if bounded else " or more"
         raise GearbxError(f"{shown} is {value}; give {number}{least:g}{upper}")

@@ -32,7 +32,7 @@ from .exact import exact, lossless_table
 from .studies import STUDIES, Found, publish, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
-REPORTS = MODELS | {"smollm2": "smollm2-report"}  # the last has a table, and no part in what is advised
+REPORTS = MODELS | {"smollm2": "smollm2-report", "schedules": "smollm2-schedules"}  # without a part in the advice
 MIXTURES = ("random", "route", "position", "kickdown")  # those that know no more than a user's model does
 SIGNIFICANT = 2  # standard errors
 
