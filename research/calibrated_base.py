@@ -107,11 +107,13 @@ def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 
     with progress_bar() as progress:
         texts = text.texts + answered(geared, tokenizer, text.requests, progress)
     original, _, config = load(model, return_config=True)  # answers put gears on the other one
+    original.set_dtype(mx.float32)  # MLX multiplies bfloat16 slowly on a CPU
     tokens = [token for each in texts for token in each][: windows * length]
     read = mx.array(tokens[: len(tokens) // length * length]).reshape(-1, length)
     made, config["quantization"] = gptq_quantize(
         original, read, bits=4, group_size=64, fallback_bits=4, fallback_group_size=64, batch_size=4
     )
+    made.set_dtype(mx.bfloat16)
     save(folder, find(model), made, tokenizer, config)
 
 
