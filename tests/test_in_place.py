@@ -204,6 +204,16 @@ def test_lossless_has_a_lower_gear_where_its_drafts_pay(bits, ladder):
     assert [gear.bits for gear in Gearbox(quantized(bits)).ladder] == [4, bits]
 
 
+@pytest.mark.parametrize("bits", [8, 6, 5])
+def test_the_whole_codes_alone_with_a_tied_head(bits, native):
+    shape = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "tie_word_embeddings": True}
+    model = quantized(bits, 64, **shape)
+    expected = model(PROMPT).astype(mx.float32)
+    Gearbox(model, str(bits), kernels="native", activations="float")
+    error = mx.abs(model(PROMPT) - expected).max() / mx.abs(expected).max()
+    assert error.item() < 0.05
+
+
 def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
     folder = tmp_path / "model"
     save_model(quantized(8, 64, hidden_size=512, intermediate_size=1024, num_hidden_layers=6), folder)

@@ -296,7 +296,7 @@ class FromCodes(Source):
         linears[top] = planes_module(dense, split, joined=not native)
         if not isinstance(layer.module, nn.Embedding):
             return linears
-        if not low:
+        if not low and len(split.widths) == 1:
             return {top: QuantizedTied(linears[top], self.compute_dtype)}
         return {bits: ExactTied(linear, linears[top], self.compute_dtype) for bits, linear in linears.items()}
 
