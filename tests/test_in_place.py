@@ -16,7 +16,6 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.chat.run import obey
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
-from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -195,13 +194,15 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
     assert not mx.array_equal(model(PROMPT), stock)
 
 
-@pytest.mark.parametrize(("bits", "ladder"), [(8, [4, 8]), (6, [6]), (5, [5])])
-def test_lossless_has_a_lower_gear_where_its_drafts_pay(bits, ladder):
-    _, tokenizer = gearbx_mlx.load()
-    model = quantized(bits, 32, vocab_size=4096)
-    assert [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 4, mode="lossless")]
-    assert [gear.bits for gear in attached(model).ladder] == ladder
-    assert [gear.bits for gear in Gearbox(quantized(bits)).ladder] == [4, bits]
+@pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "6"), (5, "5")])
+def test_lossless_has_a_lower_gear_where_its_drafts_pay(command, tmp_path, bits, ladder):
+    mlx_lm.convert(str(DEMO_MODEL), str(tmp_path / "model"), quantize=True, q_bits=bits, q_group_size=32)
+    for flags, gears in (((), ladder), (("--mode", "route"), f"4,{bits}"), (("--draft-length", 2), f"4,{bits}")):
+        summary = tmp_path / "s.json"
+        done = command("generate", "--model", tmp_path / "model", *flags, *QUIET, "-p", "Once", "--summary", summary)
+        assert done.status == 0, done.err
+        told = json.loads(summary.read_text())
+        assert ",".join(str(gear["bits"]) for gear in told["ladder"]) == gears
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5])

@@ -85,6 +85,13 @@ def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_g
     assert text == fresh(in_eight_bits, longer)
 
 
+def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
+    forget(in_eight_bits)
+    whole = unread(in_eight_bits, LOSSLESS)
+    usage = complete(in_eight_bits, TALE, max_tokens=4, gearbx=LOW, seed=1)["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == whole
+
+
 def test_what_a_lower_gear_only_used_is_still_the_top_gears():
     with served(gears="4,8,16", prompt_gear="8", prompt_cache_size=1, log_level="ERROR") as client:
         unread(client, LOSSLESS)

@@ -23,12 +23,21 @@ TOPS = (16, 8)
 DEFAULT_PROMPT = 128  # tokens of a window of --data before those that a schedule computes
 
 
+MOST_SCHEDULED = 5  # gears: every place where each may end is tried
+
+
 def parse_descending(text: str) -> tuple[int, ...]:
-    """--schedule-gears as numbers. Raises GearbxError for anything but two or more descending bits."""
+    """--schedule-gears as numbers. Raises GearbxError for anything but two to five descending bits."""
     parts = [part.strip() for part in text.split(",")]
     bits = tuple(int(part) for part in parts if part.isdecimal())
-    if len(parts) < 2 or len(bits) < len(parts) or any(a <= b for a, b in itertools.pairwise(bits)):
-        raise GearbxError(f"--schedule-gears is '{text}'; give bits of two gears or more, the highest first: 8,6,4")
+    if (
+        not 2 <= len(parts) <= MOST_SCHEDULED
+        or len(bits) < len(parts)
+        or any(a <= b for a, b in itertools.pairwise(bits))
+    ):
+        raise GearbxError(
+            f"--schedule-gears is '{text}'; give bits of 2 to {MOST_SCHEDULED} gears, the highest first: 8,6,4"
+        )
     return bits
 
 

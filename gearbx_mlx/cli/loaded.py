@@ -88,7 +88,8 @@ class Loaded:
         model, tokenizer, config = load_model(resolved.model, chat_template, lazy)
         codes = own_codes(model)
         if codes is None:
-            mx.eval(model.parameters())
+            if lazy and saved_gears(model) is None:
+                mx.eval(model.parameters())
             return cls(resolved, model, tokenizer, config)
         resolved = in_own_codes(resolved, codes)
         return cls(resolved, model, tokenizer, config, codes.told(None if resolved.observes else resolved.ladder))
@@ -191,7 +192,8 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     }
     with about(model_name(resolved.model.model)):
         ladder = ladder_of_codes(codes, resolved.asked, given)
-        found = replace(resolved, ladder=codes.drafting() if resolved.drafts_best else ladder)
+        drafts_best = resolved.drafts_best and resolved.mode.draft_length is None
+        found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder)
         found.check_mode()
     return found
 

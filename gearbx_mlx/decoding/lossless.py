@@ -23,8 +23,7 @@ import numpy as np
 from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError, GearbxWarning, one_line
-from ..gears.gearbox import Gearbox, Observer, attached
-from ..gears.in_place import own_codes
+from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import is_tuning
 from ..ranks.agreement import agreement_of
@@ -320,13 +319,6 @@ class Lossless(SharedMode):
             most = getattr(self, name)
             if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
                 raise GearbxError(f"{name} is {most!r}; give 0 to {MOST_DRAFTED}")
-
-    def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """As any mode; of a quantized checkpoint a new one has a lower gear only where drafts of it pay."""
-        if gearbox is None and attached(model) is None and self.draft is None:
-            codes = own_codes(model)
-            gearbox = None if codes is None else Gearbox(model, codes.drafting())
-        return super().gearbox_for(model, gearbox)
 
     @property
     def saves(self) -> str:

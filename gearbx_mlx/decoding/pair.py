@@ -79,6 +79,11 @@ class TrailingCache:
     def offset(self) -> int:
         return length(self.entries)
 
+    @property
+    def nbytes(self) -> int:
+        """Of what was read, for mlx-lm's store of prompts."""
+        return sum(entry.nbytes for entry in self.entries)
+
     def is_trimmable(self) -> bool:
         return can_trim_prompt_cache(self.entries)
 

@@ -60,7 +60,7 @@ class Monitor:
         GearbxError: a window shorter than one token.
     """
 
-    def __init__(self, vocab_size: int, window: int = DEFAULT_WINDOW, catastrophe_share: float = CATASTROPHE_SHARE):
+    def __init__(self, vocab_size: int, window: int = DEFAULT_WINDOW, *, catastrophe_share: float = CATASTROPHE_SHARE):
         if window < 1:
             raise GearbxError(f"window is {window}; give a number of tokens, 1 or more")
         self.ceiling = catastrophe_share * math.log2(vocab_size)

@@ -353,9 +353,11 @@ class Single:
         """Compute one token and send it on; after the last one, keep what later texts may go on from."""
         response = None
         self.computing = True
-        with suppress(Left), self.random.drawn():
-            response = None if self.job.asked.left.is_set() else next(self.responses, None)
-        self.computing = False
+        try:
+            with suppress(Left), self.random.drawn():
+                response = None if self.job.asked.left.is_set() else next(self.responses, None)
+        finally:
+            self.computing = False
         if response is not None and not self.job.emit(response, response.text, response.finish_reason):
             return
         self.close()

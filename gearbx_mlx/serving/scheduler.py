@@ -215,9 +215,14 @@ class Scheduler(ResponseGenerator):
         return self._stop
 
     def fetch(self, job: Job) -> list[Any] | None:
-        """The longest KV cache that a text may go on from, and of those the most precise; the job notes what it has."""
-        found = None
-        for key in job.served.keys(job.mode):
+        """The longest KV cache that a text may go on from, and of those the most precise; the job notes what it has.
+
+        With a seed it is one of the text's own gear of prompts, so that the text does not depend on earlier requests.
+        """
+        found, whole, keys = None, len(job.prompt.key) - 1, job.served.keys(job.mode)
+        for key in keys if job.asked.request.seed is None else keys[-1:]:
+            if job.cached == whole:  # a cache is copied when it is looked for
+                break
             cache, cached = self.nearest(key, job.prompt.key)
             if cache is not None and cached > job.cached:
                 found, job.cached, job.cached_by = cache, cached, key
