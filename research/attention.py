@@ -1,8 +1,8 @@
 """The error of attention in a low gear (GEARBX 13.2), for every architecture whose layers attend.
 
-Nothing is known of a model's classes. While it reads a text, `watched` notes each call of attention: the innermost
-module whose call it is a part of, its queries, keys and values, and the linear layers that were called before and after
-it. Then the module is called again with quantized weights, and what its heads attend to is compared.
+It needs to know nothing of a model's classes. While the model reads a text, `watched` notes each call of attention: the
+innermost module that makes the call, its queries, keys and values, and the linear layers that are called before and
+after it. Then the module is called again with quantized weights, and what its heads attend to is compared.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ Quantizer = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Attended:
-    """What a call of attention got: queries (1, H, S, D), keys and values of as many heads or fewer, mask and sinks."""
+    """What attention gets in a call: queries (1, H, S, D), keys and values of as many heads or fewer, mask, sinks."""
 
     queries: mx.array
     keys: mx.array
@@ -51,7 +51,7 @@ class Attended:
         return mx.where(mask, scores, -mx.inf) if mask.dtype == mx.bool_ else scores + mask.astype(mx.float32)
 
     def probabilities(self) -> mx.array:
-        """(H, S, T): how much of each position is taken; with sinks, which take a part, less than 1 in all."""
+        """(H, S, T): the weight of each position; with sinks, which take a part, they sum to less than 1."""
         scores = self.scores()
         if self.sinks is None:
             return mx.softmax(scores, axis=-1, precise=True)
@@ -68,7 +68,7 @@ class Attended:
 class Call:
     """A call of a module.
 
-    attended: what attention got in it. linears: the layers it called; before: how many of them before attention.
+    attended: attention's arguments. linears: the layers it called; before: how many of them before attention.
     """
 
     module: nn.Module
@@ -150,7 +150,7 @@ def calls_of(model: nn.Module, tokens: Sequence[int]) -> list[Call]:
 
 
 def changed(call: Call, quantize: Quantizer) -> Attended:
-    """What attention gets where the layers before it are quantized, of the same inputs."""
+    """What attention gets from the same inputs where the layers before it are quantized."""
     layers = list({id(layer): layer for layer in call.inputs}.values())
     weights = [layer.weight for layer in layers]
     try:
@@ -189,10 +189,10 @@ def relative_entropy(probabilities: mx.array, seen: mx.array | None = None) -> m
 
 
 def errors_of(call: Call, quantize: Quantizer) -> tuple[mx.array, mx.array, dict[str, mx.array]]:
-    """Of each head at each position (H, S): relative entropy, squared size of what it adds, squared error by part.
+    """For each head and position (H, S): relative entropy, squared size of what it adds, squared error by part.
 
-    What a head adds is its part of the output layer's result; its own result where there is no such layer, and then
-    there is no part `output`.
+    A head adds its part of the output layer's result. Without such a layer it adds its own result, and there is no part
+    `output`.
     """
     exact, other = call.attended, changed(call, quantize)
     assert exact is not None
@@ -220,7 +220,7 @@ def attention_errors(
 
     Args:
         texts: tokens. Each head at each position from `first` on is one sample.
-        quantizer: of the projections; per-row symmetric codes of 4 bits if not given.
+        quantizer: for the projections; per-row symmetric codes of 4 bits if not given.
 
     Returns:
         a row for each kind of projection and bin of entropy: `part`, `low` and `high` (of the bin), `samples`, `error`
@@ -246,7 +246,7 @@ def samples(values: mx.array, first: int) -> np.ndarray:
 
 
 def binned(part: str, entropies: np.ndarray, sizes: np.ndarray, errors: np.ndarray) -> list[dict[str, Any]]:
-    """The rows of `attention_errors` of one part, from samples: entropies, squared sizes and squared errors."""
+    """The rows of `attention_errors` for one part, from samples: entropies, squared sizes and squared errors."""
     places = np.clip(np.digitize(entropies, EDGES[1:-1]), 0, len(EDGES) - 2)
     rows = []
     for place, (low, high) in enumerate(pairwise(EDGES)):

@@ -50,7 +50,7 @@ class Reader:
 
 @dataclass
 class Costs:
-    """Of all predictions of a policy: numbers of the gears, bytes, KL in nats, agreement with the top gear."""
+    """All predictions of a policy: their gears, bytes, KL in nats, agreement with the top gear."""
 
     gears: list
     weight_bytes: list
@@ -122,7 +122,7 @@ CONTEXT, PASSES = 64, 9
 
 
 def timed(responses):
-    """Tokens by sequence, the seconds per token after the first step, on the clock and of the processor, and counts."""
+    """Tokens by sequence, the seconds per token after the first step (clock and processor), and counts."""
     texts: dict[int, list[int]] = {}
     count, drafted, begun = 0, 0, (0.0, 0.0)
     for step in responses:
@@ -191,8 +191,8 @@ def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
 def batch_sharing(texts: int = 16, length: int = 96) -> Found:
     """What sharing a gear costs in mode route, by policy and number of texts.
 
-    Texts are read side by side, a token of each at a time, on KV caches of their own; the gear of a step is what the
-    policy makes of their wishes, which act two tokens later. Each prediction is compared with the top gear's. A row of
+    Texts are read side by side, a token of each at a time, on KV caches of their own. The policy sets the gear of a
+    step from their wishes, which act two tokens later. Each prediction is compared with the top gear's. A row of
     a pass has the same bits in any company (native CPU kernels), so the texts of a step are computed one after the
     other, and the bytes of one pass are counted for all of them.
 

@@ -66,7 +66,7 @@ def calibrated_base(
         model: of bfloat16; "demo" for the one that ships.
         prompts: of each kind.
         formats: whose codes are calibrated; those of exact stay so near that the original comes back.
-        others: checkpoints of the model in 4 bits by other quantizers, such as what `gptq` makes, as the lowest gear.
+        others: 4-bit checkpoints of the model by other quantizers, such as what `gptq` makes, as the lowest gear.
         data: a text on which the base alone is read, such as WikiText-2's test set.
         tokens: of that text.
     """
@@ -124,7 +124,7 @@ def base_of(name: str | None, format: str) -> dict[str, Any]:
 
 
 def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> tuple[BaseKey, Base]:
-    """The base that is calibrated with what ships, and its key; as it is kept, if an earlier run made it."""
+    """The base that is calibrated with what ships, and its key; an earlier run's base is used if it was kept."""
     text = text_of(tokenizer, None)
     key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
     base = key.find()

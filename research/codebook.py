@@ -313,12 +313,12 @@ def as_mixture(model: Any, parts: int = PARTS_OF_AN_MLP) -> Any:
 
 
 def needed(row: dict[str, Any]) -> float:
-    """Bytes that a point needs at its most, as in `OperatingPoint`."""
+    """Bytes that a point needs at its peak, as in `OperatingPoint`."""
     return max(row["spike"], row["steady"] + row["reserve"])
 
 
 def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
-    """What the H-Process tries of these points under a budget: it ends with the first that needs more, unjudged."""
+    """The points that the H-Process tries under a budget: the first that needs more ends it, and is not judged."""
     over = next((i for i, row in enumerate(rows) if needed(row) > budget), None)
     if over is None:
         return rows
@@ -355,7 +355,7 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
     ends = tokenizer.eos_token_ids
     texts = [start + continuation(original, start, WRITTEN, ends) for start in starts]
     del original
-    fast_gearbox(mixture, Codebook(), "all")  # in whose type the mixture computes from here on
+    fast_gearbox(mixture, Codebook(), "all")  # from here on the mixture computes in its type
     limits = Limits(reserve=measure_reserve(mixture).bytes)
     with progress_bar() as progress:
         task = progress.add_task("judging and trying", total=None)
@@ -404,7 +404,7 @@ CODEBOOK_GROUP, GROUPED_BITS, MOST_MATRICES = 128, (2, 3, 4), 8
 def grouped_error(weight: mx.array, bits: int) -> tuple[float, float]:
     """Effective bits and squared error of a codebook of its own for each 128 weights of a row.
 
-    Where a group's outliers begin is not counted: it would not have to be stored for each.
+    The offsets of a group's outliers are not counted: they need not be stored for each group.
     """
     groups = weight.reshape(-1, CODEBOOK_GROUP)
     arrays = codebook.encode(groups, bits)
@@ -423,7 +423,7 @@ def row_curve(weight: mx.array) -> dict[float, float]:
 
 
 def wide_matrices(name: str | None) -> list[mx.array]:
-    """Some matrices of a model whose rows have several groups, at most 2^21 weights of each."""
+    """Matrices of a model whose rows have several groups, at most 2^21 weights of each."""
     layers, _ = discover(load(name)[0] if name else load()[0], format=Codebook())
     weights = [layer.module.weight for layer in layers]
     weights = [each for each in weights if each.shape[-1] > CODEBOOK_GROUP and each.shape[-1] % CODEBOOK_GROUP == 0]
@@ -453,7 +453,7 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most so many places of a list, spread evenly."""
+    """At most so many items of a list, spread evenly."""
     return sorted({round(i * (count - 1) / max(1, most - 1)) for i in range(most)})
 
 
@@ -476,7 +476,7 @@ def bytes_call(library: Any, arrays: dict[str, mx.array], x: np.ndarray, y: np.n
 
 
 def bytes_row(library: Any, matrices: list[dict[str, mx.array]], vectors: int, trials: int) -> list[object]:
-    """Vectors, the ratios of time of floats to bytes, and how far bytes are from floats."""
+    """Vectors, time of floats over time of bytes, and how far bytes are from floats."""
     native, x = native_kernels(), mx.random.normal((vectors, BYTES_SIZE))
     given, y = np.array(x), np.zeros((vectors, BYTES_SIZE), np.float32)
     calls = [bytes_call(library, arrays, given, y) for arrays in matrices]

@@ -74,7 +74,7 @@ Times = dict[str, float]  # picoseconds for the weights of a group
 
 
 class Matrix(ctypes.Structure):
-    """Like in terms.cpp."""
+    """As in terms.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("weights", "scales", "x", "bytes", "x_sums", "b_sums", "out")),
@@ -96,7 +96,7 @@ class Arrays:
 
     Args:
         weights: (rows, bytes of a row) uint8; scales: (rows, groups) float32; x: (columns,) float32.
-        bits: of a weight; what its codes are off depends on it.
+        bits: of a weight; the offset of its codes depends on it.
     """
 
     def __init__(self, weights: np.ndarray, scales: np.ndarray, x: np.ndarray, bits: int):
@@ -186,7 +186,7 @@ def predictions(terms: Times, times: Times, product: str) -> dict[str, float]:
 def law(terms: Mapping[str, float]) -> dict[str, float]:
     """What integers save (equation 3), and what they cost: as equation 4 has it, with unpacking, and shared by rows.
 
-    And how many rows would have to share a rounding, so that both are equal.
+    And how many rows must share a rounding for both to be equal.
     """
     costs = {
         "equation 4": terms["quant_act"] - terms["dequant_4"],
@@ -202,7 +202,7 @@ def law(terms: Mapping[str, float]) -> dict[str, float]:
 
 APPLE = ("-target", "aarch64-linux-gnu", "-mcpu=apple-m1", "-ffreestanding"), ("-mtriple=aarch64", "-mcpu=apple-m1")
 HERE = ("-march=native",), ("-mcpu=native",)
-ITERATIONS = 100  # of a step, in which reading the first one counts little
+ITERATIONS = 100  # of a step: so many that the first read counts little
 
 
 def tool(name: str) -> str | None:
@@ -221,7 +221,7 @@ def steps(assembly: str) -> dict[str, list[str]]:
 
 
 def cycles(instructions: Sequence[str], flags: Sequence[str]) -> float:
-    """Of a step that is repeated, as llvm-mca predicts."""
+    """The cycles of a repeated step, as llvm-mca predicts."""
     command = [tool("llvm-mca") or "llvm-mca", *flags, "-json", f"-iterations={ITERATIONS}"]
     done = subprocess.run(command, input="\n".join(instructions) + "\n", capture_output=True, text=True)
     if done.returncode:
@@ -230,7 +230,7 @@ def cycles(instructions: Sequence[str], flags: Sequence[str]) -> float:
 
 
 def by_instructions(how: tuple[Sequence[str], Sequence[str]]) -> dict[str, tuple[float, float]]:
-    """For terms and products the instructions and the cycles of a group; empty where clang or llvm-mca is missing."""
+    """The instructions and the cycles of a group by term and product; empty where clang or llvm-mca is missing."""
     compiler = tool("clang++") or tool("clang")
     if compiler is None or tool("llvm-mca") is None:
         return {}

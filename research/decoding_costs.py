@@ -126,7 +126,7 @@ def routing(
 
 
 def seconds_per_token(steps: Iterator, tokens: int) -> float:
-    """Of a loop, after its first token."""
+    """The time of a loop after its first token."""
     next(steps)
     return timed(lambda: list(steps)) / tokens
 
@@ -149,7 +149,7 @@ def mixture(
     run: int = 10,
     trials: int = 5,
 ) -> Found:
-    """Tokens in all gears beside the top gear alone, as measured and as GEARBX 9 predicts.
+    """A mixture of all gears beside the top gear alone, as measured and as GEARBX 9 predicts.
 
     Args:
         model: If not given, a random Llama.
@@ -174,7 +174,7 @@ def plan_of(ladder: Ladder, shares: Sequence[float], tokens: int, run: int) -> l
     """The gear of each token: runs of one gear, about `run` tokens long, in turn; each gear has its share.
 
     Raises:
-        GearbxError: another number of shares than of gears.
+        GearbxError: there are not as many shares as gears.
     """
     if len(shares) != len(ladder):
         raise GearbxError(f"--shares has {len(shares)} numbers, and there are {len(ladder)} gears; give one for each")
@@ -209,7 +209,7 @@ def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
 def mixture_row(
     gearbox: Gearbox, plan: Sequence[Gear], measured: Sequence[dict[str, tuple[float, float]]]
 ) -> dict[str, Any]:
-    """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: if only bytes took time, and shifts none."""
+    """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
     top, shifts = gearbox.ladder.top, shifts_of(plan)
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
     speedups = [trial[top.name][0] / trial[MIXED][0] for trial in measured]
@@ -292,7 +292,7 @@ def time_batches(
 
 
 def random_prompts(model: nn.Module, size: int) -> list[list[int]]:
-    """As many prompts of one length, the same in every run."""
+    """So many prompts of one length, the same in every run."""
     drawn, count = random.Random(0), vocabulary(model)
     return [[drawn.randrange(1, count) for _ in range(PROMPT_TOKENS)] for _ in range(size)]
 

@@ -78,7 +78,7 @@ def load_geared(path: Path, gears: list[str]) -> None:
 
 
 def fill_arrays(files: list[Path]) -> None:
-    """Have MLX read all arrays, and do nothing with them."""
+    """Have MLX read all arrays and do nothing else."""
     mx.eval([mx.load(str(file)) for file in files])
 
 
@@ -95,7 +95,7 @@ FORMS = {"bf16": "bfloat16, mlx-lm", "resident": "exact, resident", "stream": "e
 
 
 def models(model: str, directory: Path) -> tuple[Path, Path]:
-    """The bfloat16 model and its geared checkpoint, made if it is not there."""
+    """The bfloat16 model and its geared checkpoint, which is made if it is not there."""
     original, geared = find(model), directory / "exact"
     if not geared.exists():
         convert(original, geared, gears="4,16", format="exact")

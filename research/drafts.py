@@ -44,7 +44,7 @@ class Counted:
 
 
 def timed(responses):
-    """The responses, and the seconds after the first of them: on the wall, and of the processor."""
+    """The responses, and the seconds after the first of them: by the clock, and of the processor."""
     found: list[Any] = []
     begun = (0.0, 0.0)
     for response in responses:
@@ -175,7 +175,7 @@ def milliseconds(compute: Callable[[], object]) -> float:
 
 
 def trial(verifier: Verifier, model: nn.Module) -> tuple[float, float, float, float]:
-    """Milliseconds: one token, a verification, the states after what is accepted, and the same by a second pass."""
+    """Milliseconds: one token, a verification, the states after what is accepted, and these by a second pass."""
     cache = make_prompt_cache(model)
     model(mx.arange(CONTEXT)[None], cache=cache)
     mx.eval([part.state for part in cache])
@@ -241,8 +241,8 @@ def lookup_table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 def states(trials: int = 11) -> Found:
     """What a partly accepted draft costs a model that keeps states, on random hybrids.
 
-    A verification of 8 tokens of which 5 are accepted. Then the states after the fifth: from what the verification has
-    noted, which reads no weights of linear layers, and by a second pass over the five, which reads them all.
+    A verification of 8 tokens accepts 5. The states after the fifth are then made in two ways: from what it noted,
+    which reads no weights of linear layers, and by a second pass over the five, which reads them all.
     """
     rows = []
     for name in HYBRIDS:

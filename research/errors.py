@@ -136,7 +136,7 @@ def runs_of(gears: Sequence[Gear], tokens: int, length: int) -> list[tuple[int, 
 
 
 def written(gearbox: Gearbox, tokens: Sequence[int], runs: Sequence[tuple[int, int, Gear]]) -> tuple[Any, np.ndarray]:
-    """The caches and the log-probabilities (S, V) of a text whose runs are read in their own gears."""
+    """The caches and the log-probabilities (S, V) of a text whose runs are each read in their own gear."""
     cache = make_prompt_cache(gearbox.model)
     found = []
     for begin, end, gear in runs:
@@ -154,7 +154,7 @@ def entries(caches: Any) -> tuple[list[mx.array], list[mx.array]]:
 
 
 def flat(caches: Any) -> list[Any]:
-    """Caches, and those that are within lists of caches."""
+    """The caches, also those within lists of caches."""
     return [each for cache in caches for each in (flat(cache.caches) if hasattr(cache, "caches") else [cache])]
 
 
@@ -205,7 +205,7 @@ def kv_errors(
     return rows
 
 
-CONTEXT = 256  # tokens of each text: all models know so many
+CONTEXT = 256  # tokens of each text: every model takes so many
 LENGTHS = (1, 2, 4, 8, 16, 32, 64, 128)
 Report = dict[str, list[dict[str, Any]]]
 

@@ -33,7 +33,7 @@ from .studies import STUDIES, Found, publish, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
 REPORTS = MODELS | {"smollm2": "smollm2-report", "schedules": "smollm2-schedules"}  # without a part in the advice
-MIXTURES = ("random", "route", "position", "kickdown")  # those that know no more than a user's model does
+MIXTURES = ("random", "route", "position", "kickdown")  # they know no more than a user's model does
 SIGNIFICANT = 2  # standard errors
 
 
@@ -50,7 +50,7 @@ def reports(results: Path, pattern: str) -> list[dict]:
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
-    """The smallest and the largest value, or the one that there is."""
+    """The smallest and the largest value, or the only one."""
     ends = sorted(values)
     texts = list(dict.fromkeys(form.format(value) for value in (ends[0], ends[-1])))
     return " to ".join(texts)
@@ -65,7 +65,7 @@ def policy_rows(results: Path) -> Iterator[tuple[str, dict, dict[str, dict]]]:
 
 
 def gains(results: Path, policy: str, control: str) -> list[tuple[float, float]]:
-    """Of every run of a policy: by how much its mean KL is below chance's, as a share, and the standard error."""
+    """For every run of a policy: by how much its mean KL is below chance's, as a share, and the standard error."""
     found = [row[control] for _, row, _ in policy_rows(results) if row["policy"] == policy]
     return [(-each["kl_mean_change"], each["kl_mean_change_error"]) for each in found]
 
@@ -126,7 +126,7 @@ def advice(results: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens to the change of mean KL that kickdown should reach
+AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens -> the change of mean KL that kickdown should reach
 
 
 def percent(part, digits=0):

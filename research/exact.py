@@ -32,7 +32,7 @@ SMALL_GROUP = 32  # for models whose widths are not multiples of 64
 
 
 class Weights(NamedTuple):
-    """Of one model: bits per weight of all arrays in format exact, by ladder; of planes beside the original; and the
+    """One model: bits per weight of all arrays in format exact, by ladder; of planes beside the original; and the
     entropy of the bfloat16 numbers.
     """
 
@@ -95,7 +95,7 @@ def stored(gearbox: Gearbox, gears: Iterable[Gear]) -> int:
 
 
 def entropy(model: nn.Module) -> float:
-    """Bits of the distribution of the bfloat16 numbers in all matrices: no code of single weights takes less."""
+    """Entropy of the bfloat16 numbers in all matrices, in bits: no code of single weights takes less."""
     matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim > 1]
     counts = np.bincount(np.concatenate([np.array(array.view(mx.uint16)).ravel() for array in matrices]))
     shares = counts[counts > 0] / counts.sum()
@@ -155,7 +155,7 @@ def lossless_table(results: Path) -> str:
 CODE, LOW, HIGH = (gear_color(place, 3) for place in range(3))
 PARTS = {"code": CODE, "scale and bias": "#8d95dd", "high byte": HIGH, "low byte": LOW, "bfloat16": "0.85"}
 DRAWN_WIDTH, GROUP = 4096, 64
-SHOWN = 5  # column of the weight in the picture
+SHOWN = 5  # the weight's column in the picture
 
 
 def encoded(weight: mx.array) -> tuple[nn.Module, ExactMatrix]:

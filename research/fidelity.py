@@ -124,7 +124,7 @@ def change(control: Mapping[str, Any] | None) -> str:
 
 
 def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
-    """By static gear: times to the first token with a prompt in 8 and in 16 bits, over that with one in the same."""
+    """By static gear: time to the first token with a prompt in 8 and in 16 bits, over the time with one in its own."""
     loaded, tokenizer = load(model)
     box = Gearbox(loaded, LADDER, format="affine")
     prompt = tokenizer.encode(text.read_text(encoding="utf-8"), verbose=False)[:prompt_tokens]
@@ -207,7 +207,7 @@ def kl(reference: np.ndarray, other: np.ndarray) -> float:
 
 @dataclass
 class Written:
-    """Of a way to write, a number for each prompt: nats that a token gives up, tokens that are the top gear's, ..."""
+    """What a way to write gives, a number for each prompt: nats that a token gives up, share of the top gear's, ..."""
 
     regret: list[float] = field(default_factory=list)
     agreed: list[float] = field(default_factory=list)
@@ -286,7 +286,7 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
 
 
 def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
-    """The tokens of a text, and of each of them the seconds (after the first) and the bytes of weights."""
+    """The tokens of a text, and for each of them the seconds (after the first) and the bytes of weights."""
     box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
     text, begun = [], 0.0
@@ -372,7 +372,7 @@ def dial_answers(
 def dial_code(problems: Path, model: str = "smollm2", num_problems: int = 164, max_tokens: int = 160) -> Found:
     """Whether functions of HumanEval become other ones, or wrong ones, from one gear or from the dial.
 
-    The model is asked in its chat template, and what stands in its first block of code then runs here, in a process of
+    The model is asked in its chat template. The first block of code in its answer then runs here, in a process of
     its own that ends after some seconds.
 
     Args:
@@ -392,7 +392,7 @@ SECONDS_FOR_CODE = 10
 
 
 def completed(box: Gearbox, mode: Mode, tokenizer: Any, row: Mapping[str, str], tokens: int) -> answers.Attempt:
-    """The code that a way writes for a problem, and whether that passes the problem's test."""
+    """The code that a way writes for a problem, and whether it passes the problem's test."""
     asked = [{"role": "user", "content": ASKED.format(row["prompt"])}]
     prompt = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
     text, code, count, read = "", None, 0, 0

@@ -1,6 +1,6 @@
 """Pictures of GEARBX section 17, each measured, drawn and tabulated; fit for print, readable in grey.
 
-A picture has three functions: what it measures of a `Subject`, as data for JSON; what it draws of these; its table.
+A picture has three functions: one measures a `Subject` and returns data for JSON, one draws them, one tabulates them.
 Pictures 4 and 6 are not among them: docs/figures.md says where their figures stand.
 """
 
@@ -162,7 +162,7 @@ WORKLOADS = {"chat": CHAT, "mathematics": MATHEMATICS, "code": CODE, "mixed": MI
 # Picture 1: the entropy of peaked, moderate and flat logits, and of easy and hard texts (GEARBX 17, figure 1).
 
 SAMPLES = 64
-# How many of the logits are raised, and by how much, over standard normal noise.
+# How many logits are raised, and by how much, over standard normal noise.
 REGIMES = {"peaked": (1, 20.0), "moderate": (8, 12.0), "flat": (0, 0.0)}
 COLORS = (BLUE, GREEN, VERMILION)
 
@@ -395,12 +395,12 @@ def measure_residency(subject: Subject) -> dict[str, Any]:
 
 
 def managed_weights(subject: Subject) -> list[mx.array]:
-    """Of the layers that change gear, as loaded."""
+    """Weights of the layers that change gear, as loaded."""
     return [layer.module.weight for layer in Gearbox(subject.load(), str(GEARS[-1]), kernels="mlx").layers]
 
 
 def places(subject: Subject, residency: str) -> dict[str, dict[str, int]]:
-    """Of format rowwise, whose gears are arrays of their own, as in the paper."""
+    """Bytes of format rowwise, whose gears are arrays of their own, as in the paper."""
     gc.collect()
     before = mx.get_active_memory()
     model = subject.load()
@@ -461,7 +461,7 @@ def trial_of_passes(cached: Gearbox, packed: Gearbox | None) -> dict[str, dict[s
     """Seconds of each way, by gear; gears and ways take turns. The top gear is dense in all of them."""
     found: dict[str, dict[str, float]] = {}
     for gear in reversed(list(cached.ladder)):
-        cached.shift(gear)  # which empties the caches of the gear that is left
+        cached.shift(gear)  # which empties the caches of the gear before
         times = {"first": pass_seconds(cached.model, 1), "cached": pass_seconds(cached.model, PASSES)}
         if packed is not None:
             packed.shift(gear)
@@ -542,7 +542,7 @@ def measure_bandwidth(subject: Subject) -> dict[str, Any]:
 
 
 def speedups(data: Mapping[str, Any], place: int) -> dict[str, Any]:
-    """Of a mixture over high gear alone.
+    """The speedup of a mixture over high gear alone.
 
     Returns:
         `of_bytes`, and for each trial `predicted` (GEARBX 9, from the times of the gears alone and of the shifts) and
@@ -587,7 +587,7 @@ def mixture_name(shares: tuple[float, ...]) -> str:
 
 
 def table_bandwidth(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """For each mixture: shifts, and how many times as fast as high gear alone it is by each account."""
+    """For each mixture: shifts, and its speed as a multiple of high gear's, by each account."""
     rows = []
     for place, (shares, plan) in enumerate(zip(MIXTURES, data["plans"])):
         found = speedups(data, place)

@@ -50,7 +50,7 @@ def one_text(data: Path, folder: Path) -> Path:
 
 
 def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[list[str]]:
-    """Nothing for a context that the model was not made for, or that the text does not fill."""
+    """The rows of one context; none where the model was not made for it, or the text does not fill it."""
     model, tokenizer, config = load(name, return_config=True)
     try:
         context_for(context, config)
@@ -150,7 +150,7 @@ def attended(layer: NestedKVCache, heads: int) -> mx.array:
 
 
 def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
-    """What a pass of one token reads of keys and values in the gear with `bits`."""
+    """Bytes that a pass of one token reads of keys and values in the gear with `bits`."""
     engaged[0] = bits
     before = dict(layer.gears.meter.bytes)
     layer.count(layer.read(0))

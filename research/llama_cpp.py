@@ -79,7 +79,7 @@ def gguf_name(path: str) -> str:
 
 
 def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of a projection in the order in which llama.cpp rotates them.
+    """The rows of a projection in llama.cpp's order of rotation.
 
     mlx-lm rotates row i of a head together with row i + half, llama.cpp rows 2 i and 2 i + 1.
     """
@@ -102,7 +102,7 @@ def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path 
     Args:
         kind: Q4_0, Q8_0, F16 or F32.
         context: tokens that the model is said to be for.
-        tokenizer: the demo model's tokenizer.json; without one, llama.cpp takes and gives numbers of tokens alone.
+        tokenizer: the demo model's tokenizer.json; without one, llama.cpp takes and gives token ids alone.
     """
     import gguf
 
@@ -189,7 +189,7 @@ def first_after(model: Any, prompt: Sequence[int]) -> int:
 
 
 def read_again(model: Any, tokens: Sequence[int], keep: int = 0) -> None:
-    """Compute the tokens that follow the first `keep` ones of the KV cache, and forget what else followed them."""
+    """Compute the tokens that follow the first `keep` ones of the KV cache; forget what followed them before."""
     model.n_tokens = keep
     model.eval(tokens)
 
@@ -203,15 +203,15 @@ def follow(model: Any) -> Iterator[int]:
 
 
 THEIRS = "llama.cpp"
-DENSE = "float"  # activations of our top gear, whose weights are not packed
-PAUSE = 0.02  # seconds, in which threads that look for work fall asleep
+DENSE = "float"  # the activations of our top gear, whose weights are not packed
+PAUSE = 0.02  # seconds until threads that wait for work sleep
 
 Clock = Callable[[], float]  # seconds per token, when called
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often everything is timed, beside the read bandwidth of the machine.
+    """How often everything is timed, and the read bandwidth of the machine.
 
     Args:
         read_bandwidth: GB/s, when called.
@@ -230,14 +230,14 @@ class Rounds:
             for name, clock in clocks.items():
                 time.sleep(PAUSE)
                 seconds = clock()
-                mx.synchronize()  # mlx-lm begins a token more than it hands out
+                mx.synchronize()  # mlx-lm begins one token more than it hands out
                 if trial:
                     spent[name].append(seconds)
         return spent, statistics.median(bandwidths)
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """Tokens per second of both, and how many times as fast ours is: the median of the trials, smallest and largest."""
+    """Tokens per second of both, and our speed over llama.cpp's: the median of the trials, smallest and largest."""
     ratios = [other / own for own, other in zip(ours, theirs)]
     return {
         "tokens_per_second": 1 / statistics.median(ours),
@@ -315,7 +315,7 @@ class RandomModels:
 
 
 def decode_rows(models: RandomModels, rounds: Rounds, args: Namespace) -> Rows:
-    """Greedy tokens after each context. Our keys and values of a context are random: how long they take is the same."""
+    """Greedy tokens after each context. Our keys and values of a context are random, which does not change the time."""
     rows: Rows = []
     text, kept = models.tokens(max(args.contexts) + len(PROMPT)), 0
     for context in sorted(args.contexts):
@@ -336,7 +336,7 @@ def decoding_seconds(peer: Any, read: list[int], tokens: int) -> float:
 
 
 def prompt_rows(models: RandomModels, rounds: Rounds) -> Rows:
-    """A prompt up to the first token of its answer, in seconds per token of the prompt."""
+    """A prompt up to the first token of its answer: seconds per token of the prompt."""
     prompt = models.tokens(PROMPT_TOKENS)
     ours = partial(first_token_seconds, prompt=prompt)
     rows: Rows = []
@@ -482,7 +482,7 @@ Drafts = Path | Literal["lookup"] | None
 
 
 def in_llama_cpp(file: Path, drafts: Drafts = None) -> Write:
-    """What writes greedily in llama.cpp, in a process of its own.
+    """Writes greedily with llama.cpp, in a process of its own.
 
     Where threads of several models share a process, libgomp lets them sleep at every barrier.
 
@@ -560,7 +560,7 @@ def same_file(
 ) -> Found:
     """A token of SmolLM2 in llama.cpp and here, from the same file, in turn.
 
-    The file is Q4_1. Both sides unpack it to 16 bits too, and draft for those with 4 bits. The time of the prompt does
+    The file is Q4_1. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The time of the prompt does
     not count.
 
     Args:

@@ -294,10 +294,10 @@ def lossless(
         gears: What --calibrate finds best if not given; without it 4,8,16.
         top: Bits, for --calibrate without --gears.
         format: How gears are stored.
-        curve: Drafting file; the one that ships for the model if not given.
+        curve: Drafting file; if not given, the one that ships for the model.
         calibrate: Calibrate on these prompts first, and use the result.
         speculative: Draft lengths of mlx-lm's own speculative decoding.
-        draws: Draw two tokens so often on each of ten prompts, and compare with the top gear's own probabilities.
+        draws: Draw two tokens so many times on each of ten prompts, and compare with the top gear's own probabilities.
     """
     args = Rivals(
         model, gears, top, q_group_size, format, kernels, activations, calibrate, lengths, speculative, max_tokens
@@ -396,7 +396,7 @@ class Writer:
     def responses(
         self, mode: Lossless | Static, prompt: list[int], max_tokens: int, sampler: Any = None
     ) -> Iterator[Any]:
-        """Greedily, or with the same random numbers every time. sampler: one of the writer's temperature without."""
+        """Greedily, or with the same random numbers every time. sampler: if None, one of the writer's temperature."""
         box = self.gearbox
         mx.random.seed(0)
         given: dict[str, Any] = {"gearbox": box, "mode": mode, "sampler": sampler or make_sampler(self.temp)}
@@ -405,7 +405,7 @@ class Writer:
     def sampled(
         self, sampler: Any, mode: Lossless | Static, prompt: list[int], max_tokens: int
     ) -> tuple[tuple[list[int], int, int], float]:
-        """The text with how many of its tokens were drafted and how many of these accepted, and the time of a token."""
+        """The text, how many of its tokens were drafted, how many drafts were accepted, and the time of a token."""
         seen: list[Any] = []
 
         def noted() -> Iterator[Any]:
@@ -427,7 +427,7 @@ def written_in_turn(
     tokens: int,
     pairs: int,
 ) -> dict[Name, list[list[tuple[Any, float]]]]:
-    """Of each way, and of each prompt: the texts of so many trials, and the time of their tokens."""
+    """For each way and each prompt: the texts of so many trials, and the time of their tokens."""
     found: dict[Name, list[list[tuple[Any, float]]]] = {name: [[] for _ in prompts] for name in ways}
     for write in ways.values():  # makes the gears
         write(prompts[0], 32)
@@ -439,7 +439,7 @@ def written_in_turn(
 
 
 def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> list[float]:
-    """Of each prompt: how many times as fast a way was as the first, the median of its trials."""
+    """For each prompt: how many times as fast a way was as the first, the median of its trials."""
     seconds = ([[spent for _, spent in trials] for trials in way] for way in (first, other))
     return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
@@ -512,8 +512,8 @@ def lossless_sampled(
 ) -> Found:
     """What mode lossless saves in time in sampled texts, with mlx-lm's sampler and with ours.
 
-    Drafts have a calibrated base. Each is compared with the top gear alone and mlx-lm's sampler; texts with those of
-    the top gear alone and the same sampler.
+    Drafts have a calibrated base. Each sampler is timed beside the top gear alone with mlx-lm's sampler;
+    its texts are compared with those of the top gear alone and the same sampler.
 
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.

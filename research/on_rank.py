@@ -1,4 +1,4 @@
-"""What one rank does of the study `ranks`: mlx.launch starts this file."""
+"""One rank's part of the study `ranks`: mlx.launch starts this file."""
 
 import json
 

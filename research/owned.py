@@ -50,9 +50,9 @@ def owned(
 ) -> Found:
     """What gears of a checkpoint's own codes take and gain, on SmolLM2 in 8, 6 and 4 bits.
 
-    size: memory and time to load beside stock mlx-lm. speed: mode lossless beside the top gear alone. agreement: of the
-    prefix with the whole codes. lookup: what the text itself proposes to 4 bits. low: 4 bits as the low gear of the
-    original.
+    size: memory and time to load beside stock mlx-lm. speed: mode lossless beside the top gear alone. agreement: how
+    often the prefix chooses the whole codes' token. lookup: prompt lookup in 4 bits alone. low: 4 bits as the low gear
+    of the original.
 
     Args:
         num_prompts: Of GSM8K's held-out questions, and of a chat's.
@@ -109,7 +109,7 @@ def kept_and_most(load_model: Callable[[], nn.Module]) -> tuple[int, int]:
 
 
 def in_each_gear(model: nn.Module) -> Iterator[None]:
-    """Yields in every gear of a model, and once for a model without gears."""
+    """Yield in every gear of a model, and once for a model without gears."""
     box = attached(model)
     for gear in [None] if box is None else box.ladder:
         if gear is not None:
@@ -118,7 +118,7 @@ def in_each_gear(model: nn.Module) -> Iterator[None]:
 
 
 def forget() -> None:
-    """Free what no model keeps."""
+    """Free all memory that no model uses."""
     gc.collect()
     mx.clear_cache()
 
@@ -150,7 +150,7 @@ def in_mode(writer: Writer, mode: Lossless) -> Callable[[list[int], int], tuple[
 
 
 def times_fewer(writer: Writer, mode: Lossless, texts: list[list[int]], tokens: int) -> list[float]:
-    """Of each text: how many times fewer bytes of weights a token reads than in the top gear."""
+    """For each text: bytes of weights that a token reads in the top gear, over those that it reads in this mode."""
     box = writer.gearbox
     top = box.weight_bytes_per_token(box.ladder.top)
     found = []
@@ -167,7 +167,7 @@ def beside(
     tokens: int,
     pairs: int,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Of each way and text: how many times as fast it is as `alone` in the same trial, the median; texts that agree."""
+    """For each way and text: its speed over that of `alone` in the same trial, the median; texts that agree."""
     found = written_in_turn({"alone": alone, **ways}, texts, tokens, pairs)
     faster, same = {}, {}
     for name in ways:
@@ -206,7 +206,7 @@ def share(alike: list[bool]) -> float:
 
 
 def chosen_alike(writer: Writer, gear: int, prompts: list[list[int]], written: list[list[int]]) -> list[list[bool]]:
-    """Of each text and token: whether a gear chooses it, where it reads the text up to there."""
+    """For each text and token: whether a gear chooses it after reading the text up to there."""
     writer.gearbox.shift(gear)
     found = []
     for prompt, text in zip(prompts, written):
@@ -217,7 +217,7 @@ def chosen_alike(writer: Writer, gear: int, prompts: list[list[int]], written: l
 
 
 def lookup_alone(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pairs: int) -> tuple[str, Any]:
-    """What prompt lookup gains where there is one gear."""
+    """What prompt lookup gains with a single gear."""
     writer = Writer(checkpoints[4], "4", None, Lossless())
     repeating = first_prompts(writer.tokenizer, [OWN_TEXTS], [len(OWN_TEXTS.read_text().splitlines())])
     rows, data = [], {}

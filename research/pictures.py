@@ -69,11 +69,11 @@ TYPED = (
     "/gear low",
     "And if he buys 5 more?",
 )
-LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each line that is typed ends in a dim one: a summary, or a word
+LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each typed line ends in a dim one: a summary, or a word
 
 
 def recorded() -> Text:
-    """The chat with its colours; what is typed stands behind the prompt, as on a terminal."""
+    """The chat with its colours; what is typed follows the prompt, as on a terminal."""
     line = [sys.executable, "-m", *COMMAND, "--color", "always"]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -164,7 +164,7 @@ def least_table(results):
     return table(head, [[row["name"], f"{row['bits_per_weight']:.3f}", *kls]])
 
 
-GAUSSIAN, CLAMP = 3.2905, 3.0  # sigmas: the 99.9th percentile of |w| of a Gaussian; where weights are cut
+GAUSSIAN, CLAMP = 3.2905, 3.0  # sigmas: the 99.9th percentile of |w| of a Gaussian; weights are cut there
 
 
 class Cut(Affine):
@@ -177,7 +177,7 @@ class Cut(Affine):
 
 
 def has_heavy_tails(weight):
-    """Whether the 99.9th percentile lies further out than a Gaussian's. Every matrix has values beyond its own."""
+    """Whether the 99.9th percentile lies further out than a Gaussian's; every matrix has values beyond its own."""
     values = np.abs(np.array(weight.astype(mx.float32)))
     return np.quantile(values, 0.999) > GAUSSIAN * np.sqrt(np.mean(np.square(values, dtype=np.float64)))
 
@@ -276,7 +276,7 @@ def sensitivity(
     """What a manifest's tables gain on held-out text, beside uniform gears and mlx-lm's dynamic quantization.
 
     First `gearbx_mlx sensitivity` and `allocate` make the manifest. All are compared at the same bits per weight,
-    several pairs of widths for mlx-lm's. Of another model than the one that ships, tables alone are compared.
+    several pairs of widths for mlx-lm's. For any model but the one that ships, tables alone are compared.
 
     Args:
         results: Directory for the manifest and for what is measured.

@@ -49,7 +49,7 @@ PERCENTILES = 25, 50, 75
 
 def timed_here(place):
     """Milliseconds of this rank: of tokens with and without agreement, and of the agreement alone."""
-    channels = meet(place)  # open until the end: no rank is to leave before
+    channels = meet(place)  # open until the end: no rank may leave before
     begin(place)
     run = current()
     assert run is not None, "mlx.launch starts this"
@@ -82,7 +82,7 @@ def token_seconds(model, tokenizer, gearbox) -> list[float]:
 
 
 def sum_seconds(agreement: Agreement) -> list[float]:
-    """Seconds until what rank 0 says of a token is there, again and again."""
+    """Seconds until what rank 0 says of a token arrives, again and again."""
     token, entropy, times = mx.array([1], mx.uint32), mx.array([0.5]), []
     for _ in range(SUMS):
         begun = time.perf_counter()
@@ -92,7 +92,7 @@ def sum_seconds(agreement: Agreement) -> list[float]:
 
 
 def on_ranks(count: int) -> dict:
-    """What rank 0 of so many says."""
+    """What rank 0 reports in a run of `count` ranks."""
     launcher = Path(sys.executable).with_name("mlx.launch")
     command = [
         launcher,

@@ -109,7 +109,7 @@ def vectors(trials: int = 7) -> Found:
     """Products over dense bfloat16 weights: what more vectors cost, beside reading them; GEARBX_THREADS=1 for one
     thread.
 
-    Matrices that are larger together than the caches are multiplied by 1 to 512 vectors. Ratios hold within one
+    Matrices that are together larger than the caches are multiplied by 1 to 512 vectors. Ratios hold within one
     trial. CPU time is counted, so that other work on the machine counts less.
     """
     mx.set_default_device(mx.cpu)

@@ -67,7 +67,7 @@ class AtOnce(BaseHTTPRequestHandler):
 
 
 def events(asked: bool) -> Iterator[bytes]:
-    """A stream; its words come with pauses, so that a reader sees each alone."""
+    """A stream whose words come with pauses, so that a reader sees each alone."""
     logprobs = {"content": [{**TOP[0], "top_logprobs": TOP}]} if asked else None
     for number in range(WORDS):
         if number:
@@ -115,7 +115,7 @@ def proxy(url: str, thresholds: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of request. event: of a direct answer, counted from 0, before which no server can begin to answer."""
+    """A kind of request. event: of a direct answer, counted from 0; no server's answer can begin before it."""
 
     name: str
     thresholds: str
@@ -162,7 +162,7 @@ def measure(direct: str, trials: int, model: str | None) -> list[list[str]]:
 
 
 def row_of(kind: Kind, found: Sequence[tuple[float, ...]]) -> list[str]:
-    """A row of the table, from the times of both: to the answer and between its events."""
+    """A row of the table, from both sides' times to the answer and between its events."""
     added = spread((through - directly for directly, _, through, _ in found), quartiles=True)
     directly, gap, through, other_gap = (f"{statistics.median(values):.2f}" for values in zip(*found))
     form, between = ("stream", f"{gap} / {other_gap}") if kind.streamed else ("whole", "-")

@@ -51,7 +51,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Study:
-    """measure: its parameters are the flags. pages: those in docs/ that its tables stand in. minutes: on two cores."""
+    """measure: its parameters are the flags. pages: those in docs/ with its tables. minutes: on two cores."""
 
     measure: Callable[..., Found | None]
     pages: tuple[str, ...]
@@ -126,7 +126,7 @@ def as_maker(text: str | Callable[..., str]) -> Callable[..., str]:
 
 
 def parser_of(chosen: Study) -> argparse.ArgumentParser:
-    """The flags of a study. What stands under Args: in its docstring is their help."""
+    """The flags of a study. The text under Args: in its docstring is their help."""
     about = inspect.getdoc(chosen.measure) or ""
     purpose, _, explained = about.partition("\nArgs:\n")
     found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", explained, re.MULTILINE)
@@ -168,7 +168,7 @@ def in_turn(
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
-    """Seconds of each work in each trial. All take their turn in every trial, so that other load meets them alike.
+    """Seconds of each work in each trial. All take their turn in every trial, so that other load affects them alike.
 
     Args:
         clock: `time.process_time` counts all threads of this process and no other process.
@@ -189,7 +189,7 @@ def in_turn(
 
 
 def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Times over others of the same trials."""
+    """Times over other times of the same trials."""
     return [a / b for a, b in zip(times, others, strict=True)]
 
 

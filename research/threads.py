@@ -217,7 +217,7 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
 def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
     """A row for each implementation and number of threads: medians over trials.
 
-    `times_float32`: over float32 on as many threads, in the same trial; `spread` is its. `bytes`: of the matrix.
+    `times_float32`: over float32 on as many threads, in the same trial, with its `spread`. `bytes`: of the matrix.
     """
     bytes_of = {FLOAT32: 4 * sizes.rows * sizes.cols}
     packed = sizes.rows * -(-sizes.cols // GROUP) * (GROUP_BYTES + SCALE_SIZE)

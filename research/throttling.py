@@ -35,7 +35,7 @@ SETTLED, IN_TOKENS = 0.10, 60  # the speed has settled when it stays this near t
 class Scenario:
     """What the machine does over time.
 
-    slower: (second, factor) from when on reading takes this many times as long. states: (second, state) likewise.
+    slower: (second, factor): from then on reading takes this many times as long. states: (second, state) likewise.
     """
 
     name: str
@@ -189,9 +189,9 @@ def simulate(
 class Settling:
     """How the speed settled after a change of the machine.
 
-    goal: tokens per second, the target or the nearest that can be had. tokens: until the speed stays near the goal.
+    goal: tokens per second, the target or the nearest reachable speed. tokens: until the speed stays near the goal.
     overshoot: how far it went beyond, relative to the goal. late_changes: of the caps, more than 60 tokens after the
-    change. reversals: late changes that go the other way than the one before. error: at the end, relative to the goal.
+    change. reversals: late changes in the opposite direction of the last. error: at the end, relative to the goal.
     """
 
     at: float

@@ -1,4 +1,4 @@
-"""How much of the package the tests of the README's command execute, and how much all of them: a table by folder.
+"""How much of the package the README's test command executes, and how much all tests do: a table by folder.
 
     .venv/bin/python -m pytest -n logical --cov --cov-branch && mv .coverage .coverage_default
     .venv/bin/python -m pytest -m '' -n logical --cov --cov-branch
@@ -21,7 +21,7 @@ SHOWN = ("num_statements", "covered_lines", "num_branches", "covered_branches")
 
 
 def by_folder(database: Path) -> dict[str, list[int]]:
-    """Statements, covered ones, branches, covered ones of each folder of the package, and of all."""
+    """Statements, executed statements, branches and executed branches of each folder of the package, and of all."""
     command = [sys.executable, "-m", "coverage", "json", "-q", "--data-file", str(database.resolve()), "-o", "-"]
     command += ["--include", f"{ROOT}/gearbx_mlx/*"]  # not a copy that a test installed
     files = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)["files"]
@@ -35,7 +35,7 @@ def by_folder(database: Path) -> dict[str, list[int]]:
 
 
 def shares(row: list[int]) -> list[str]:
-    """Of lines, of branches, and of both, in percent."""
+    """Shares of lines, of branches, and of both, in percent."""
     lines, covered, branches, taken = row
     pairs = (covered, lines), (taken, branches), (covered + taken, lines + branches)
     return [f"{100 * part / whole:.1f}" if whole else "-" for part, whole in pairs]

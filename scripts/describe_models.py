@@ -47,7 +47,7 @@ def row(name: str, tokenizer: Any) -> list[str]:
         gearbox = Gearbox(model, "4,8,16", group_size=GROUP, kernels="mlx")
     except GearbxError as error:
         return [f"`{name}`", "0", "", "not run here", ", ".join(caches), "; ".join([*notes, str(error)])]
-    holders = {path.rpartition(".")[0] for path in gearbox.unmanaged}  # of parameters that are not layers
+    holders = {path.rpartition(".")[0] for path in gearbox.unmanaged}  # of parameters that do not belong to layers
     unreported = matrices(model) - {layer.path for layer in gearbox.layers} - gearbox.unmanaged.keys() - holders
     others = gearbox.unmanaged | dict.fromkeys(sorted(unreported), "no layer of its own")
     text = "not run here" if reason else lossless(model, gearbox, tokenizer, notes)

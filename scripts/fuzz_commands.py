@@ -1,8 +1,8 @@
-"""Run the commands with wrong flags and damaged files of every kind, and report what no user should see.
+"""Run the commands with wrong flags and damaged files of every kind, and report what a user should never see.
 
     python scripts/fuzz_commands.py --minutes 60 --jobs 4 --keep failures
 
-Flags are those of the parsers, with their own bounds and choices; a file is a whole one after a change. A command may
+Flags are those of the parsers, with their own bounds and choices; a file is a whole one with a change. A command may
 succeed, or refuse in one line. Everything else is a failure: a traceback, an error that was not foreseen, a fatal
 signal, a wait without end, half a file left behind. Hypothesis searches for the shortest command that shows it.
 """
@@ -29,7 +29,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_TOKEN": "", "T
 
 
 def fuzz(args: argparse.Namespace, place: Place) -> Results:
-    """Play rounds until the time is over, or there were enough commands."""
+    """Play rounds until the time is over or enough commands have run."""
     begin = time.monotonic()
     end = begin + args.minutes * 60
     most = args.examples or float("inf")
@@ -66,7 +66,7 @@ def keep(failure: Failure, inputs: Path, directory: Path) -> str:
 
 
 def shown(failures: Iterable[tuple[tuple[str, str], Failure]], inputs: Path, kept: Path | None) -> Iterable[str]:
-    """Each failure: what it is, how often it was met, and how to repeat it."""
+    """Each failure: what it is, how often it happened, and how to repeat it."""
     for number, ((name, problem), failure) in enumerate(failures, 1):
         line = shlex.join(["python", "-m", f"gearbx_mlx.{name}", *failure.case.arguments])
         yield f"\n{number}. {name}: {problem} ({failure.count} times)"

@@ -4,10 +4,10 @@
 
 A defect is an operator, a constant or a condition that is changed. They are drawn at random, with a seed. For each, the
 default tests run until one fails: those in the files that import the defect's module, then those in files that import a
-module which imports it; for C++, those near the Python module that calls it. What they find is what the suite finds at
-least: a test that reaches a module through a command is not among them, and none behind a marker.
+module which imports it; for C++, those near the Python module that calls it. The whole suite may find more than
+they do: a test that reaches a module through a command is not among them, and none behind a marker.
 
-Every result is a line of the file, which a second start goes on with; `--report` prints a table by folder.
+Every result is a line of the file, and a second start goes on from there; `--report` prints a table by folder.
 """
 
 import argparse
@@ -116,13 +116,13 @@ def python_defects(file: str, text: str) -> Iterator[Defect]:
 
 
 def annotations(node: ast.AST) -> list[ast.AST]:
-    """What is not executed for its value: types, and the indices of types."""
+    """Parts that are not executed for their value: types, and the indices of types."""
     found = [getattr(node, name, None) for name in ("annotation", "returns")]
     return [each for each in found if each is not None]
 
 
 def core_defects(file: str, text: str) -> Iterator[Defect]:
-    """Operators between spaces and whole numbers of C++, outside of comments, strings and the preprocessor's lines."""
+    """Operators between spaces and whole numbers of C++, except in comments, strings and preprocessor lines."""
     hidden = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|^[ \t]*#(?:\\\n|[^\n])*|template <[^\n]*', re.M | re.S)
     code = hidden.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text)
     for match in re.finditer(
@@ -149,7 +149,7 @@ def tests_near() -> Callable[[str], list[str]]:
 
 
 def imports(text: str, module: Path) -> bool:
-    """Whether a text imports a module by its name and, where that could be another one, its folder's."""
+    """Whether a text imports a module by its name and, where that is ambiguous, by its folder's name too."""
     folder, name = re.escape(module.parent.name), re.escape(module.stem)
     found = rf"^\s*(?:from|import) [\w.]*\b{folder}(?:\.{name}\b| import [^\n]*\b{name}\b)|^\s*from \.+{name} import"
     return re.search(found, text, re.MULTILINE) is not None
@@ -191,7 +191,7 @@ def try_one(defect: Defect, tests: list[str], checkout: Path, seconds: float) ->
 def outcome_of(
     defect: Defect, tests: list[str], checkout: Path, environment: dict[str, str], seconds: float
 ) -> tuple[str, str]:
-    """What becomes of a planted defect, and what finds it."""
+    """Whether a planted defect is found, and by which test."""
     if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
         return NO_PROGRAM if "could not compile" in reason else FOUND, reason
     if not tests:
@@ -208,7 +208,7 @@ def outcome_of(
 
 
 def why_no_kernels(checkout: Path, environment: dict[str, str]) -> str:
-    """What the kernels' own test says of them when they have been compiled; empty if nothing."""
+    """What the kernels' own test reports once they are compiled; empty if nothing."""
     program = "from gearbx_mlx.kernels import cpu; print(cpu.why_not() or '')"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=checkout, env=environment, capture_output=True, text=True

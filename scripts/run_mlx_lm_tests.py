@@ -1,10 +1,10 @@
-"""Run mlx-lm's own tests with this package's models in the place of mlx-lm's.
+"""Run mlx-lm's own tests with this package's models in place of mlx-lm's.
 
     python scripts/run_mlx_lm_tests.py                                  the four files of tests, with every wrapper
     python scripts/run_mlx_lm_tests.py --only generate --wrapper LosslessModel
 
-A wrapper stands in a model's place, so a test that passes with the model has to pass with the wrapper. The tests are
-those of the installed mlx-lm's source distribution, which pip gets once; the demo model is in the place of the Hub's.
+A wrapper replaces a model, so a test that passes with the model has to pass with the wrapper. The tests are
+those of the installed mlx-lm's source distribution, which pip gets once; the demo model replaces the Hub's.
 Models that are too large to be quantized in a test are left out, for mlx-lm too. Every logit is computed, for mlx-lm
 too: some tests look only at shapes, of products that MLX cannot compute on a CPU.
 """
@@ -50,7 +50,7 @@ def get_tests(cache: Path, seconds: float = 300) -> Path:
     """The directory of the tests of the installed mlx-lm, from its source distribution, which is kept in `cache`.
 
     Raises:
-        GearbxError: the source distribution cannot be had.
+        GearbxError: the source distribution is not available.
     """
     name = f"mlx-lm=={version('mlx-lm')}"
     place = cache / name
@@ -89,7 +89,7 @@ def run(tests: Path, name: str, wrapper: str, seconds: float, only: str = "") ->
 
     Args:
         name: of the file, without test_ and .py.
-        seconds: after which the process is ended; tests that did not run by then are none of the outcomes.
+        seconds: after which the process is ended; tests that did not run by then have no outcome.
         only: pytest's -k.
     """
     with tempfile.TemporaryDirectory() as directory:

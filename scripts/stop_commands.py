@@ -126,11 +126,11 @@ def difference(expected: dict[str, str], found: dict[str, str]) -> str:
 
 # Three ways to stop a command, and what must hold then
 
-STARTED = 0.05  # seconds in which Python itself starts, and no program can answer for it
+STARTED = 0.05  # seconds while Python itself starts and no program can handle a signal
 MOST_KILLS = 6
 PAGE = 4096
 CANNOT = "cannot be written"
-DONE = "is there already"  # what a conversion says that was killed when it had just finished
+DONE = "is there already"  # what a conversion says if it was killed just after it had finished
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def compared(name: str, stops: int, status: int, expected: Expected, directory: 
 
 
 def killed(name: str, expected: Expected, inputs: Path, directory: Path, chance: Random) -> Trial:
-    """Kill a command at random moments, and let it end at last."""
+    """Kill a command at random moments, and finally let it end."""
     stops = 0
     for _ in range(chance.randint(1, MOST_KILLS)):
         process = process_of(name, inputs, directory)
@@ -199,8 +199,8 @@ def filled(name: str, expected: Expected, inputs: Path, directory: Path, chance:
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(directory)]
     subprocess.run(mount, check=True)
     try:
-        (directory / BALLAST).write_bytes(bytes(PAGE))  # a disk cannot have no room at all
-        for stream in (running.OUT, running.ERR):  # what the command says is not on the disk that is full
+        (directory / BALLAST).write_bytes(bytes(PAGE))  # a disk needs some room
+        for stream in (running.OUT, running.ERR):  # the command's own output goes to another disk
             (directory / stream).symlink_to(directory.with_name(directory.name + stream))
         status = run_to_end(name, inputs, directory)
         errors = (directory / running.ERR).read_text()
@@ -228,7 +228,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def stop_all(args: argparse.Namespace, inputs: Path, work: Path, expected: dict[str, Expected]) -> list[Trial]:
-    """Trials of every command in turn, until there were enough stops."""
+    """Trials of every command in turn, until there are enough stops."""
     stop = TRIALS[args.how]
     trials: list[Trial] = []
 

@@ -20,7 +20,7 @@ from gearbx_mlx.loading import DEMO_MODEL
 ASKED = "Tom has 3 apples and 4 pears. How many fruits has he?"
 MORE = "He buys 2 more apples. How many are there now?"
 TOP = "3,16"
-MODES = {  # each with one gear, or with one gear's text
+MODES = {  # each in one gear, or with the text of one gear
     "route": {"gears": "16"},
     "static": {"gears": TOP, "mode": "static"},
     "kickdown": {"gears": TOP, "mode": "kickdown", "thresholds": "0"},

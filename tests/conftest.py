@@ -43,23 +43,23 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A command ends at a signal that comes before it has begun. Here a signal is for the tests' process.
 signals.end_at_once = lambda: None
 
-# What a test writes need not outlive a loss of power.
+# What a test writes need not survive a power failure.
 os.fsync = lambda descriptor: None
 
-# Which kernels are fastest is measured by tests of just that, which write to a directory of their own.
+# Only tests of the tuner measure which kernels are fastest; they write to a directory of their own.
 os.environ["GEARBX_TUNE"] = "0"
 # Bases that were calibrated on this machine would change what drafts choose.
 os.environ["GEARBX_BASES"] = tempfile.mkdtemp(prefix="gearbx-bases-")
 atexit.register(shutil.rmtree, os.environ["GEARBX_BASES"], ignore_errors=True)
 
-# How long an example takes says nothing on a machine that others use. The examples are the same in every run, so that
-# a failure comes from what was changed; HYPOTHESIS_SEARCH=1 looks for others.
+# An example's time says nothing on a machine with other users. The examples are the same in every run, so that
+# a failure comes from a change; HYPOTHESIS_SEARCH=1 looks for others.
 settings.register_profile("gearbx", deadline=None, derandomize="HYPOTHESIS_SEARCH" not in os.environ)
 settings.load_profile("gearbx")
 
 PROMPT = mx.array([[1, 5, 9, 2, 7]])
 
-# A promise of equal bits holds for as many vectors as native CPU kernels take: on a Mac 16, and then MLX goes on.
+# Equal bits are promised for as many vectors as native CPU kernels take: on a Mac 16; MLX computes larger numbers.
 MANY_VECTORS = pytest.mark.skipif(
     dispatch.MOST_VECTORS is not None, reason="on a Mac so many vectors are MLX's, whose kernels there promise no bits"
 )
@@ -86,7 +86,7 @@ CHANGES = {
 
 
 def tiny_model(architecture: str = "llama", seed: int = 0, dtype: mx.Dtype = mx.float32, **change: object) -> nn.Module:
-    """A random instance of one of mlx-lm's classes, as it is initialised: structure without sense."""
+    """A random instance of one of mlx-lm's classes, as it is initialised."""
     return as_initialised(architecture, seed, dtype, **(CHANGES.get(architecture, {}) | change))
 
 
@@ -127,7 +127,7 @@ def stack_weights(weights, scales, biases, widths, group_size, rest=0) -> tuple[
 
 
 def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: np.ndarray) -> None:
-    """y = x @ weights.T within the rounding of float32 sums, eight side by side; sizes bound what is added up."""
+    """y = x @ weights.T within the rounding of float32 sums, eight side by side; sizes bound the terms."""
     exact = float64(x) @ weights.T
     bound = (weights.shape[1] / 8 + 16) * 2.0**-24 * (np.abs(float64(x)) @ sizes.T)
     assert np.all(np.abs(float64(y) - exact) <= bound)
@@ -135,7 +135,7 @@ def assert_products_close(y: mx.array, x: mx.array, weights: np.ndarray, sizes: 
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """MLX computes, and mlx-lm generates, on the GPU; without one, the test is skipped."""
+    """MLX and mlx-lm compute on the GPU; without one, the test is skipped."""
     if not mx.is_available(mx.Device(mx.gpu)):
         pytest.skip("MLX has no GPU here")
     before = mx.default_device()
@@ -161,7 +161,7 @@ def compiled():
 
 @pytest.fixture
 def afresh(monkeypatch):
-    """The kernels are looked for again in the test and after it."""
+    """The kernels are looked up again in the test and after it."""
     cpu._kernels_or_reason.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
@@ -170,7 +170,7 @@ def afresh(monkeypatch):
 
 @pytest.fixture
 def native():
-    """The compiled kernels. Without a compiler a test that needs them is skipped; where it fails, so does the test."""
+    """The compiled kernels. Without a compiler, a test that needs them is skipped; if it fails, so does the test."""
     if reason := cpu.why_not():
         pytest.fail(reason)  # which becomes a skip below
     return cpu.native()
@@ -188,7 +188,7 @@ def no_compiler() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """Without a compiler, a test that fails because of that is skipped. Where the compiler fails, so does the test."""
+    """Without a compiler, a test that fails for lack of it is skipped. If the compiler fails, the test fails too."""
     report = yield
     if report.failed and (reason := no_compiler()) and reason in str(report.longrepr):
         report.outcome = "skipped"
@@ -200,7 +200,7 @@ MARKED = re.compile(r"^pytestmark = (\[.*?\]|.*?)$", re.MULTILINE | re.DOTALL)
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not even import a file whose tests all stand behind a marker that `-m "not (...)"` leaves out.
+    """Do not even import a file whose tests all have a marker that `-m "not (...)"` leaves out.
 
     Some need packages that take seconds to import.
     """
@@ -211,7 +211,7 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-# Files with the longest tests. One of these that began last would keep one core at work while the others wait.
+# Files with the longest tests. If one of these began last, one core would work while the others wait.
 LONGEST = (
     "test_native_cores.py",
     "test_build.py",
@@ -225,7 +225,7 @@ LONGEST = (
 def pytest_collection_modifyitems(items):
     """Tests of the LONGEST files come first.
 
-    Of a function with the mark `some(n)`, n cases run by default, evenly spread; the others are marked `matrix`.
+    Of a function with the mark `some(n)`, n cases run by default, evenly spread; the others get the mark `matrix`.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     cases = defaultdict(list)
@@ -240,7 +240,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_sessionstart(session):
-    """Compile the native kernels before the workers start, which would each wait for the other."""
+    """Compile the native kernels before the workers start, which would otherwise wait for each other."""
     no_compiler()  # before a test hides the compiler, whose failure would then count as a skip
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         object_store.forget_unused()
@@ -248,7 +248,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Skips are quiet under -q; those that leave a kind of machine unchecked are not to be missed."""
+    """Skips are quiet under -q; this names those that leave a kind of machine unchecked."""
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
     for reason in sorted(reason.removeprefix("Skipped: ") for reason in reasons if " NOT CHECKED" in reason):
         terminalreporter.write_line(reason, red=True, bold=True)
@@ -319,7 +319,7 @@ def command(monkeypatch, capsys):
 
     Returns exit status, stdout, stderr without lines of progress.
     """
-    monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", float("inf"))  # or a slow machine would have more lines
+    monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", float("inf"))  # otherwise a slow machine has more lines
 
     def run(name: str, *arguments: object) -> SimpleNamespace:
         main = import_module(name if "." in name else f"gearbx_mlx.{name}").main

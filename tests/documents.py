@@ -1,6 +1,6 @@
 """The command lines and Python blocks of README and docs, and a directory to run those of a page in.
 
-The lines of a page run in their order, because one writes what the next one reads. Short flags behind a line make it
+The lines of a page run in their order, because one writes what the next one reads. Short flags after a line make it
 quick.
 """
 
@@ -32,7 +32,7 @@ PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/performance.md": "minutes of timing",
     "docs/server.md": SERVES,
 }
-# The demo model in the place of what has to be downloaded.
+# The demo model replaces what has to be downloaded.
 STANDS_FOR_DEMO = (
     "mlx-community/Llama-3.2-1B-Instruct-bf16",
     "mlx-community/Llama-3.2-1B-Instruct-8bit",
@@ -42,7 +42,7 @@ STANDS_FOR_DEMO = (
     "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
     "--small-model small",
 )
-# By the words that a command has; of several that fit, the longest.
+# By the words in a command; if several fit, the longest counts.
 SHORTER = {
     "generate": "--max-tokens 6",
     "generate --calibrate-base": "--max-tokens 6 --calibrate-base text.txt",
@@ -95,7 +95,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Line:
-    """One command, or a Python block, of a page. `inline`: within a sentence."""
+    """One command or Python block of a page. `inline`: within a sentence."""
 
     page: str
     number: int
@@ -190,7 +190,7 @@ def shortened(part: str) -> str:
 
 @dataclass
 class Directory:
-    """Where a page's lines run."""
+    """A directory in which a page's lines run."""
 
     path: Path
 

@@ -28,7 +28,7 @@ def bits_of(weights: mx.array) -> np.ndarray:
 
 
 class Base:
-    """One plane of 3 or 4 bits; `low` is a byte, and a weight in the zero cell takes a byte of `high`."""
+    """One plane of 3 or 4 bits in `low`; a weight in the zero cell takes a byte of `high` too."""
 
     mask = 255
 

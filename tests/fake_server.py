@@ -14,9 +14,9 @@ EVENTS, LINES, JSON, HTML = "text/event-stream", "application/x-ndjson", "applic
 
 @dataclass
 class Answer:
-    """What is sent: parts as they come. length: announced; None: the end of the connection is the end.
+    """What is sent, in parts. length: announced; None: the end of the connection ends it.
 
-    further: headers beside those of its kind and length.
+    further: headers in addition to those for its kind and length.
     """
 
     parts: Iterable[bytes] = ()

@@ -21,7 +21,7 @@ Place = tuple[Any, ...]
 
 
 def places(content: Any, here: Place = ()) -> list[Place]:
-    """Where there is a value: keys and indices, the root first."""
+    """All places with a value: keys and indices, the root first."""
     inner = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
     return [here] + [place for key, value in inner for place in places(value, (*here, key))]
 
@@ -87,7 +87,7 @@ def damaged(draw: st.DrawFn, content: Any) -> str:
 
 
 def sign_files(directory: Path) -> None:
-    """Let gears.json have the hashes of the files as they are now, those of single arrays aside."""
+    """Give gears.json the hashes of the files as they are now, except those of single arrays."""
     content = json.loads((directory / MANIFEST).read_text())
     content["gears_hash"] = header_of(directory / GEARS_FILE).hash
     content["base"] = {name: header_of(directory / name).hash for name in content["base"]}
@@ -95,7 +95,7 @@ def sign_files(directory: Path) -> None:
 
 
 def sign_arrays(directory: Path) -> None:
-    """Let gears.json have all hashes of the files as they are now, as who made them with malice would."""
+    """Give gears.json all hashes of the files as they are now, as an attacker would."""
     sign_files(directory)
     content = json.loads((directory / MANIFEST).read_text())
     for name in (GEARS_FILE, *content["base"]):

@@ -1,4 +1,4 @@
-"""What tests compile, kept by what it was made of: kernels for the CPU harness, and programs over the native kernels.
+"""What tests compile, kept by its inputs: kernels for the CPU harness, and programs over the native kernels.
 
 A compiler takes most of the time of these tests, and its result depends on texts and flags alone. CI keeps the folder
 from one run to the next; GEARBX_TEST_OBJECTS names another one.
@@ -15,15 +15,15 @@ import platformdirs
 from filelock import FileLock
 
 FOLDER = Path(os.environ.get("GEARBX_TEST_OBJECTS") or platformdirs.user_cache_path("gearbx-mlx") / "test-objects")
-DAYS = 30  # that an object is kept without being used
+DAYS = 30  # how long an unused object is kept
 
 
 def kept(made_of: Iterable[object], make: Callable[[Path], None]) -> Path:
-    """The folder that `make` filled, in this session or an earlier one, from the same things.
+    """The folder that `make` filled from the same inputs, in this session or an earlier one.
 
     Args:
         made_of: all that the result depends on: texts, flags, the compiler's version; of a path, the file's bytes.
-        make: takes an empty folder. What it raises is passed on, and nothing is kept.
+        make: fills an empty folder. Its errors are passed on, and nothing is kept then.
     """
     digest = hashlib.sha256()
     for each in made_of:
@@ -43,7 +43,7 @@ def kept(made_of: Iterable[object], make: Callable[[Path], None]) -> Path:
 
 
 def forget_unused() -> None:
-    """Remove what no test has asked for in a month."""
+    """Remove what no test has used in a month."""
     for folder in FOLDER.glob("*"):
         if folder.stat().st_mtime < time.time() - DAYS * 86400:
             shutil.rmtree(folder) if folder.is_dir() else folder.unlink()

@@ -25,7 +25,7 @@ def driver(client):
 
 @pytest.fixture
 def page(client, driver):
-    """The page, opened again. Afterwards the console must be empty, but for the network's own errors."""
+    """The page, opened again. Afterwards the console must be empty, except for the network's own errors."""
     chromium.show_as(driver, 1000, 760)
     page = Page(driver)
     page.open(client.server.where)
@@ -36,7 +36,7 @@ def page(client, driver):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Make the server stream these events in the place of an answer; the requests that came."""
+    """Make the server stream these events instead of an answer; returns the requests that came."""
     asked = []
 
     def answer_with(*said, ended=True):

@@ -1,11 +1,11 @@
-"""The page at / as its user sees it, and what a user with a ruler would measure."""
+"""The page at / as its user sees it, and the sizes and contrasts that a ruler would show."""
 
 import sys
 import time
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-import chromium  # noqa: F401 - which tests of the page take from here
+import chromium  # noqa: F401 - tests of the page import these from here
 
 QUESTION = "Tom has 5 apples and buys 7 more. How many does he have?"
 
@@ -67,7 +67,7 @@ def chunk(text, *tokens, **further):
     return {"choices": [choice], "gearbx": {"tokens": seen, **further}}
 
 
-# The contrast of every text that is visible, against what is under it.
+# The contrast of every visible text with its background.
 CONTRASTS = """
 const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
 function over(colors) {  // what colours look like, the first under the others

@@ -28,7 +28,7 @@ ARM = [
     pytest.param(GCC, DOT_PRODUCTS, id="NEON with dot products"),
     pytest.param(CLANG, ["-mcpu=apple-m1"], id="NEON by a Mac's compiler"),
 ]
-# Products of unsigned codes with signed activations, which this source alone has.
+# Products of unsigned codes with signed activations, in this source alone.
 I8MM = {"integer": ["-march=armv8.2-a+dotprod+i8mm"]}
 Further = Mapping[str, Sequence[str]]  # flags of a source, by its name
 EMULATOR = "qemu-aarch64"
@@ -78,7 +78,7 @@ def run_compiler(command: Sequence[str]) -> None:
 
 
 def run(command: Sequence[str]) -> None:
-    """Run a program that says how many products it checked, and how many were wrong; on four threads."""
+    """Run a program that reports how many products it checked and how many were wrong; on four threads."""
     environment = os.environ | {"GEARBX_THREADS": "4"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

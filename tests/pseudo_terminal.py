@@ -1,4 +1,4 @@
-"""A process in a terminal of its own, as a user sits before it."""
+"""A process in a terminal of its own, as a user starts it."""
 
 import fcntl
 import os
@@ -12,12 +12,12 @@ import termios
 import time
 from collections.abc import Mapping, Sequence
 
-PATIENCE = 120  # seconds: a loaded machine starts MLX slowly
+PATIENCE = 120  # seconds: MLX starts slowly on a loaded machine
 ESCAPES = re.compile(r"\x1b\[[0-9;?>]*[A-Za-z]|\x1b[=>()][0-9A-B]?")
 
 
 def _as_in_a_shell() -> None:
-    """Let the new process own its terminal, and hear signals that its parents ignore, as under nohup."""
+    """Let the new process own its terminal, and receive signals that its parents ignore, as under nohup."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)

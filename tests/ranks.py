@@ -27,7 +27,7 @@ class Ended:
 
 
 def free_addresses(count: int) -> list[list[str]]:
-    """Addresses of a hostfile: a free port of loopback for each rank, of which no two are the same."""
+    """Addresses of a hostfile: a free port of loopback for each rank, all different."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -42,8 +42,8 @@ class Ranks:
         count: of the ranks.
         command: what Python runs on every rank.
         each: arguments that only one rank has, by its number.
-        hosts: addresses of the ranks, of which there may be another number; free ones if not given.
-        environment: variables that replace those of this process, MLX_RANK and MLX_HOSTFILE among them.
+        hosts: addresses of the ranks, perhaps more or fewer than `count`; free ones if not given.
+        environment: variables that replace those of this process, including MLX_RANK and MLX_HOSTFILE.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Ranks:
         self._stack.close()
 
     def wait(self, seconds: float = PATIENCE) -> list[Ended]:
-        """How every rank ended, by rank. Raises subprocess.TimeoutExpired for one that does not end in time."""
+        """How every rank ended, by rank. Raises subprocess.TimeoutExpired if one does not end in time."""
         ended: dict[int, float] = {}
         while len(ended) < len(self.processes):
             now = self.elapsed()
@@ -114,7 +114,7 @@ class Ranks:
             time.sleep(0.02)
 
     def until_all_begin(self, seconds: float = PATIENCE) -> None:
-        """Wait until each rank has made a file that is named as the hostfile, with the rank's number behind."""
+        """Wait until each rank has made a file named like the hostfile, followed by the rank's number."""
         names = [f"{self._hostfile}{rank}" for rank in range(len(self.processes))]
         while not all(os.path.exists(name) for name in names):
             assert self.elapsed() < seconds, [self.output(rank) for rank in range(len(names))]

@@ -1,4 +1,4 @@
-"""A model that writes what a test wants, with the tokenizer of the demo model and a few tokens more."""
+"""A model that writes the text of a test, with the tokenizer of the demo model and a few tokens more."""
 
 import itertools
 import json
@@ -57,9 +57,9 @@ def save_chain(path: Path, chain: list[int], vocabulary: int) -> None:
 
 
 def save_spelling(path: Path, pieces: list[str], decoder: dict, end: str = "</s>") -> None:
-    """Write a model that writes the pieces, in this order, after a prompt of token 0. Its vocabulary is these alone.
+    """Write a model that writes the pieces, in this order, after a prompt of token 0. Its vocabulary has nothing else.
 
-    decoder: of tokenizer.json; it says of which kind the tokenizer is.
+    decoder: from tokenizer.json; it determines the kind of tokenizer.
     """
     vocabulary = {piece: number for number, piece in enumerate(["<s>", *pieces, end])}
     save_chain(path, list(vocabulary.values()), len(vocabulary))

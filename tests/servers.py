@@ -1,4 +1,4 @@
-"""Real servers in processes of their own, on free ports of loopback, for tests of what asks them."""
+"""Real servers in processes of their own, on free ports of loopback, for tests of their clients."""
 
 import contextlib
 import importlib.util
@@ -37,7 +37,7 @@ class Running:
     output: BinaryIO
 
     def log(self) -> str:
-        """What it has written to both standard streams."""
+        """Its output so far, of both standard streams."""
         self.output.seek(0)
         return self.output.read().decode(errors="replace")
 
@@ -106,7 +106,7 @@ def our_server(*flags: object) -> Iterator[str]:
 
 
 def llama_python() -> str | None:
-    """A Python that can run `-m llama_cpp.server`: that of GEARBX_LLAMA_SERVER, or this one; None: there is none."""
+    """A Python that can run `-m llama_cpp.server`: GEARBX_LLAMA_SERVER's, or this one; None if neither can."""
     given = os.environ.get("GEARBX_LLAMA_SERVER")
     if given:
         return given

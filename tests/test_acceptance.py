@@ -87,7 +87,7 @@ class TestCurve:
     def test_falls_with_entropy_and_stays_a_probability(self, recorded):
         curve = fit_curve(*zip(*recorded))
         grid = [curve(h) for h in np.linspace(0, 20, 101)]
-        assert all(0 < value < 1 for value in grid)  # never certain, either way
+        assert all(0 < value < 1 for value in grid)  # never certain, in either direction
         assert all(a >= b for a, b in itertools.pairwise(grid))
 
     def test_is_the_share_that_agrees_near_an_entropy(self):
@@ -174,7 +174,7 @@ class TestReplay:
         _, read = best_bound(sequences, curve, 1, 4)
         costs = [replay_drafts(sequences, FixedLength(n)).weight_bytes_per_token(1, 4) for n in range(1, 16)]
         assert fixed == min(costs) == costs[length - 1]
-        assert read < fixed  # entropy says where the draft will fail
+        assert read < fixed  # the entropy predicts where the draft fails
 
 
 class TestFile:

@@ -49,7 +49,7 @@ def adapted_model(architecture: str = "llama", seed: int = 0) -> nn.Module:
 
 
 def save_adapter(model: nn.Module, path: Path, kind: str, keys: list[str] | None = None, dtype=mx.float32) -> Path:
-    """An adapter with random numbers for a model, which then has it too."""
+    """An adapter with random numbers for a model; the model then has it too."""
     path.mkdir()
     parameters = {"rank": RANK, "scale": SCALE, "dropout": 0.0} | ({"keys": keys} if keys else {})
     settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
@@ -86,7 +86,7 @@ def mlx_lms(source: Path, adapter: Path) -> nn.Module:
 
 
 def over_weights_of(gearbox: Gearbox, reference: nn.Module) -> mx.array:
-    """The logits of mlx-lm's own adapters over the weights that the engaged gear stands for."""
+    """The logits of mlx-lm's own adapters over the weights of the engaged gear."""
     engaged, theirs = layers_of(gearbox.model), layers_of(reference)
     for layer in gearbox.layers:
         theirs[layer.path].weight = dense_weight(linear_of(engaged[layer.path]))
@@ -206,7 +206,7 @@ def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
     floors = {layer.path: layer.lowest_bits for layer in Gearbox(original, "4,16").layers}
     gearbox = Gearbox(model)
     assert floors == {layer.path: layer.lowest_bits for layer in gearbox.layers}
-    assert floors["model.layers.0.mlp.gate"] == 8  # which mlx-lm's class asks for by the path
+    assert floors["model.layers.0.mlp.gate"] == 8  # mlx-lm's class asks for it by its path
     assert mx.array_equal(model(PROMPT), (original.attached_gearbox.shift("low"), original(PROMPT))[1])
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"fine_tune_type": "dora"}))
@@ -216,7 +216,7 @@ def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_fused_before_the_conversion_it_says_the_same(adapted, tmp_path, kind):
-    """Fusing rounds W + scale B A once to float32; on top, the products are rounded one by one. Both err by a few units
+    """Fusing rounds W + scale B A once to float32; on top, each product is rounded by itself. Both err by a few units
     in the last place of logits of about 1."""
     source, adapter = adapted(kind)
     fused = mlx_lms(source, adapter)

@@ -1,4 +1,4 @@
-"""Adapters that do not fit, are damaged or missing, or come too late: one line each."""
+"""Adapters that do not fit, are damaged or missing, or come too late: each gets a one-line error."""
 
 import json
 
@@ -20,7 +20,7 @@ def models(tmp_path_factory):
 
 
 class TestRefused:
-    """One line that names the adapter and the remedy, on an original and on a geared checkpoint."""
+    """The error is one line with the adapter and the remedy, on an original and on a geared checkpoint."""
 
     @pytest.fixture(params=["original", "geared"])
     def source(self, models, request):

@@ -33,7 +33,7 @@ def options(*rows: tuple[int, int, float]) -> list[Option]:
     return [Option(*row) for row in rows]
 
 
-LAYERS = {  # each alike in bytes; b gains the most from its first step, a from going past the second
+LAYERS = {  # all of one size; b gains most from its first step, a from a later one
     "a": options((3, 30, 1.0), (4, 40, 0.95), (8, 80, 0.0)),
     "b": options((3, 30, 4.0), (4, 40, 1.0), (8, 80, 0.5)),
 }
@@ -87,7 +87,7 @@ class TestGreedy:
             for chosen in itertools.product(*layers.values())
             if sum(option.bytes for option in chosen) <= budget + 1e-6
         )
-        # A sum on convex hulls is off by no more than one step of one layer.
+        # A sum on convex hulls is off by at most one step of one layer.
         step = max(row[0].kl - row[-1].kl for row in layers.values())
         assert best - 1e-9 <= found.kl <= best + step + 1e-9
 
@@ -115,7 +115,7 @@ def windows() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def measured():
-    """A random model whose layers differ in how much they mind, each measured alone."""
+    """A random model whose layers differ in sensitivity, each measured alone."""
     model = tiny_model(dtype=mx.bfloat16)
     for place, block in enumerate(model.model.layers):
         block.mlp.down_proj.weight = block.mlp.down_proj.weight * (8 if place else 1)
@@ -167,7 +167,7 @@ class TestMeasured:
         assert set(Allocator(exact, narrow, ranges=False).for_bytes(10**9).bits.values()) == {8}
 
     def test_ranges_that_allow_no_table_within_the_bytes_are_left_out(self, measured):
-        """Half of the layers have 8 bits or more: the table of the fewest bits then costs more KL than 4 everywhere."""
+        """Half of the layers have at least 8 bits: the smallest table then costs more KL than 4 bits everywhere."""
         exact, manifest = measured
         low = sorted(manifest.layers, key=lambda path: manifest.layers[path].kl[3])[len(manifest.layers) // 2 :]
         layers = {
@@ -245,7 +245,7 @@ class TestCommand:
         assert read_precision(tmp_path / "m.json").gears[4].bits_per_weight <= 4.5
 
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
-        """As if a byte took a nanosecond, and the rest of a token a millisecond."""
+        """The speed if a byte takes a nanosecond, and the rest of a token a millisecond."""
         monkeypatch.setattr(
             "gearbx_mlx.allocate.run.seconds_of",
             lambda gearbox: 1e-3 + 1e-9 * sum(gearbox.layer_bytes(e, gearbox.gear) for e in gearbox.layers),

@@ -1,4 +1,4 @@
-"""analyze --server: bounds, gears and files from what servers show; where they fail, one line and what came so far."""
+"""analyze --server: bounds, gears and files from a server's answers; after a failure, one line and what came so far."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ VOCABULARY = {"vocab_size": 64}
 
 @pytest.fixture
 def asked(command, tmp_path):
-    """Run analyze on two prompts: the command's result, with the records and the summary that it wrote."""
+    """Run analyze on two prompts: the command's result, its records and its summary."""
     file, out = tmp_path / "prompts.txt", tmp_path / "out"
     file.write_text(PROMPTS, encoding="utf-8")
 
@@ -81,7 +81,7 @@ def test_it_writes_trace_summary_and_pictures(asked):
 
 @pytest.mark.slow
 def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked):
-    """After two tokens: a shift acts as late as in mode route."""
+    """A shift acts two tokens later, as in mode route."""
     with fake_server(chatting(lambda body: chat_stream(*[PAIR] * 6), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1", "--thresholds", "0.7", "--gears", "4,16", "--initial-gear", "low")
         wide = asked(fake.url + "/v1", "--thresholds", "5", "--gears", "4,16", "--initial-gear", "low")
@@ -101,7 +101,7 @@ def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked):
 
 @pytest.fixture(scope="module")
 def greedy(demo):
-    """The greedy text of the demo model, with what mode telemetry-only records, and all log-probabilities."""
+    """The greedy text of the demo model, the record of mode telemetry-only, and all log-probabilities."""
     prompt = demo.tokenizer.encode("Once upon a time there was a king")
     mode = TelemetryOnly(initial_gear="low")
     return list(stream_generate(demo.model, demo.tokenizer, prompt, 24, mode=mode))
@@ -181,7 +181,7 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
 
 @pytest.mark.slow
 def test_pictures_of_an_earlier_run_go_and_every_prompt_that_was_asked_counts(asked):
-    """Here the server fails at the first prompt, so that nothing is there to draw."""
+    """The server fails at the first prompt, so there is nothing to draw."""
     good, busy = chat_stream(PAIR), refused("busy", 503)
     replies = itertools.chain([good] * 4, iter(lambda: busy, None))
     with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
@@ -266,7 +266,7 @@ def test_a_server_that_sends_and_sends_and_no_token_among_it(asked, noise):
 
 @pytest.mark.slow
 def test_an_interrupt_keeps_what_came(asked, tmp_path):
-    """Ctrl-C comes when two tokens are written, and the server goes on to send nothing."""
+    """Ctrl-C comes after two tokens, while the server sends nothing more."""
     event = f"data: {json.dumps(chat_event(chat_entry(PAIR)))}\n\n".encode()
 
     def parts():

@@ -15,8 +15,8 @@ from architectures.reading import bytes_read
 from gearbx_mlx import Gearbox, Lossless, Route, stream_generate
 
 PROMPT = [1, 5, 9, 2, 7, 3, 8, 1, 60, 70, 100, 12]
-LONGER = [*PROMPT, 30, 31, 32, 33]  # more than an indexer picks
-LENGTH = 24  # tokens; with the prompt they fill a window
+LONGER = [*PROMPT, 30, 31, 32, 33]  # more than an indexer selects
+LENGTH = 24  # tokens that fill a window together with the prompt
 
 
 class TakeTurns:
@@ -37,7 +37,7 @@ class TakeTurns:
 
 
 def logits(model: nn.Module) -> np.ndarray:
-    """Of a whole prompt."""
+    """The logits of a whole prompt."""
     return np.array(model(mx.array([PROMPT]))[0].astype(mx.float32))
 
 
@@ -51,7 +51,7 @@ CASES = [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) f
 
 @pytest.fixture(scope="module", params=CASES)
 def built(request, demo):
-    """A model in a gearbox, with the logits that it has without one; tests leave it in any gear."""
+    """A model in a gearbox, and its logits without one; tests may leave it in any gear."""
     name = request.param
     if reason := why_not(name):
         pytest.skip(reason)
@@ -63,7 +63,7 @@ def built(request, demo):
 
 
 def expect(request, kind: str, name: str) -> None:
-    """Mark a test that fails today for this architecture. It has to fail."""
+    """Mark a test that fails today for this architecture and must fail."""
     if reason := EXPECTED[kind].get(name):
         request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
 

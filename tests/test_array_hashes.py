@@ -1,4 +1,4 @@
-"""Every array of a geared checkpoint has a hash: what is damaged is refused when it is first read."""
+"""Every array of a geared checkpoint has a hash: a damaged one is refused when it is first read."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def geared(checkpoint, tmp_path) -> Path:
 
 
 def flip_bit(file: Path, array: str) -> None:
-    """Change the first byte of an array, without a trace in the hashes of whole files."""
+    """Change the first byte of an array, and let the hashes of whole files agree with it."""
     _, entries, start = header_of(file)
     content = bytearray(file.read_bytes())
     content[start + entries[array].data_offsets[0]] ^= 1
@@ -54,7 +54,7 @@ def test_a_flipped_bit_is_found_when_its_gear_is_engaged(geared):
 @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_array_is_compared(tmp_path, format, tied):
-    """Whatever a format makes of them."""
+    """In every format, whichever arrays it has."""
     save_model(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=tied), tmp_path / "original")
     gears = {"codebook": "4,5", "groupwise": "4,16"}.get(format, "2,4,16")
     geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears=gears, format=format)
@@ -104,7 +104,7 @@ def test_verify_needs_gears_and_hashes(geared, command, tmp_path):
     del content["hashes"], content["gears_hash"]
     (geared / MANIFEST).write_text(json.dumps(content | {"version": 1}))
     assert "was written before checkpoints had hashes" in command("convert", "--verify", geared).err
-    Gearbox(gearbx_mlx.load(geared)[0])  # it runs as it did
+    Gearbox(gearbx_mlx.load(geared)[0])  # it runs as before
 
 
 @pytest.mark.parametrize("missing", ["hashes", "gears_hash"])

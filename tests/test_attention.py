@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("native")
 )
 def test_attention_is_that_of_exact_arithmetic(batch, heads, shared, length, before, width, mask, seed):
     queries = 2 * normal(batch, length, heads * shared, width, seed=seed).swapaxes(1, 2)
-    held = normal(2, batch, heads, length + before + 5, width, seed=seed + 1)  # a cache has room for more
+    held = normal(2, batch, heads, length + before + 5, width, seed=seed + 1)  # a cache has more room
     keys, values = held[:, :, :, : length + before]
     y = dispatch.attention(queries, keys, values, 0.3, mask)
     k, v = (np.repeat(float64(a), shared, axis=1) for a in (keys, values))
@@ -36,7 +36,7 @@ def test_attention_is_that_of_exact_arithmetic(batch, heads, shared, length, bef
         scores[..., np.triu(np.ones((length, length + before), bool), before + 1)] = -np.inf
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    # The rounding of a score is one of the exponent; sums over keys are rounded at each.
+    # A rounded score is an exponent; sums over keys are rounded at each key.
     rounding = 2.0**-23 * ((width / 16 + 16) * sizes.max() + length + before + 16)
     assert np.all(np.abs(float64(y) - weights @ v) <= rounding * (weights @ np.abs(v)))
 
@@ -60,7 +60,7 @@ def test_what_is_no_number_stays_none():
     keys = normal(1, 1, 20, 8)
     broken = mx.where(mx.arange(20)[:, None] == 3, float("nan"), keys)
     assert mx.isnan(dispatch.attention(normal(1, 1, 1, 8), broken, keys, 1.0, None)).all().item()
-    # Beyond what a query sees nothing counts.
+    # Keys that a query does not see change nothing.
     y = dispatch.attention(normal(1, 1, 18, 8), broken, keys, 1.0, "causal")
     assert not mx.isnan(y[0, 0, 0]).any().item()
     assert mx.isnan(y[0, 0, 1:]).all().item()
@@ -75,14 +75,14 @@ def test_scores_far_apart():
 @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 5, 9), (2, 1, 5, 9), (2, 4, 5, 9), (2, 1, 1, 9)], ids=str)
 def test_masks(shape):
     mask = normal(*shape) > 0
-    mask[..., 3] = True  # each query sees some key
+    mask[..., 3] = True  # each query sees at least one key
     queries, keys, values = normal(2, 4, 5, 8), normal(2, 2, 9, 8, seed=1), normal(2, 2, 9, 8, seed=2)
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.5, mask=mask)
     assert mx.allclose(dispatch.attention(queries, keys, values, 0.5, mask), expected, atol=1e-5).item()
 
 
 def test_a_window_over_many_keys():
-    """The kernel takes keys in spans of 256; a window hides some of them whole, and what they contain is not read."""
+    """The kernel takes keys in spans of 256; a window hides some spans completely, and these are not read."""
     length, keys, window = 30, 900, 40
     queries, k, v = normal(1, 4, length, 64), normal(1, 2, keys, 64, seed=1), normal(1, 2, keys, 64, seed=2)
     last, key = mx.arange(keys - length, keys)[:, None], mx.arange(keys)
@@ -134,7 +134,7 @@ def test_behind_padding_a_sequence_has_the_bits_that_it_has_alone(real, length, 
     keys, values = (normal(batch, heads, count, width, seed=seed + i) for i in (1, 2))
     padding = mx.array([count - seen for seen in real])
     hidden = mx.arange(count)[None, None, :, None] < padding[:, None, None, None]
-    keys, values = (mx.where(hidden, float("nan"), array) for array in (keys, values))  # which is never read
+    keys, values = (mx.where(hidden, float("nan"), array) for array in (keys, values))  # never read
     mask = create_causal_mask(length, count - length, left_padding=padding) if masked else "causal"
     together = dispatch.attention(queries, keys, values, 0.2, mask, padding)
     for row, seen in enumerate(real):

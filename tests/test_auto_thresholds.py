@@ -1,4 +1,4 @@
-"""--thresholds auto: found once, on the first prompt or on three short ones, and used as given ones are."""
+"""--thresholds auto: found once, on the first prompt or on three short ones, and used like given thresholds."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Every mistake gets one clear line and a non-zero exit; there is no traceback and nothing is left behind."""
+"""Every mistake gets one clear line and a non-zero exit, without a traceback; nothing is left behind."""
 
 import json
 import os
@@ -123,7 +123,7 @@ def test_a_longest_text_that_is_no_number(command, copied, longest):
     ids=str,
 )
 def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_path, flags):
-    """A tokenizer that has a token more than the model: NumPy or MLX would read beyond what is there."""
+    """A tokenizer with one token more than the model: NumPy or MLX would read beyond the array."""
     edit_tokenizer(copied, eos_token=" ")
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a small house on a hill, and a dog lived in it.")
@@ -167,7 +167,7 @@ def test_a_type_of_model_that_mlx_lm_does_not_know(command, copied, kind):
 
 
 def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
-    """As mlx_lm.models.olmo does where a package is missing."""
+    """mlx_lm.models.olmo ends the process like this where a package is missing."""
     (tmp_path / "needy.py").write_text("print('needs a package:\\n pip install it')\nraise SystemExit(1)\n")
     monkeypatch.setattr(mlx_lm.models, "__path__", [*mlx_lm.models.__path__, str(tmp_path)])
     edit(copied, model_type="needy")
@@ -188,7 +188,7 @@ def test_a_model_without_a_linear_layer(command, tmp_path):
 
 
 def test_a_checkpoint_that_lacks_weights(command, copied):
-    """mlx-lm names them on lines of their own; here they are on the one line."""
+    """mlx-lm lists them on separate lines; here they are on one line."""
     arrays = mx.load(str(copied / "model.safetensors"))
     missing = ["model.layers.3.mlp.up_proj.weight", "model.norm.weight"]
     kept = {name: array for name, array in arrays.items() if name not in missing}

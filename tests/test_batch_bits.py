@@ -13,7 +13,7 @@ from gearbx_mlx.formats import block
 
 pytestmark = [pytest.mark.usefixtures("native"), MANY_VECTORS]
 
-LENGTHS = [(1, 5), (2, 12), (9, 3), (30, 7), (270, 9), (3, 1), (17, 8), (40, 4)]  # of prompts and texts
+LENGTHS = [(1, 5), (2, 12), (9, 3), (30, 7), (270, 9), (3, 1), (17, 8), (40, 4)]  # tokens of prompts and texts
 FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
 MODELS = [("llama", {}), ("llama", {"attention_bias": True, "rope_traditional": True}), ("qwen3", {}), ("phi3", {})]
 
@@ -28,13 +28,13 @@ def prompt(length: int) -> list[int]:
 
 
 def alone(model, length: int, count: int) -> list[tuple[int, mx.array]]:
-    """Tokens and log-probabilities (V,) of a text by itself."""
+    """Tokens and log-probabilities (V,) of a text alone."""
     found = [(int(token), row) for token, row in generate_step(mx.array(prompt(length)), model, max_tokens=count)]
     return found[:count]
 
 
 def together(model, lengths, at_first: int, every: int = 2) -> list[list[tuple[int, mx.array]]]:
-    """Like `alone` for each, in one batch that `at_first` sequences begin; one more joins every few steps."""
+    """As `alone` for each, in one batch that begins with `at_first` sequences; one more joins every few steps."""
     generator = BatchGenerator(model, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=64)
     texts: list[list[tuple[int, mx.array]]] = [[] for _ in lengths]
     waiting, steps = list(lengths), 0
@@ -84,12 +84,12 @@ class TestTexts:
 
 
 def check_rows(model, lengths, rows: int) -> None:
-    """Passes over several tokens of each sequence, behind prompts of these lengths, give each the logits of its own."""
+    """A pass over several tokens of each sequence, after prompts of these lengths, gives each its own logits."""
     caches = [make_prompt_cache(model) for _ in lengths]
     for length, cache in zip(lengths, caches, strict=True):
         model(mx.array([prompt(length)]), cache=cache)
     cache = [BatchKVCache.merge(parts) for parts in zip(*caches, strict=True)]
-    for passes in range(3):  # the first finds no room in the cache
+    for passes in range(3):  # the first does not fit into the cache
         tokens = (mx.arange(len(lengths) * rows).reshape(-1, rows) + passes) % 50
         logits = model(tokens, cache=cache)
         for row, own in enumerate(caches):
@@ -97,7 +97,7 @@ def check_rows(model, lengths, rows: int) -> None:
 
 
 class TestRows:
-    """Several tokens of each sequence at once, as where drafts are verified."""
+    """Several tokens of each sequence at once, as in a verification of drafts."""
 
     @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
     @pytest.mark.parametrize("rows", [1, 2, 7, 16])

@@ -1,4 +1,4 @@
-"""The gear of a step, by the gears that the sequences of a batch want."""
+"""The gear of a step, from the gears that the sequences of a batch want."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Texts that share each pass over the weights: each is the one that it is alone, and each sees its own gears."""
+"""Texts that share each pass over the weights: each is the same as alone, and each reports its own gears."""
 
 import mlx.core as mx
 import pytest
@@ -161,7 +161,7 @@ def test_sequences_join_and_leave_and_others_do_not_notice(gearbox, tokenizer, a
 
 
 def test_a_newcomers_prompt_and_first_token_have_its_own_first_gear(gearbox, tokenizer, alone):
-    """Whatever gear the others are in, so that its KV cache does not depend on its company."""
+    """In any gear of the others, so that its KV cache does not depend on them."""
     modes = [Route(thresholds=ALWAYS, initial_gear="high"), Route(thresholds=NEVER, initial_gear="low")]
     generator = batch_generator(gearbox.model, tokenizer, mode="route", gearbox=gearbox)
     tokens = [tokenizer.encode(prompt) for prompt in PROMPTS[:2]]

@@ -1,4 +1,4 @@
-"""The benchmark command, and what research times, at sizes that say nothing of speed: what they write and refuse."""
+"""The benchmark command and the studies' timing, at sizes that say nothing of speed: what they write and refuse."""
 
 import json
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("compiled")
 
 @pytest.fixture(autouse=True)
 def small_sums(monkeypatch):
-    """The read bandwidth of what a cache has: quick, and no less a number."""
+    """The read bandwidth of a cache: quick, and still a number."""
     monkeypatch.setattr(measuring, "READ", 2**20)
 
 
@@ -124,7 +124,7 @@ def test_each_bar_of_a_token_is_its_parts_milliseconds_one_after_the_other(monke
 
 
 def texts_of(picture: Path) -> str:
-    """The comments of an svg file, in which matplotlib repeats each text that it draws as curves."""
+    """The comments of an svg file: matplotlib repeats in them each text that it draws as curves."""
     return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
 

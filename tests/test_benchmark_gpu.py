@@ -1,5 +1,5 @@
-"""The benchmark command where MLX computes on a GPU, and where there is no C++ compiler: nothing is compiled, and paths
-have the names of what runs. MLX is said to compute on a GPU; it is the CPU that does."""
+"""The benchmark command where MLX computes on a GPU, and without a C++ compiler: nothing is compiled, and paths
+have the names of what runs. MLX claims to compute on a GPU; in truth the CPU does."""
 
 import json
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def small_sums(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """MLX's default device is said to be a GPU without Metal; asking for kernels of the CPU fails."""
+    """MLX's default device claims to be a GPU without Metal; asking for kernels of the CPU fails."""
 
     def compiled() -> None:
         raise AssertionError("compiled")

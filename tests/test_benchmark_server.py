@@ -1,4 +1,4 @@
-"""`benchmark server` at sizes that say nothing of speed: what it writes, and that it sees what is wrong."""
+"""`benchmark server` at sizes that say nothing of speed: its output, and the mistakes that it finds."""
 
 import json
 

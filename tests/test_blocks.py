@@ -1,4 +1,4 @@
-"""A transformer block as one native operation: the same bits as its operations, and only where it is known."""
+"""A transformer block as one native operation: the same bits as its operations, and only for known blocks."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def boxed(
 
 @pytest.fixture
 def calls(monkeypatch) -> SimpleNamespace:
-    """Counts blocks that ran as one operation, by themselves or together; with `enabled` false none does."""
+    """Counts blocks that ran as one operation, alone or in chains; with `enabled` false there are none."""
     count, run, run_layers = SimpleNamespace(native=0, enabled=True, together=0), block.run, block.run_layers
 
     def counted(*arguments):
@@ -293,13 +293,13 @@ class TestModules:
         for gear in (16, 4, 16, 4):
             box.shift(gear)
             mx.eval(box.model(PROMPT))
-        gc.collect()  # what other tests left
+        gc.collect()  # memory of earlier tests
         low = mx.get_active_memory()
         box.shift(16)
         mx.eval(box.model(PROMPT))
         high = mx.get_active_memory()
         box.shift(4)
-        assert mx.get_active_memory() <= low  # less, where the pass before held what it made a moment longer
+        assert mx.get_active_memory() <= low  # less, if the pass before held its results a moment longer
         assert high > low
         assert calls.native == 5 * len(box.model.layers)
 

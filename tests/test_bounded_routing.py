@@ -16,7 +16,7 @@ GATES = st.tuples(
 
 
 def routing(settings, window: int, first: int) -> tuple[BoundedRouting, Monitor, ThresholdGate]:
-    """By bounds, and a monitor and a gate for what lies between."""
+    """Routing by bounds, and a monitor and a gate for entropies between them."""
 
     def monitor() -> Monitor:
         return Monitor(VOCABULARY, window)
@@ -57,7 +57,7 @@ def test_a_known_entropy_has_one_gear_which_is_that_of_mode_route(settings, wind
 
 
 def test_bounds_that_agree_may_both_be_wrong():
-    """The lower ones stay below the threshold; the upper ones rise at once and fall again; those between rise later,
+    """The lower bounds stay below the threshold; the upper ones rise at once and fall again; those between rise later,
     and then have to stay for the least duration.
     """
     bounded, monitor, gate = routing(((1.0,), 0.0, 3), 1, 0)

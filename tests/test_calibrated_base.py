@@ -1,4 +1,4 @@
-"""A calibrated base: codes of the lowest gear chosen for the inputs of its layers, with every bit of the original."""
+"""A calibrated base: codes of the lowest gear, chosen for the inputs of its layers; the original keeps every bit."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
-    """Squared errors of outputs with the nearest and with calibrated codes, for inputs that hang together."""
+    """Squared errors of outputs with the nearest and with calibrated codes, for correlated inputs."""
     mx.random.seed(seed)
     weight = normal(48, 128).astype(mx.bfloat16)
     inputs = np.array(normal(400, 24) @ normal(24, 128)) + 0.1 * np.array(normal(400, 128))
@@ -59,7 +59,7 @@ def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
 
 
 def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
-    """A grid that was fitted to codes, with a weight (G, g, O), the codes, and the Hessian."""
+    """A grid fitted to codes, with a weight (G, g, O), the codes, and the Hessian."""
     inputs = np.array(normal(400, 24, seed=1) @ normal(24, 128, seed=2)) + 0.1 * np.array(normal(400, 128, seed=3))
     hessian = Hessian(128)
     hessian.add(inputs.astype(np.float32) / 20)
@@ -89,7 +89,7 @@ class TestCodes:
         assert errors[0] < errors[1]
 
     def test_scales_are_the_least_squares_for_the_codes(self):
-        """No scale or bias can be moved alone without a larger error of the outputs."""
+        """Moving a single scale or bias never lowers the error of the outputs."""
         grid, weight, codes, hessian = fitted_grid()
 
         def error(grid: Grid) -> float:
@@ -146,7 +146,7 @@ class TestExactWeights:
 
 class TestDrift:
     def test_codes_take_back_what_the_layers_before_did(self):
-        """Outputs for inputs that drifted come nearer to the original's than with codes that know the drift alone."""
+        """For drifted inputs, outputs come nearer to the original's than with codes that know only these inputs."""
         original = np.array(normal(600, 16, seed=1) @ normal(16, 64, seed=2)) + 0.1 * np.array(normal(600, 64, seed=3))
         inputs = (original + original @ np.array(normal(64, 64, seed=4)) * 0.03).astype(np.float32)
         weight = normal(48, 64, seed=5).astype(mx.bfloat16)
@@ -225,7 +225,7 @@ class TestCache:
 
     @pytest.mark.parametrize("damage", [None, lambda part: part.write_bytes(part.read_bytes()[:99])])
     def test_an_interrupted_calibration_goes_on(self, model, cache, monkeypatch, damage):
-        """Where it was, and with the codes of one that was not interrupted; a part that is damaged is made again."""
+        """It continues where it stopped and gets the codes of an uninterrupted run; a damaged part is made again."""
         format, chosen = get_format("exact"), []
         choose = calibrated_base.calibrated
 
@@ -314,7 +314,7 @@ class TestText:
         (key, layers), (other, others) = found
         assert key == other
         assert layers.keys() == others.keys()
-        for name in ("q_proj", "k_proj", "v_proj"):  # its kernels round otherwise, and later layers see that more
+        for name in ("q_proj", "k_proj", "v_proj"):  # its kernels round differently, and later layers see more of that
             path = f"model.layers.0.self_attn.{name}"
             same = unpack_mlx_codes(layers[path].weights[0], 4) == unpack_mlx_codes(others[path].weights[0], 4)
             assert same.mean().item() > 0.99, path

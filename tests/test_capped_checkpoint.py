@@ -1,4 +1,4 @@
-"""A precision manifest in a geared checkpoint says which layers a controller caps first, as it does of the original."""
+"""A precision manifest in a geared checkpoint tells a controller which layers to cap first, as with the original."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def call(main, name, *arguments):
 
 
 def told(command, tmp_path, *flags):
-    """The tokens, the decisions and stderr of a run under the scripted machine."""
+    """Tokens, decisions and stderr of a run under the scripted machine."""
     trace = tmp_path / "trace.jsonl"
     done = command("generate", "-m", 40, "--ignore-chat-template", "--prompt", "Tom has 5", "--trace", trace, *flags)
     assert done.status == 0, done.err
@@ -120,7 +120,7 @@ def test_a_manifest_of_another_model_is_no_part_of_a_checkpoint(files, command, 
 
 
 def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, command, tmp_path):
-    """As on the original: the same bits in every layer, and the same text."""
+    """The same bits in every layer and the same text as on the original."""
     content = json.loads(files.manifest.read_text())
     layers = {path: 8 if "q_proj" in path else 4 for path in content["layers"]}
     table = {"wish": "bpw 5", "bits": layers, "bits_per_weight": 5.0, "kl": 0.1}

@@ -20,7 +20,7 @@ def whole(demo, geared_demo):
 
 
 class PressedAfter:
-    """Standard output at which Ctrl-C is pressed after some writes, once or several times."""
+    """Standard output that presses Ctrl-C after some writes, once or several times."""
 
     def __init__(self, writes: int, times: int = 1):
         self.left, self.times, self.text = writes, times, ""

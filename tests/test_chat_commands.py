@@ -252,7 +252,7 @@ class TestCommands:
 
     @pytest.mark.parametrize("flags", [{}, {"ignore_chat_template": True}], ids=["template", "lines"])
     def test_generate_reads_after_a_saved_cache_what_the_chat_would_read(self, tmp_path, flags):
-        """Also what the template puts between an answer and the next message."""
+        """It also reads what the template puts between an answer and the next message."""
         file = tmp_path / "cache.safetensors"
         with chat(gears="16", **flags) as session:
             session.answer(ASKED)

@@ -1,4 +1,4 @@
-"""From a prompt to tokens by a chat template, which is a program that comes with the model."""
+"""From a prompt to tokens through a chat template, which is a program in the model's directory."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from gearbx_mlx.loading import DEMO_MODEL, load
 
 @pytest.fixture
 def with_template(tmp_path):
-    """The demo model with a chat template of one's own (None: without one) or other settings of its tokenizer."""
+    """The demo model with another chat template (None: without one) or other settings of its tokenizer."""
 
     def make(template: str | None, **tokenizer: object) -> Path:
         directory = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))

@@ -1,4 +1,4 @@
-"""Chats as a user has them: before a terminal, with keys."""
+"""Chats in a terminal, with keys."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ENDLESS = "100000"  # tokens
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> Path:
-    """A model whose answers do not end by themselves."""
+    """A model whose answers never end by themselves."""
     model = tmp_path_factory.mktemp("models") / "endless"
     shutil.copytree(DEMO_MODEL, model)
     (model / "generation_config.json").unlink()

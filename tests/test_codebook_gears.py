@@ -1,4 +1,4 @@
-"""A codebook gear is a gear like any other: low in a ladder, drafting, compared, converted."""
+"""A codebook gear works like any other: low in a ladder, as a draft, compared, converted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Studies of XFP: a Llama as a mixture, codebooks of groups, and what the H-Process's table says."""
+"""Studies of XFP: a Llama as a mixture, codebooks of groups, and the table of the H-Process."""
 
 from pathlib import Path
 from xml.etree import ElementTree

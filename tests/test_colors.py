@@ -40,7 +40,7 @@ def linear(color: str) -> np.ndarray:
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    """Linear RGB to CIE L*a*b*, in which distances are those that eyes see (a just visible one is about 2.3)."""
+    """Linear RGB to CIE L*a*b*, in which distances match what eyes see (about 2.3 is just visible)."""
     t = XYZ @ np.clip(rgb, 0, 1) / WHITE_POINT
     x, y, z = np.where(t > 216 / 24389, np.cbrt(t), t * 24389 / 27 / 116 + 16 / 116)
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
@@ -79,7 +79,7 @@ def test_every_gear_can_be_read_on_light_and_dark(background):
 
 
 def test_green_and_red_would_fail():
-    """The measure itself: to deuteranopes red and green are much closer than to others."""
+    """The measure itself: for deuteranopes red and green are much closer than for others."""
     red_and_green = ["#2e9e6b", "#d0453b"]
     assert least_distance(red_and_green, BLINDNESS["deuteranopia"]) < 30
     assert least_distance(red_and_green, BLINDNESS["none"]) > 90

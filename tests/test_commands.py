@@ -426,11 +426,11 @@ def typed_for(action, default, samples) -> list[str]:
         return [name, next(choice for choice in action.choices if choice != default)]
     if action.type in (int, float):
         return [name, next(text for text in ("0.5", "1", "2")[action.type is int :] if float(text) != default)]
-    return [f"{name}=-a user's"]  # text that needs quotation, and begins like a flag
+    return [f"{name}=-a user's"]  # text that needs quotation, and looks like a flag
 
 
 class TestWhatToDoNext:
-    """A command ends with a line that names the next one, which runs as it stands."""
+    """A command ends with a line that names the next one; that line runs as it stands."""
 
     def run_next(self, command, err: str) -> None:
         (line,) = re.findall(r"^next: gearbx_mlx\.(.+)$", err, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The study compare-llama-cpp, as far as llama.cpp need not be installed."""
+"""The study compare-llama-cpp, as far as it runs without llama.cpp."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ ROWS = {
 
 
 def test_queries_meet_keys_in_llama_cpps_rotation_as_in_mlx_lms():
-    """A product of rotated heads does not depend on the order of rows, if pairs are rotated together on both sides."""
+    """A product of rotated heads does not depend on the order of rows, if pairs on both sides rotate together."""
     inputs = normal(1, 5, 16, seed=1)
 
     def scores(arrange, traditional: bool) -> np.ndarray:

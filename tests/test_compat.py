@@ -1,4 +1,4 @@
-"""Every assumption about MLX and mlx-lm that they do not promise, by its name, and what is off where it may not hold.
+"""Every unpromised assumption about MLX and mlx-lm, by its name, and what is switched off where it may not hold.
 
 Where a test fails after an upgrade: mend gearbx_mlx/compat, then raise its TESTED and the pins in pyproject.toml.
 """
@@ -46,7 +46,7 @@ def newer(monkeypatch):
 
 
 def classes_of_models():
-    """Every class of a module in mlx_lm.models that can be imported here."""
+    """Every importable class of a module in mlx_lm.models."""
     for found in pkgutil.iter_modules([str(MODELS)]):
         if found.name == "olmo":  # ends the process where a package is missing
             continue
@@ -251,7 +251,7 @@ class TestLoops:
 class TestLayersOfAModel:
     @pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
     def test_run_one_after_the_other_over_one_mask_and_are_normed(self, module):
-        """What a chain of blocks computes in their place; and the head is the only thing behind them."""
+        """What a chain of blocks replaces; and only the head follows it."""
         model = tiny_model(module.__name__.rpartition(".")[2])
         x = model.model.embed_tokens(PROMPT)
         for layer in model.layers:
@@ -327,7 +327,7 @@ REACHES = ("exec", "eval", "inspect.getsource", "dis.get_instructions", "Functio
 
 
 def reaches_inside(file: Path) -> list[str]:
-    """What a module takes from mlx-lm and MLX without their promise."""
+    """What a module takes from mlx-lm and MLX without a promise of theirs."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("mlx", "mlx_lm", "transformers")):
@@ -347,7 +347,7 @@ def test_nothing_else_reaches_inside_of_others():
 
 
 class TestNewerVersions:
-    """What rests on the assumptions is off, with one word, and the results are those of stock classes."""
+    """What depends on the assumptions is off, with one message, and results are those of stock classes."""
 
     def test_it_is_said_once(self, newer):
         with pytest.warns(GearbxWarning, match=r"are off: mlx is 0\.33\.1, and gearbx-mlx is tested"):
@@ -378,7 +378,7 @@ class TestNewerVersions:
         assert texts[0] == texts[1]
 
     def test_latent_attention_is_named_before_the_text(self, newer, demo):
-        versions._said.add(versions.untested())  # and warned of before
+        versions._said.add(versions.untested())  # and warned about before
         gearbox = Gearbox(tiny_model("deepseek_v3", dtype=mx.bfloat16), "4,16", dtype="bfloat16")
         with pytest.warns(GearbxWarning, match="DeepseekV3Attention computes several tokens in another way than one"):
             stream_generate(gearbox.model, demo.tokenizer, [1, 5, 9], mode=Lossless(), gearbox=gearbox)

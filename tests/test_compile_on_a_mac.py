@@ -1,4 +1,4 @@
-"""The compile step as it goes on a Mac: what is asked before the compiler, its flags, the cache's key, the threads."""
+"""The compile step on a Mac: what is asked before the compiler, its flags, the cache's key, the threads."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def program(file: Path, text: str) -> Path:
 
 @pytest.fixture
 def mac(afresh, tmp_path):
-    """This machine says that it is a Mac, with a compiler among the placeholders that writes down its arguments."""
+    """This machine claims to be a Mac; its compilers are placeholders, which write down their arguments."""
     placeholders = tmp_path / "placeholders"
     placeholders.mkdir()
     for name in ("c++", "clang++"):
@@ -122,7 +122,7 @@ def test_the_name_of_the_processor(monkeypatch, tmp_path):
 
 @pytest.mark.processes
 def test_threads_are_for_performance_cores(tmp_path):
-    """The lines for macOS, compiled here over a system call that stands for its own."""
+    """The lines for macOS, compiled here with a stand-in for its system call."""
     if compiler.this_target().is_mac:
         pytest.skip("a Mac has the system call itself")
     (tmp_path / "sys").mkdir()

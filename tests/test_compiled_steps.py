@@ -1,4 +1,4 @@
-"""Classes that compile a step of their own: the compiled function must not keep the weights of another gear."""
+"""Classes that compile a step of their own: the compiled function must not keep another gear's weights."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ from gearbx_mlx.routing.acceptance import FixedLength
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """Kimi K3, whose delta attention compiles a step where there is Metal; the step itself runs anywhere."""
+    """Kimi K3, whose delta attention compiles a step if there is Metal; the step itself runs anywhere."""
     model = tiny("kimi_k3")
     model.eval()
     gearbox = Gearbox(model, "4,8,16", group_size=32, kernels="mlx")

@@ -1,4 +1,4 @@
-"""AION's law: the products of the study multiply, and its predictions and its law are sums of what was timed."""
+"""AION's law: the study's products are right, and its predictions and its law are sums of what was timed."""
 
 import ctypes
 import re
@@ -23,7 +23,7 @@ def library(tmp_path_factory):
 
 
 def codes_of(bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random codes (ROWS, COLUMNS), and as they are stored."""
+    """Random codes (ROWS, COLUMNS), and their stored form."""
     codes = np.random.default_rng(bits).integers(0, {4: 16, 8: 128}[bits], (ROWS, COLUMNS), np.uint8)
     groups = codes.reshape(ROWS, -1, 2, 16)
     return codes, (groups[:, :, 0] | groups[:, :, 1] << 4).reshape(ROWS, -1) if bits == 4 else codes
@@ -68,7 +68,7 @@ def test_activations_are_rounded_as_numpy_does(library, x):
     arrays.bytes[:] = 0
     matrix, _ = arrays.matrix(1, again=True)
     library.quant_act(ctypes.byref(matrix))
-    assert np.abs(arrays.bytes.astype(int) - expected).max() <= 1  # a half may be rounded either way
+    assert np.abs(arrays.bytes.astype(int) - expected).max() <= 1  # a half may be rounded up or down
     assert (arrays.bytes == expected).mean() > 0.99
 
 

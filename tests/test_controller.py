@@ -1,4 +1,4 @@
-"""The controller, as numbers: what it does to machines of many kinds."""
+"""The controller's numbers on machines of many kinds."""
 
 import math
 
@@ -25,7 +25,7 @@ def schedule(layers: int = 30, widths=WIDTHS, gears=(8,), fixed: int = 50_000, s
 
 
 class Plant:
-    """A machine whose time per token is that of the bytes, and something besides; caps act LAG tokens late."""
+    """A machine whose time per token is that of the bytes plus a constant; caps act LAG tokens late."""
 
     def __init__(self, controller: Controller, overhead: float = 0.0, noise: float = 0.0, seed: int = 0, passes=(1,)):
         self.controller, self.overhead, self.noise, self.passes = controller, overhead, noise, passes
@@ -61,7 +61,7 @@ class TestStairs:
         found = schedule(3, (4, 8), sensitivity=lambda path, bits: {"layers.0": 2, "layers.1": 3, "layers.2": 1}[path])
         assert [step.path for step in found.steps] == ["layers.2", "layers.0", "layers.1"]
         assert found.caps(1) == {"layers.0": 8, "layers.1": 8, "layers.2": 4}
-        assert found.caps(2)["layers.0"] == 4  # which is the first to be taken back
+        assert found.caps(2)["layers.0"] == 4  # the first to be taken back
 
     def test_a_layer_goes_down_in_order_whatever_was_measured(self):
         found = schedule(2, (4, 6, 8), sensitivity=lambda path, bits: float(bits))
@@ -129,7 +129,7 @@ class TestController:
         assert np.all(late <= max(DEAD_BAND, step) + 1e-9)
         changes = np.diff(plant.positions[-100:])
         assert np.all(changes >= 0) or np.all(changes <= 0)  # last corrections, never there and back
-        assert len({*plant.positions[-60:]}) == 1  # and then not a single one
+        assert len({*plant.positions[-60:]}) == 1  # and then none at all
 
     @pytest.mark.slow
     @given(
@@ -182,7 +182,7 @@ class TestController:
         plant = Plant(controller)
         plant.run(100)
         for _ in range(10):
-            controller.token(20.0, (1,))  # another program had the machine
+            controller.token(20.0, (1,))  # another program used the machine
             plant.run(19)
         assert {*plant.positions} == {0}
 
@@ -194,7 +194,7 @@ class TestController:
         assert controller.out_of_reach == "no table meets 50 tokens/s: every layer is at its fewest bits"
         assert "fewest bits" in plant.decisions[-1].reason
         plant.run(500)
-        controller.target = 0.9  # nothing has wound up in the meantime: the way back takes as long as the way there
+        controller.target = 0.9  # nothing has wound up meanwhile: the way back takes as long as the way there
         plant.run(45)
         assert controller.position == 0
 

@@ -1,4 +1,4 @@
-"""Geared checkpoints: what is written, that mlx-lm reads it, and that gears from disk are those made in memory."""
+"""Geared checkpoints: what is written, whether mlx-lm reads it, and whether gears from disk equal those in memory."""
 
 import json
 import math
@@ -137,7 +137,7 @@ class TestGearsFromDisk:
         mx.eval(model.parameters())
         low = mx.get_active_memory() - before
         held = sum(array.nbytes for array in {id(a): a for a in weights_of(model).values()}.values())
-        assert low <= 1.05 * held  # and nothing of the others
+        assert low <= 1.05 * held  # and nothing of the other models
         gearbox.shift("high")
         assert mx.get_active_memory() - before > 1.5 * low
         gearbox.shift("low")
@@ -272,7 +272,7 @@ class TestCommands:
 
 
 def rows_of(card: str) -> dict[str, list[str]]:
-    """First cell to the others, of all rows of a model card's tables."""
+    """First cell -> other cells, for all rows of a model card's tables."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in card.splitlines() if line.startswith("|")]
     return {row[0]: row[1:] for row in rows}
 

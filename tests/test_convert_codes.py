@@ -1,4 +1,4 @@
-"""Geared checkpoints of models that are quantized already: the top gear has their codes, and mlx-lm runs the lowest."""
+"""Geared checkpoints of quantized models: the top gear has their codes, and mlx-lm runs the lowest."""
 
 import json
 
@@ -23,7 +23,7 @@ MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "mixtral": {}, "gp
 def save_quantized(path, architecture="llama", bits=8, group_size=32, predicate=None, **change):
     """A tiny model as mlx_lm.convert writes it."""
     name = "llama" if architecture == "tied" else architecture
-    experts = architecture in ("mixtral", "qwen3_moe", "mistral4")  # of half precision MLX has no products on a CPU
+    experts = architecture in ("mixtral", "qwen3_moe", "mistral4")  # MLX has no products in half precision on a CPU
     change = {"dtype": mx.float32 if experts else mx.bfloat16, **MODELS.get(architecture, {}), **change}
     model = tiny_model(name, **change)
     config = vars(model.args)

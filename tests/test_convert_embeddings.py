@@ -1,4 +1,4 @@
-"""Embeddings in a geared checkpoint: packed for the lowest gear as mlx_lm.convert packs them, exact for the others."""
+"""Embeddings in a geared checkpoint: the lowest gear has them as mlx_lm.convert packs them, the others exactly."""
 
 import json
 
@@ -17,7 +17,7 @@ from gearbx_mlx.convert import convert as convert_model
 FORMATS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
 WITHOUT_ORIGINAL = {"planes": "4,8", "affine": "4,8", "rowwise": "4,8", "codebook": "3,5"}
-TABLES = {  # model to its tables that are no output heads
+TABLES = {  # model -> its tables that are no output heads
     "untied": ["model.embed_tokens"],
     "tied": [],
     "gpt2": ["model.wpe"],
@@ -82,7 +82,7 @@ class TestTheBase:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("name", TABLES)
     def test_is_run_by_mlx_lm_as_our_lowest_gear(self, convert, name):
-        _, out = convert(name, dtype="float32")  # MLX's kernels of a CPU are slow in half precision
+        _, out = convert(name, dtype="float32")  # MLX's CPU kernels are slow in half precision
         stock, tokenizer = mlx_lm.load(str(out))
         kinds = {path: type(module) for path, module in stock.named_modules()}
         assert all(kinds[path] is nn.QuantizedEmbedding for path in TABLES[name])

@@ -1,4 +1,4 @@
-"""A model with a gearbox is copied, and put into another type, as any model of mlx-lm's."""
+"""A model with a gearbox can be copied and cast to another type like any model of mlx-lm's."""
 
 import copy
 

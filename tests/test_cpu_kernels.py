@@ -1,4 +1,4 @@
-"""Native CPU kernels: against float64, and bit by bit over batches."""
+"""Native CPU kernels: compared with float64, and bit for bit over batches."""
 
 import contextlib
 import io
@@ -189,7 +189,7 @@ class TestNumbers:
 
     def test_products_are_operations_of_the_graph(self, native):
         """Nothing is computed before it is asked for."""
-        x = mx.ones((1, 64)) * 2  # unevaluated, as is all that follows
+        x = mx.ones((1, 64)) * 2  # unevaluated, like everything after it
         y = native.dense_matvec(native.dense_matvec(x, mx.ones((64, 64))), mx.ones((3, 64)))
         assert y.shape == (1, 3)
         assert mx.array_equal(y + 0, mx.full((1, 3), 2.0 * 64 * 64)).item()
@@ -210,7 +210,7 @@ class TestModel:
             expected, found = stock.model(PROMPT), fast.model(PROMPT)
             assert found.dtype == expected.dtype
             assert mx.allclose(found, expected, rtol=1e-4, atol=1e-5).item()
-            long = mx.arange(40)[None]  # more vectors than weights are read once for
+            long = mx.arange(40)[None]  # more vectors than share one read of the weights
             assert mx.allclose(fast.model(long), stock.model(long), rtol=1e-4, atol=1e-5).item()
 
     def test_the_top_gear_keeps_its_two_bytes(self):
@@ -265,7 +265,7 @@ class TestModel:
 @pytest.mark.processes
 @pytest.mark.parametrize("flags", [["-mavx512f", "-mavx512vl", "-mavx512vnni"], ["-mavxvnni"]], ids=str)
 def test_integer_products_compile_for_newer_processors(tmp_path, flags):
-    """Those of this machine may be older: what is compiled here is not run."""
+    """This machine's processor may be older: what is compiled here is not run."""
     if platform.machine() != "x86_64":
         pytest.skip("x86 alone")
     command = [*find_compiler(), "-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", *flags, "-S", "-o", "-"]

@@ -1,4 +1,4 @@
-"""gears.json that was changed, against arrays that were not: no gear is made of what does not fit."""
+"""A changed gears.json beside unchanged arrays: no gear is made from what does not fit."""
 
 import builtins
 import json
@@ -32,7 +32,7 @@ SEARCH = settings(max_examples=120, suppress_health_check=[HealthCheck.function_
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A directory with a tiny model, converted to a format on first use."""
+    """A directory with a tiny model, converted to a format at first use."""
     made: dict[str, Path] = {}
 
     def checkpoint(format: str) -> Path:
@@ -55,7 +55,7 @@ def checkpoints(tmp_path_factory):
 
 @pytest.fixture
 def geared(checkpoints, tmp_path) -> Path:
-    """A copy of one of planes."""
+    """A copy of a model in planes."""
     return Path(shutil.copytree(checkpoints("planes"), tmp_path / "geared"))
 
 
@@ -82,7 +82,7 @@ def refused(directory: Path, words: str = "") -> None:
 
 
 def rows_of(text: str) -> dict[str, int]:
-    """What embeddings look up in the lowest gear. A manifest without it is as right: they have their original rows."""
+    """What embeddings look up in the lowest gear. A manifest may lack it: they then have their original rows."""
     return {path: layer.get("rows", DENSE) for path, layer in json.loads(text)["layers"].items()}
 
 
@@ -188,7 +188,7 @@ class TestWhatItSaysOfArrays:
 
     @pytest.mark.parametrize("path", ["", "__class__", "model.layers", "model.layers.0.mlp.__class__", "model.norm"])
     def test_layers_are_modules_of_the_model(self, geared, path):
-        """Whatever an attribute of this name would be."""
+        """No matter what an attribute of this name is."""
         manifest, model = open_gears(geared).manifest, load_model(geared, lazy=True)[0]
         moved = {path: manifest.layers[UP]} | {key: value for key, value in manifest.layers.items() if key != UP}
         with pytest.raises(GearbxError, match=f'layers has the key "{path}", and the model has'):
@@ -216,7 +216,7 @@ PLAN = Plan("planes", (4, 8), "all", 32, None, {"model.safetensors": "ab"})
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory) -> Path:
-    """A conversion that was interrupted after a few layers."""
+    """A conversion that stopped after a few layers."""
     work = tmp_path_factory.mktemp("begun") / "work"
     converter = Converter(tiny_model(), PLAN, work)
     for _ in zip(range(3), converter):

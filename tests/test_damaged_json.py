@@ -1,4 +1,4 @@
-"""Damaged JSON of every kind that the package reads: it loads, or one line says which file is wrong."""
+"""Damaged JSON of every kind that the package reads: it loads, or a one-line error names the file."""
 
 import json
 from pathlib import Path
@@ -67,7 +67,7 @@ SEARCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_
 
 
 def loads_or_is_refused(file: Path, text: str, read) -> bool:
-    """Whether a file with this text is read. If not, the error is one line and names the file."""
+    """Whether a file with this text can be read. If not, the error is one line and names the file."""
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(text.encode("utf-8", "surrogatepass"))
     try:
@@ -139,7 +139,7 @@ class TestLines:
 
 
 def test_a_configuration_may_have_infinity(tmp_path):
-    """Those of some models have it, where Python wrote them."""
+    """Some models' configurations have it, because Python wrote them."""
     (tmp_path / "config.json").write_text('{"time_step_limit": [0.0, Infinity], "max_position_embeddings": 9}')
     config = read_config(tmp_path)
     assert config["time_step_limit"] == [0.0, float("inf")]

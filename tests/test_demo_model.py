@@ -1,4 +1,4 @@
-"""The model that ships: what it is, and that it has learned what its card says."""
+"""The model that ships: its properties, and that it has learned what its card says."""
 
 import math
 import re
@@ -28,7 +28,7 @@ def mean_loss(model: nn.Module, tokenizer, problems: list[dict]) -> float:
 
 @pytest.fixture(scope="module")
 def geared():
-    """The model with gears and the fastest kernels, which read a text in a tenth of the time, and its tokenizer."""
+    """The model with gears and the fastest kernels, which read a text ten times as fast, and its tokenizer."""
     model, tokenizer = load()
     return Gearbox(model, "3,4,8,16", kernels="auto"), tokenizer
 
@@ -57,7 +57,7 @@ def test_its_tokenizer_reads_numbers_digit_by_digit_and_any_text_back(demo):
 
 @pytest.mark.slow
 def test_perplexity_on_problems_it_never_saw(geared, held_out):
-    """Its card says how well it does on held-out training problems; on test problems it is not far off."""
+    """Its card gives the loss on held-out training problems; the loss on test problems is close to that."""
     stated = float(re.search(r"\| gsm8k \|.*\| ([\d.]+) \|", (DEMO_MODEL / "README.md").read_text()).group(1))
     assert stated < 12
     gearbox, tokenizer = geared

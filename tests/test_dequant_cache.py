@@ -33,7 +33,7 @@ def test_bytes_are_those_of_the_weights_that_are_multiplied(fresh_demo):
     gearbox = Gearbox(fresh_demo.model, "4,16", format=with_cache("rowwise"), kernels="mlx")
     low, high = gearbox.ladder
     bytes_read = gearbox.weight_bytes_per_token
-    assert bytes_read(low) == pytest.approx(bytes_read(high), rel=1e-4)  # a row of the embedding apart
+    assert bytes_read(low) == pytest.approx(bytes_read(high), rel=1e-4)  # except for a row of the embedding
     packed = Gearbox(load()[0], "4,16", format="rowwise", kernels="mlx")
     assert packed.weight_bytes_per_token(low) < packed.weight_bytes_per_token(high) / 3
     assert packed.weight_bytes_per_token(high) == gearbox.weight_bytes_per_token(high)

@@ -1,4 +1,4 @@
-"""One device for a process: --device, `use_device`, and a gearbox that stays on its own."""
+"""One device for a process: --device, `use_device`, and a gearbox that stays on its device."""
 
 import subprocess
 import sys
@@ -28,7 +28,7 @@ main()
 
 @pytest.fixture
 def generating_elsewhere(monkeypatch):
-    """mlx-lm was imported while MLX computed on another device than now."""
+    """mlx-lm was imported while MLX used another device."""
     other = mx.Device(mx.cpu if mx.default_device() == GPU else mx.gpu)
     monkeypatch.setattr(sys.modules["mlx_lm.generate"], "generation_stream", SimpleNamespace(device=other))
 

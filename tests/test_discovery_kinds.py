@@ -1,4 +1,4 @@
-"""Layers of other kinds than a plain linear one: which of them change gear, and what is said of the others."""
+"""Layers of other kinds than a plain linear one: which of them change gear, and what is reported of the others."""
 
 import math
 import re
@@ -33,7 +33,7 @@ def stacked(module: nn.Module, width: int, transpose: bool) -> mx.array:
 
 
 class TestHeads:
-    """mlx-lm's MultiLinear: a matrix for each head, multiplied from either side."""
+    """mlx-lm's MultiLinear: a matrix for each head, multiplied from the left or the right."""
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("format", [name for name in FORMATS if name != "exact"])  # of bfloat16: test_exact
@@ -141,7 +141,7 @@ class TestOthers:
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == plain.weight_bytes_per_token(plain.ladder.top)
 
     def test_a_layer_whose_weight_the_model_reads_stays_dense(self):
-        """Gemma 3n clips such weights before it multiplies by them; packed ones are codes."""
+        """Gemma 3n clips such weights before it multiplies by them; packed weights are codes."""
         model = tiny("gemma3n")
         before = model(PROMPT)
         gearbox = Gearbox(model, "8,16", format="rowwise")
@@ -152,7 +152,7 @@ class TestOthers:
 
 
 class TestTowers:
-    """A part that reads images or sound: no token of a text passes through it."""
+    """A part that reads images or sound: a text's tokens never pass through it."""
 
     def seeing(self):
         model = tiny_model()

@@ -1,4 +1,4 @@
-"""Texts of several ranks: those of one process in every mode, one text whatever a rank computes, and how a run dies."""
+"""Texts of several ranks: the same as one process writes, in every mode; equal on all ranks; and how a run dies."""
 
 import json
 import signal
@@ -66,7 +66,7 @@ if group is not None:
 
 
 def texts(ranks, differs, model, *further):
-    """What each rank made, by rank; ranks 1: one process alone."""
+    """The results of each rank, by rank; ranks 1: one process alone."""
     command = ["-c", TEXTS, differs, str(model), *further]
     if ranks == 1:
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True)
@@ -162,7 +162,7 @@ class TestCommand:
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_a_rank_killed_while_it_computes_ends_the_other_with_a_line(model, tmp_path, when, dies):
-    """Prefill: one token a pass, for thousands of passes. Decode: thousands of tokens."""
+    """Prefill: one token per pass, for thousands of passes. Decode: thousands of tokens."""
     prompt = "one " * (5000 if when == "prefill" else 1)
     flags = ["--ignore-chat-template", "--prompt", prompt, "--prefill-step-size", "1", "--model", str(model)]
     trace = tmp_path / "trace.jsonl"

@@ -1,6 +1,6 @@
 """README and docs are true: every command line and Python block runs as typed, every link leads somewhere.
 
-A line that cannot run without a network, or within minutes, is parsed.
+A line that needs a network or many minutes is only parsed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ OTHERS_FLAGS = {
 @pytest.mark.docs
 @pytest.mark.parametrize("page", dict.fromkeys(line.page for line in RUN))
 def test_lines_run_as_typed(page, tmp_path):
-    """In their order, because one writes what the next one reads."""
+    """The lines run in their order, because one writes what the next one reads."""
     directory = Directory(tmp_path)
     for line in RUN:
         if line.page == page:
@@ -66,7 +66,7 @@ def with_flags(name: str) -> ModuleType:
 
 
 def check_lm_eval(arguments: str) -> None:
-    """The arguments of lm-eval's model are those of ours."""
+    """The arguments of lm-eval's model are the same as ours."""
     source = (ROOT / "gearbx_mlx" / "lm_eval" / "run.py").read_text(encoding="utf-8")
     assert "--model gearbx " in arguments
     for pair in ",".join(re.findall(r"--model_args (\S+)", arguments)).split(","):
@@ -105,7 +105,7 @@ def test_both_marked_commands_are_where_ci_looks_for_them():
 
 @functools.cache
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """The anchors that GitHub makes of a page's headings."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -129,7 +129,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_the_readme_is_whole_on_pypi():
-    """Where it has no directory around it."""
+    """PyPI has no directory around it."""
     for link in links(PAGES["README.md"]):
         assert link.startswith("https://"), link
 

@@ -1,4 +1,4 @@
-"""Steps of a draft that are queued before the entropies are read: the text is the same, and all steps are counted."""
+"""Draft steps queued before the entropies are read: the text is the same, and all steps are counted."""
 
 import copy
 import itertools
@@ -30,14 +30,14 @@ LENGTHS = (1, 5, 2, 9, 3)
 
 @pytest.fixture(params=["mlx", "native"])
 def kernels(request) -> str:
-    """Kernels that there are here."""
+    """The kernels available here."""
     if request.param == "native":
         request.getfixturevalue("compiled")
     return request.param
 
 
 class InTurn:
-    """Drafts of the lengths in LENGTHS, one after the other, whatever the entropies are."""
+    """Drafts of the lengths in LENGTHS, one after the other, for any entropies."""
 
     def __init__(self):
         self._lengths = itertools.cycle(LENGTHS)
@@ -51,12 +51,12 @@ class InTurn:
 
 
 def after(tokens):
-    """A rule that ends every draft after so many tokens, which a drafter cannot know before."""
+    """A rule that ends every draft after so many tokens; a drafter cannot know that before."""
     return ProductRule(lambda entropy: 0.5, 0.5 ** (tokens - 0.5))
 
 
 def written(model, prompt=PROMPT[0], seed=5, **keywords):
-    """Tokens and log-probabilities by mlx-lm's loop, and the random state afterwards."""
+    """Tokens and log-probabilities of mlx-lm's loop, and the random state afterwards."""
     mx.random.seed(seed)
     made = [(token, np.array(logprobs)) for token, logprobs in generate_step(prompt, model, max_tokens=24, **keywords)]
     return made, mx.random.state[0].tolist()
@@ -156,7 +156,7 @@ class TestDrafts:
         return cache
 
     def drafts(self, gearbox, rule, most=12, depths=(0, *SOME), stop_tokens=frozenset(), **settings):
-        """By depth, what follows the prompt: the text with its drafts, and how many steps were thrown away."""
+        """For each depth: the text after the prompt with its drafts, and how many steps were thrown away."""
         low, found = gearbox.ladder[0], {}
         for depth in depths:
             mx.random.seed(7)
@@ -232,7 +232,7 @@ class TestWhatIsCounted:
         assert spent[1] - spent[0] == pytest.approx(2 * 0.25 / 5, rel=0.2)  # both lean to the top gear alone
 
     def test_summary_and_trace(self, command, tmp_path, monkeypatch):
-        """Where two steps ahead were measured as the fastest."""
+        """On a machine where two steps ahead were measured as the fastest."""
         monkeypatch.setattr("gearbx_mlx.decoding.lossless.depth_here", lambda *_: 2)
         summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
         flags = ("--mode", "lossless", "--cost", "bytes", "-m", 16, "--prompt", TALE, "--ignore-chat-template")

@@ -1,4 +1,4 @@
-"""How many steps of a draft are queued ahead: measured once on a GPU, never where it would cost more than it gives."""
+"""How many draft steps are queued ahead: measured once on a GPU, never where it would cost more than it gains."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from gearbx_mlx.routing.acceptance import FixedLength, default_rule
 
 @pytest.fixture
 def on_gpu(monkeypatch, tmp_path) -> Path:
-    """The device is said to be a GPU; the tuner's file."""
+    """The device claims to be a GPU; returns the tuner's file."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
     monkeypatch.setattr(draft_trials, "on_cpu", lambda: False)
     monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)

@@ -1,4 +1,4 @@
-"""Files that say how to draft: written by calibrate, found, refused."""
+"""Drafting files: written by calibrate, found, refused."""
 
 import json
 
@@ -43,7 +43,7 @@ class TestDraftingFiles:
         text = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, prompt, 8)]
         low, top = geared_demo.ladder
         (found,) = record_agreement(geared_demo, top, [low], prompt, text)
-        # Within one block the low gear looks back at its own entries, as it does in a draft.
+        # Within one block the low gear attends to its own entries, as it does in a draft.
         cache = make_prompt_cache(demo.model)
         demo.model(mx.array(prompt[:-1])[None], cache=cache)
         geared_demo.shift("low")

@@ -1,4 +1,4 @@
-"""What passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
+"""How long passes take: measured by calibrate --cost time, written into the drafting file, and used by generate."""
 
 import gc
 import json
@@ -161,7 +161,7 @@ class TestUse:
 
 @dataclass
 class Steady:
-    """A user's own agreement, which cannot be hashed."""
+    """A user's own agreement class, which cannot be hashed."""
 
     value: float
 
@@ -170,7 +170,7 @@ class Steady:
 
 
 class TestWhatIsLearned:
-    """Plans with costs in time learn over texts, as far as these texts have the same rule and times."""
+    """Plans with costs in time learn over texts, as long as these texts have the same rule and times."""
 
     def plan(self, gearbox, agreement=typical_agreement, times=None):
         return DraftPlans(gearbox, gearbox.ladder[0], ProductRule(agreement, 0.5), "time", 15, times).of(1)

@@ -1,4 +1,4 @@
-"""Energy per token, where the machine reports it; counters and samples are files and programs of the tests."""
+"""Energy per token, if the machine reports it; the tests' own files and programs give counters and samples."""
 
 import json
 import plistlib

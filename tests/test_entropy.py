@@ -20,7 +20,7 @@ def natively(logits: mx.array) -> mx.array:
     return kernel(logits)
 
 
-# Both must keep every promise: that of MLX's operations, and the native kernel.
+# Both must keep every promise: MLX's operations, and the native kernel.
 pytestmark = pytest.mark.parametrize(
     "entropy_bits",
     [

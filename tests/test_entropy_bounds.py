@@ -1,4 +1,4 @@
-"""The entropy of a whole distribution lies between the bounds that its largest log-probabilities give."""
+"""The entropy of a whole distribution lies between the bounds from its largest log-probabilities."""
 
 import math
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.bounds import EXACT, Rounding, bits, entropy_bounds, is_bfloat16, rounding_of
 
-ROUNDED = 1e-9  # of sums of float64, here and there
+ROUNDED = 1e-9  # of sums of float64, on either side
 WEIGHTS = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1e-12, 1.0, 50.0]), min_size=1, max_size=40)
 
 
@@ -57,7 +57,7 @@ def test_the_upper_bound_is_attained_by_a_flat_rest(probabilities, data):
 
 @given(distributions(), st.data())
 def test_the_lower_bound_is_attained_by_a_packed_rest(probabilities, data):
-    """As many tokens as the k-th one's probability goes into the rest, and one with what remains."""
+    """The rest consists of as many tokens of the k-th one's probability as fit, and one with the remainder."""
     k = data.draw(st.integers(1, len(probabilities)))
     rest, each, packed = math.fsum(probabilities[k:]), probabilities[k - 1], probabilities[:k]
     while len(packed) < len(probabilities):
@@ -98,7 +98,7 @@ def test_rounded_log_probabilities_bracket_the_entropy(probabilities, data):
 @pytest.mark.parametrize("shift", [0.0, 40.0, -80.0, 400.0])
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
 def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, scale):
-    """mlx-lm subtracts the rounded log(sum(exp)) of logits in the model's type, so that no list adds up to 1."""
+    """mlx-lm subtracts the rounded log(sum(exp)) of logits in the model's type, so no list adds up to 1."""
     for seed in range(30):
         logits = (shift + scale * mx.random.normal((512,), key=mx.random.key(seed))).astype(dtype)
         exact = float64(logits)

@@ -1,4 +1,4 @@
-"""Where low gears err (GEARBX 13): every figure is computed again with numpy."""
+"""Where low gears err (GEARBX 13): numpy computes every figure again."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,7 @@ def model():
 
 
 def symmetric(weight: np.ndarray, q_max: int) -> tuple[np.ndarray, np.ndarray]:
-    """The formulas of GEARBX 5.1, row by row: the weights that a gear has, and the scales."""
+    """The formulas of GEARBX 5.1, row by row: a gear's weights, and the scales."""
     scales = np.abs(weight).max(axis=1) / np.float32(q_max)
     rows = [np.clip(np.round(row / s), -q_max, q_max) * s for row, s in zip(weight, scales)]
     return np.stack(rows), scales
@@ -171,7 +171,7 @@ def test_every_kind_of_attention_is_analysed(architecture):
     low, high = (gearbox := Gearbox(model, "4,16", kernels="mlx")).ladder
     for row in analysis.kv_errors(gearbox, [TOKENS], [low, high], [8]):
         assert row["kl"] > 0
-        assert 0 <= row.get("keys", 0) < 1  # caches of windows that the text overruns keep none of the whole text
+        assert 0 <= row.get("keys", 0) < 1  # window caches that the text overruns do not keep the whole text
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The report of evaluate: its rows, its table and picture, and how it continues."""
+"""The report of evaluate: its rows, its table and picture, and how an interrupted run continues."""
 
 import io
 import json
@@ -113,7 +113,7 @@ class TestReport:
 
 
 class TestTables:
-    """In the terminal every header and every value is whole, at any width."""
+    """The terminal shows every header and every value completely, at any width."""
 
     @staticmethod
     def printed(rows, columns, first, width: int) -> list[str]:
@@ -143,7 +143,7 @@ class TestTables:
 
 @pytest.fixture
 def small(tmp_path) -> Path:
-    """A random model that is quick."""
+    """A small random model."""
     save_model(tiny_model(vocab_size=4096), tmp_path / "small")
     return tmp_path / "small"
 

@@ -1,4 +1,4 @@
-"""One command measures the evidence again, and goes on after an interrupt; its advice has the reports' figures."""
+"""One command measures the evidence again and continues after an interrupt; its advice has the reports' figures."""
 
 import json
 import subprocess

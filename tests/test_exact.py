@@ -58,7 +58,7 @@ def comes_back(weight: mx.array, ladder: str, group_size: int) -> bool:
 
 
 def model_of(architecture: str = "llama", **change: object) -> nn.Module:
-    """A tiny model of bfloat16 that computes in float32, as it would behind a gearbox."""
+    """A tiny model of bfloat16 that computes in float32, as behind a gearbox."""
     return tiny(architecture, mx.bfloat16, **change)
 
 
@@ -170,7 +170,7 @@ class TestLowGears:
 @pytest.mark.some(1)
 @pytest.mark.parametrize("ladder", LADDERS)
 def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
-    """MLX's own operations take some twenty times a weight on the way; how many tiles follow must not matter."""
+    """MLX's own operations need some twenty times a weight's memory on the way; the number of tiles must not matter."""
     monkeypatch.setattr(kernels_exact, "TILE", 2**14)
 
     def peak(rows: int) -> int:
@@ -221,7 +221,7 @@ def test_a_model_has_every_weight_and_the_low_gears_of_formats_with_copies(ladde
 
 
 def floors(gearbox: Gearbox) -> set[str]:
-    """Layers that stay dense since their class wants more bits than the low gear has."""
+    """Layers that stay dense because their class wants more bits than the low gear has."""
     return {path for path, reason in gearbox.unmanaged.items() if "has a floor of 8 bits" in reason}
 
 
@@ -239,7 +239,7 @@ def same_arrays(ours: nn.Module, theirs: nn.Module) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
 def test_a_text_and_its_drafts_are_those_of_the_plain_model(ladder, demo):
-    """Drafts agree now and then at most: the weights are random."""
+    """Drafts seldom agree: the weights are random."""
     demo.tokenizer.eos_token_ids = set()
     plain = boxed("16", format="planes", model=model_of(), dtype="float32")
     texts = []

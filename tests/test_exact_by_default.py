@@ -1,4 +1,4 @@
-"""Where commands take format exact without being asked, and the mode that they start in."""
+"""Where commands take format exact without being asked, and in which mode they start."""
 
 import json
 
@@ -30,7 +30,7 @@ def places(tmp_path_factory, demo):
 
 @pytest.fixture
 def summary(command, places, tmp_path):
-    """What `generate` with these flags writes about its run."""
+    """What `generate` with these flags reports about its run."""
 
     def run(model: str, *flags: object) -> dict:
         file = tmp_path / "summary.json"

@@ -32,14 +32,14 @@ def geared(checkpoint, tmp_path) -> Path:
 
 
 def exact(folder: Path, model: nn.Module | None = None, **keywords) -> Path:
-    """A checkpoint in a folder, of a tiny model whose layers are wide enough for its size to say something."""
+    """A checkpoint in a folder, of a tiny model whose layers are wide enough for a meaningful size."""
     save_model(model or tiny_model(dtype=mx.bfloat16), folder / "original")
     keywords = {"gears": "4,16", "q_group_size": 32} | keywords
     return gearbx_mlx.convert(folder / "original", folder / "geared", format="exact", **keywords)
 
 
 def sparse(*shape: int) -> mx.array:
-    """Weights most of which are tiny beside the largest of their group, so that a byte more is stored for them."""
+    """Weights most of which are tiny beside the largest of their group, so that they take a byte more."""
     spikes = (mx.arange(shape[-1]) % 32 == 0).astype(mx.float32)
     return (normal(*shape) * 0.001 + spikes).astype(mx.bfloat16)
 
@@ -59,7 +59,7 @@ def flip(data: bytes) -> bytes:
 
 
 def refused(done, *words: str) -> None:
-    """Status 2 and one line with these words."""
+    """Status 2 and a one-line error with these words."""
     assert (done.status, done.out, done.err.count("\n")) == (2, "", 1)
     for word in words:
         assert word in done.err
@@ -188,7 +188,7 @@ class TestDamage:
         assert gearbox.gear.bits == 4
 
     def test_low_bytes_that_lie_with_the_right_hashes(self, geared, command):
-        """Only the hash of the original's tensor tells."""
+        """Only the hash of the original's tensor shows it."""
         change_array(geared, f"{UP}@16.low", flip)
         sign_arrays(geared)
         refused(command("convert", "--verify", geared), f"{UP}.weight is not what the original had")

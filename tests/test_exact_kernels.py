@@ -44,7 +44,7 @@ special = st.sampled_from([0, 0x8000, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7
 @pytest.mark.parametrize("group", [32, 64])
 @pytest.mark.parametrize("widths", FORMS, ids=str)
 def test_the_encoder_of_mlx_stores_what_the_native_one_does(native, widths, group):
-    """Also of groups that are stored whole: of numbers far apart, and of what is not finite."""
+    """Also for groups that are stored whole: numbers far apart, and values that are not finite."""
     bits = gaussian(12, 4 * group)
     bits[1, ::7], bits[2, 5], bits[3, group + 1], bits[4, :3] = 0x7F00, 0x7F80, 0x7FC1, (0, 0x8000, 1)
     bits[5] = np.random.default_rng(1).integers(0, 2**16, 4 * group)
@@ -124,7 +124,7 @@ def test_experts(native, widths, tokens):
 
 @pytest.mark.parametrize("widths", FORMS)
 class TestHostileOffsets:
-    """Only the rows that offsets lie about become NaN."""
+    """Only the rows with wrong offsets become NaN."""
 
     def spoiled(self, widths, change):
         bits = gaussian(12, 192)

@@ -1,4 +1,4 @@
-"""What runs natively beside single vectors and linear layers: many vectors, experts, tied heads, unmanaged layers."""
+"""What else runs natively: many vectors, experts, tied heads, unmanaged layers."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -161,7 +161,7 @@ class TestExperts:
         assert stock.weight_bytes_per_token(stock.gear) == fast.weight_bytes_per_token(fast.gear)
 
     def test_a_mixture_of_half_precision_runs_without_quantized_gears(self):
-        """MLX multiplies experts in float32 alone on a CPU."""
+        """On a CPU, MLX multiplies experts in float32 only."""
         exact = tiny_model("mixtral")(PROMPT)
         model = Gearbox(tiny_model("mixtral", dtype=mx.bfloat16), "16", kernels="mlx").model
         assert mx.allclose(model(PROMPT), exact, atol=0.05).item()

@@ -1,4 +1,4 @@
-"""Fast and slow cores on Linux: folders stand for /sys/devices of machines that are not here."""
+"""Fast and slow cores on Linux: folders stand for /sys/devices of other machines."""
 
 import os
 import subprocess
@@ -80,7 +80,7 @@ class TestArm:
         write_capacities(tmp_path, 250, 250, 250, 250, 870, 870, 870, 1024)
         assert fast(8) == 4
         assert fast(5) == 1
-        assert fast(4) == 4  # where only small ones may be used, they are all alike
+        assert fast(4) == 4  # if only small ones may be used, they are all alike
 
     def test_cores_that_are_alike(self, fast, tmp_path):
         write_capacities(tmp_path, 1024, 1024, 1024)

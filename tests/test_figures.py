@@ -1,4 +1,4 @@
-"""The pictures of the paper: what is measured for them, their tables, and that they are drawn."""
+"""The pictures of the paper: their data, their tables, and that they are drawn."""
 
 import math
 from dataclasses import replace
@@ -20,13 +20,13 @@ SHAPES = [(WIDTH, WIDTH), (KEYS, WIDTH), (KEYS, WIDTH), (WIDTH, WIDTH), (MLP, WI
 
 
 def linear_size():
-    """Weights of all linear layers but the head."""
+    """Weights of all linear layers except the head."""
     return BLOCKS * sum(rows * columns for rows, columns in SHAPES)
 
 
 @pytest.fixture(scope="module")
 def data():
-    """What was measured, by picture."""
+    """The data, by picture."""
     subject = replace(subject_of(None, 24), shape="256x2")
     return {name: picture.measure(subject) for name, picture in PICTURES.items()}
 
@@ -95,7 +95,7 @@ def test_every_residency_keeps_the_bytes_of_its_gears(data):
     assert all(gear == {"mlx": whole, "host": 0} for gear in resident.values())
     assert all(gear["mlx"] + gear["host"] == pytest.approx(whole, rel=0.02) for gear in host.values())
     assert host["low"]["mlx"] < host["mid"]["mlx"] < host["high"]["mlx"]
-    # The originals of all linear layers in float32, but for the head, whose rows stay to be looked up.
+    # The originals of all linear layers in float32, except the head, whose rows can still be looked up.
     assert whole - disk["low"]["mlx"] == pytest.approx(4 * linear_size(), rel=0.01)
 
 

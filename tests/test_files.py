@@ -1,4 +1,4 @@
-"""Typed JSON: the message names the place, the value and the mistake; and files that are too much."""
+"""Typed JSON: the message names the place, the value and the mistake; and files that are too large."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""Files that were made for another model or ladder, and models of which little is left, get a word or a refusal."""
+"""Files made for another model or ladder, and nearly empty models, get a message or a refusal."""
 
 import json
 

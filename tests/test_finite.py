@@ -24,7 +24,7 @@ MODES = [Route(), Kickdown(), Lossless(draft_length=2), Static()]
 
 
 def with_value(value, **change):
-    """A model with one value in a norm, which no gear manages."""
+    """A model with one such value in a norm, which gears do not manage."""
     model = tiny_model(**change)
     weight = model.model.layers[1].input_layernorm.weight
     weight[3] = value
@@ -104,7 +104,7 @@ QUERY = "model.layers.1.self_attn.q_proj"
 
 
 def with_query(*values, **change):
-    """A model with values in a layer that gears manage."""
+    """A model with such values in a layer that gears manage."""
     model = tiny_model(**change)
     model.model.layers[1].self_attn.q_proj.weight[3, : len(values)] = mx.array(values)
     return model

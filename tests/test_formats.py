@@ -91,7 +91,7 @@ def test_the_full_stack_is_one_affine_code_within_rounding_of_the_storage_type(w
     # One code is one step, exactly up to float32 ...
     offset = rebuilt - codes.reshape(grouped.shape).astype(mx.float32) * step[..., None]
     assert (offset.max(axis=-1) - offset.min(axis=-1)).max().item() <= 1e-6
-    # ... and no element is further off than half a step, but at the ends by the rounding of scale and bias.
+    # ... and an element is off by half a step at most, except at the ends by the rounding of scale and bias.
     rounding = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}[dtype]
     span = mx.abs(grouped).max(axis=-1, keepdims=True) * 2
     slack = 2 * rounding * span + 1e-6
@@ -134,7 +134,7 @@ def test_whatever_the_weights_every_gear_is_within_half_a_step_and_rounding(valu
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_full_stack_is_eight_bit_quantization(dtype):
-    """Stock codes of 8 bits and ours differ by the fitting of their ends alone."""
+    """Stock codes of 8 bits and ours differ only in how their ends are fitted."""
     weight = matrix(64, 512, dtype=dtype)
     words, scales, biases = mx.quantize(weight.astype(mx.float32), GROUP, 8)
     stock = mx.dequantize(words, scales, biases, GROUP, 8)
@@ -212,7 +212,7 @@ def test_bytes_read_are_those_of_the_arrays(name, ladder, dtype):
         assert get_format(name).bytes_read((64, 256), bits, ladder, GROUP, dtype.size) == arrays + again
 
 
-LADDERS = {  # of formats that have not those of `planes`
+LADDERS = {  # of formats whose ladders differ from those of `planes`
     "exact": [(4, 16), (3, 16), (4, 8, 16)],
     "rowwise": [(2, 4, 6, 8)],
     "groupwise": [(4,)],

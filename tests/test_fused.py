@@ -80,7 +80,7 @@ class TestRotaryPositions:
         x = normal(2, length, heads, 2 * half + behind).astype(dtype).swapaxes(1, 2)
         y = with_kernels(stock, native=True)(x, offset)
         assert y.dtype == dtype
-        # Of half precision the result alone is rounded, where MLX rounds products too.
+        # In half precision only the result is rounded, where MLX also rounds products.
         rounding = {mx.float32: 1e-5, mx.bfloat16: 2**-8, mx.float16: 2**-11}[dtype]
         assert mx.allclose(y, stock(x.astype(mx.float32), offset), rtol=rounding, atol=1e-5).item()
 
@@ -209,7 +209,7 @@ class TestModels:
             return gate
 
         class MLP(type(tiny_model().layers[0].mlp)):
-            """Calls a function of its own by the name of mlx-lm's."""
+            """Calls its own function under the name of mlx-lm's."""
 
             def __call__(self, x: mx.array) -> mx.array:
                 return swiglu(self.gate_proj(x))

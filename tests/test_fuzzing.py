@@ -1,4 +1,4 @@
-"""A minute of scripts/fuzz_commands.py, and what it would call a failure."""
+"""A minute of scripts/fuzz_commands.py, and what it reports as a failure."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Gears in which every layer has bits of its own, and bounds on them."""
+"""Gears with separate bits for every layer, and bounds on them."""
 
 import mlx.core as mx
 import pytest
@@ -12,7 +12,7 @@ UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 
 
 def bits_in(gearbox: Gearbox) -> dict[str, int]:
-    """What the modules in the model are, whatever the gearbox says of them."""
+    """The modules that the model really has, whatever the gearbox says of them."""
     modules = dict(gearbox.model.named_modules())
     return {layer.path: getattr(modules[layer.path], "bits", 16) for layer in gearbox.layers}
 

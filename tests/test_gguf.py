@@ -1,4 +1,4 @@
-"""GGUF files: every encoding, and headers that lie; SmolLM2 where its package is installed."""
+"""GGUF files: every encoding, and wrong headers; SmolLM2 if its package is installed."""
 
 import math
 import struct
@@ -181,7 +181,7 @@ def test_what_is_wrong_is_named(opened, content, words):
 class TestSmolLM2:
     @pytest.fixture
     def package(self, tmp_path, monkeypatch):
-        """A place where the installed package's file would be, and an empty cache."""
+        """The path at which the installed package's file would be; the cache is empty."""
         file = tmp_path / smollm2.FILE
         file.parent.mkdir()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

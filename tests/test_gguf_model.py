@@ -107,7 +107,7 @@ def write(path, model, kind=F16, architecture=None, **changes):
 def tiny_as(architecture, **change):
     changes = CHANGES.get(architecture, {}) | change
     model = tiny_model(CLASSES.get(architecture, architecture), vocab_size=256, **changes)
-    if architecture == "gemma3":  # what a file of it does not say
+    if architecture == "gemma3":  # a file of it does not say this
         model.args.query_pre_attn_scalar = model.args.head_dim
         for layer in model.layers:
             layer.self_attn.scale = model.args.head_dim**-0.5
@@ -304,7 +304,7 @@ def test_the_real_file_has_the_tokens_of_its_unpacked_form(real_file):
 
 @pytest.mark.real
 def test_the_real_file_has_llama_cpps_tokens_and_predictions(real_file):
-    """llama.cpp rounds activations to 8 bits, so that predictions that are nearly as likely may change places."""
+    """llama.cpp rounds activations to 8 bits, so predictions that are almost equally likely may swap places."""
     stored = json.loads((Path(__file__).parent / "data" / "llama_cpp_smollm2.json").read_text(encoding="utf-8"))
     assert len(stored) == 50
     model, tokenizer = gearbx_mlx.load(real_file, lazy=True)

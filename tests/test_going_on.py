@@ -1,4 +1,4 @@
-"""Long commands go on where they were: after an interrupt, a kill, or a full disk, to the same result."""
+"""Long commands continue where they stopped, after an interrupt, a kill or a full disk, and give the same result."""
 
 import contextlib
 import json
@@ -51,7 +51,7 @@ def flags(tmp_path_factory) -> dict[str, list]:
 
 @contextlib.contextmanager
 def parts_added(monkeypatch, most: float = float("inf")):
-    """The names of the parts and files that are kept; an interrupt comes before the most is exceeded."""
+    """The names of the parts and files that are kept; an interrupt keeps their number within the limit."""
     add, added = Journal.add, []
 
     def count(name):
@@ -87,7 +87,7 @@ def files_of_at_most(size: int):
 
 
 def written(out: Path) -> bytes:
-    """What a command wrote: a file, or the data of a report."""
+    """The output of a command: a file, or the data of a report."""
     return (out / "evaluation.json").read_bytes() if out.is_dir() else out.read_bytes()
 
 

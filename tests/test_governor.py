@@ -1,4 +1,4 @@
-"""The controller on a model: what it puts into it, what it tells, and the simulated machine from end to end."""
+"""The controller on a model: what it sets, what it reports, and the simulated machine from end to end."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ PROMPT = "Tom has 3 apples and 4 pears. How many"
 
 
 def bits_in(gearbox: Gearbox) -> dict[str, int]:
-    """What the modules in the model are, whatever the gearbox says of them."""
+    """The modules that the model really has, whatever the gearbox says of them."""
     modules = dict(gearbox.model.named_modules())
     return {layer.path: getattr(linear_of(modules[layer.path]), "bits", 16) for layer in gearbox.layers}
 
@@ -29,7 +29,7 @@ def told(responses) -> list:
 
 
 class Ticking:
-    """A clock that shows some seconds more whenever it is looked at."""
+    """A clock that advances some seconds whenever it is read."""
 
     def __init__(self, seconds: float = 0.001):
         self.time, self.seconds = 0.0, seconds
@@ -41,7 +41,7 @@ class Ticking:
 
 @pytest.fixture
 def on_simulated_gpu(monkeypatch) -> list:
-    """MLX's default device is said to be a GPU, as a Mac's is; each wait for the whole device is noted."""
+    """MLX's default device claims to be a GPU, like a Mac's; each wait for the whole device is noted."""
     waits = []
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
     monkeypatch.setattr(device, "check_generation", lambda name: None)  # mlx-lm was imported on the CPU
@@ -208,7 +208,7 @@ class TestGoverned:
             gearbox.cap(schedule.caps(number * 7 % (last + 1)))
             mx.eval(gearbox.model(x))
 
-        for position in range(last + 1):  # every table once: planes are made when first used
+        for position in range(last + 1):  # each table once: planes are made when they are first used
             change(position)
         mx.clear_cache()
         before = mx.get_active_memory()
@@ -323,7 +323,7 @@ class TestSimulation:
 
     @pytest.mark.slow
     def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded, monkeypatch):
-        monkeypatch.setattr(script, "TOP_SPEED", 6.0)  # a third of the tokens as in the picture
+        monkeypatch.setattr(script, "TOP_SPEED", 6.0)  # a third of the picture's tokens
         story = dataclasses.replace(script.STORY, target=5.0)
         run = script.simulate(story, *loaded)
 
@@ -335,6 +335,6 @@ class TestSimulation:
         assert all(abs(token.speed / story.target - 1) < 0.1 for token in throttled)
         assert at(50).share == pytest.approx(1 / 3)
         assert at(50).bits < at(44).bits
-        assert {*at(99).caps.values()} == {4}  # the battery is as good as empty
+        assert {*at(99).caps.values()} == {4}  # the battery is almost empty
         assert at(111).position == 0  # on a charger
         assert at(118).share == pytest.approx(0.2)  # memory

@@ -1,4 +1,4 @@
-"""Gears on a GPU, of a Mac or on Linux, as far as one is here: near the CPU's numbers, and every mode to its end."""
+"""Gears on a GPU, of a Mac or on Linux, if there is one: near the CPU's numbers, and every mode to its end."""
 
 import json
 import os
@@ -20,7 +20,7 @@ WITH_GPU = pytest.mark.skipif(not mx.is_available(mx.Device(mx.gpu)), reason="ML
 
 
 def logits_in_gears(format: str, kernels: str) -> list[np.ndarray]:
-    """Of a model of bfloat16 in its low and its top gear."""
+    """The logits of a bfloat16 model in its low and its top gear."""
     gearbox = Gearbox(tiny_model(dtype=mx.bfloat16), "4,16", format=format, dtype="float32", kernels=kernels)
     made = []
     for gear in gearbox.ladder:
@@ -47,7 +47,7 @@ def test_each_gear_has_nearly_the_logits_of_the_cpu(on_cpu_first, on_gpu, reques
 @WITH_GPU
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_writes_on_the_gpu(mode, tmp_path):
-    """By kernels that are measured for it, as those of a user's first text are."""
+    """It writes with kernels that are measured for the GPU, as in a user's first text."""
     out = tmp_path / "summary.json"
     flags = ["--device", "gpu", "--mode", mode, "--max-tokens", "12", "--summary", str(out)]
     command = [sys.executable, "-m", "gearbx_mlx", "generate", *flags]

@@ -117,7 +117,7 @@ def test_every_architecture_runs_in_its_gear_and_comes_back(architecture):
     before, logits = weights_of(model), model(PROMPT)
     gearbox = Gearbox(model, "4,16", format="groupwise", kernels="mlx")
     gearbox.shift("low")
-    reference = tiny_model(architecture)  # the same, with dense weights that are what the gear stands for
+    reference = tiny_model(architecture)  # the same, with the dense weights that the gear stands for
     modules = dict(reference.named_modules())
     for layer in gearbox.layers:
         if gearbox.bits_of(layer, gearbox.gear) == 4:  # a router that asks for 8 bits stays dense

@@ -1,4 +1,4 @@
-"""Model directories that were made to hang or to run code: one line that names the file."""
+"""Model directories made to hang or to run code: a one-line error names the file."""
 
 import io
 import json
@@ -88,7 +88,7 @@ def test_json_that_no_library_can_read_is_named(command, model, name, text):
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.uint8, mx.bool_, mx.complex64], ids=str)
 def test_weights_of_another_kind(command, model, dtype):
-    """Without a word, a layer would compute something from them. float8 arrives as uint8."""
+    """Without this error, a layer would compute something from them. float8 arrives as uint8."""
     file = str(model / "model.safetensors")
     arrays = mx.load(file)
     mx.save_safetensors(file, arrays | {UP: arrays[UP].astype(dtype)}, {"format": "mlx"})
@@ -135,11 +135,11 @@ def test_a_name_of_two_lines(command, tmp_path):
 
 
 class TestCode:
-    """Code beside a model runs only with --trust-remote-code, and the terminal asks no question."""
+    """Code beside a model runs only with --trust-remote-code, and the terminal never asks."""
 
     @pytest.fixture(params=["model_file", "tokenizer"])
     def planted(self, request, model, tmp_path, monkeypatch) -> Path:
-        """The file that the code of the model writes when it runs."""
+        """The file that the model's code writes when it runs."""
         mark = tmp_path / "mark"
         (model / "own.py").write_text(f"open({str(mark)!r}, 'w').close()\nclass Tokens: pass\n")
         if request.param == "model_file":

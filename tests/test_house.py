@@ -1,4 +1,4 @@
-"""The house: what stands where, how long it is, and what is loaded before a command needs it."""
+"""The house: where code is, how long it is, and what is loaded before a command needs it."""
 
 import ast
 import graphlib
@@ -63,7 +63,7 @@ def test_only_commands_stand_at_the_top():
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", PARSED)
 def test_a_command_is_parsed_before_mlx_lm_is_loaded(name):
-    """So that --help answers at once."""
+    """So --help answers at once."""
     code = f"import sys; sys.argv = ['x', '--help']; from gearbx_mlx.{name} import main; main()"
     code = f"import atexit, sys; atexit.register(lambda: print('mlx_lm' in sys.modules)); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

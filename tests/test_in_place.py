@@ -1,4 +1,4 @@
-"""Checkpoints that are quantized already: their own codes are the top gear, and the upper bits of them lower gears."""
+"""Quantized checkpoints: their own codes are the top gear, and the upper bits of the codes are lower gears."""
 
 import json
 
@@ -56,14 +56,14 @@ def test_a_prefix_lies_in_the_middle_of_what_it_leaves_open(dtype):
     planes = split_affine(Planes([codes], scales, [biases], (8,), 64), (4, 4))
     error = (planes.prefix(4).dequantize() - planes.dequantize()).reshape(48, 4, 64)
     steps = mx.abs(error / scales.astype(mx.float32)[..., None])
-    assert 7 < steps.max().item() < 9  # 7.5, and what the bias is rounded by
+    assert 7 < steps.max().item() < 9  # 7.5, and the rounding of the bias
     assert abs(error.mean().item()) < 0.1 * mx.abs(scales.astype(mx.float32)).mean().item()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral", "phi3"])
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (5, "4,5"), (8, "3,5,8")])
 def test_the_top_gear_is_mlx_lms_model(architecture, bits, ladder):
-    """Logits of MLX's kernels and weights of ours, bit for bit, however often gears are shifted."""
+    """With MLX's kernels our weights give the same logits, bit for bit, after any number of shifts."""
     dtype = mx.float32 if architecture == "mixtral" else mx.bfloat16  # experts on a CPU
     model = quantized(bits, 32, dtype, architecture)
     stock, before = model(PROMPT), codes_of(model)
@@ -100,7 +100,7 @@ def test_so_they_do_in_every_ladder(ladder, native):
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
 def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):
-    """Token for token by MLX's kernels; by ours what stock mlx-lm writes in float32."""
+    """Token for token by MLX's kernels; by ours the text of stock mlx-lm in float32."""
     if kernels == "native":
         request.getfixturevalue("native")
     bits, (_, tokenizer) = int(ladder[-1]), gearbx_mlx.load()
@@ -117,7 +117,7 @@ def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, reque
 
 
 def test_no_kernel_is_refused_for_a_lower_gear(native, tmp_path, monkeypatch):
-    """Its product is compared with MLX's, whose bias in the middle must not be rounded to the scales' type."""
+    """Its product is compared with MLX's, which must not round the bias in the middle to the scales' type."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
     monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     shape = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
@@ -363,7 +363,7 @@ def test_server_in_every_mode(eight_bits, mode):
 
 
 def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
-    """Though nothing says how many gears there are before the weights are read."""
+    """This works although the number of gears is unknown until the weights are read."""
     model = "--model", eight_bits / "model", "-p", "Once", *QUIET
     assert command("generate", *model, "--mode", "route", "--thresholds", "2").status == 0
     assert command("generate", *model, "--mode", "telemetry-only", "--thresholds", "2").status == 0
@@ -380,7 +380,7 @@ def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
 
 @pytest.mark.parametrize("mode", ["lossless", "route", "kickdown"])
 def test_calibrate(command, eight_bits, tmp_path, mode):
-    """What it finds is for the gears of the codes, and `generate` takes it."""
+    """Its result is for the gears of the codes, and `generate` uses it."""
     model, file = eight_bits / "model", tmp_path / "found.json"
     flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2
     done = command("calibrate", "--model", model, "--mode", mode, "--out", file, *flags, *QUIET)
@@ -402,7 +402,7 @@ def test_calibrate_to_an_agreement(command, eight_bits, tmp_path):
 
 
 def test_evaluate(command, eight_bits, tmp_path):
-    """The top gear is what others are compared with: it agrees with itself."""
+    """The top gear is the reference: it agrees with itself."""
     text = "--data", eight_bits / "text.txt", "--context", 32, "--tokens", 24
     policies = "--policy", "static", "route", "--share", "0.5"
     out = tmp_path / "report"
@@ -422,7 +422,7 @@ def test_analyze(command, eight_bits, tmp_path):
 
 
 def test_without_a_lower_gear_the_text_itself_proposes():
-    """The text of a tiny model soon repeats itself; what it proposed is verified by the one gear that there is."""
+    """The text of a tiny model soon repeats itself; the single gear verifies what the text proposes."""
     _, tokenizer = gearbx_mlx.load()
     told = {}
     for mode in (Static(), Lossless(cost="bytes")):

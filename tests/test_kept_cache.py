@@ -1,4 +1,4 @@
-"""What a chat reads again of a conversation, and what its KV cache holds of it."""
+"""Which part of a conversation a chat reads again, and which part its KV cache holds."""
 
 import mlx.core as mx
 import pytest
@@ -21,7 +21,7 @@ def kept(model, max_kv_size=None) -> KeptCache:
 
 
 def read(model, cache: KeptCache, tokens: list[int], surplus: list[int] | None = None) -> mx.array:
-    """The logits after a conversation, of which the model reads what it has not read; then it runs ahead."""
+    """The logits after a conversation, whose unread part the model reads; then it runs ahead."""
     unread = cache.unread(tokens)
     logits = model(mx.array([unread]), cache=cache.entries)[0, -1]
     for token in surplus or []:

@@ -1,4 +1,4 @@
-"""What lossless mode learns about a machine is there at the next start. The clock is the test's own."""
+"""What lossless mode learned about a machine is there at the next start. The test has its own clock."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def file(monkeypatch, tmp_path):
 
 
 class Start:
-    """A start of the program: a gearbox, and texts whose tokens take so many seconds in rounds or alone."""
+    """A start of the program: a gearbox, and texts whose tokens take the given seconds in rounds or alone."""
 
     def __init__(self, seed=0, ladder="4,16", **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), ladder, **settings)
@@ -32,7 +32,7 @@ class Start:
         self.plan.stretches._clock = lambda: self.now
 
     def write(self, tokens, rounds, alone, draft=0.3):
-        """The ways of the tokens of a text: True for rounds."""
+        """How each token of a text was written: True for rounds."""
         costs, stretches, ways = self.plan.rounds.costs, self.plan.stretches, []
         stretches.begin()
         for _ in range(tokens):

@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: what is compiled once, what is compiled again, and what is never loaded."""
+"""The cache of compiled kernels: what is compiled once, what is compiled again, what is never loaded."""
 
 import os
 import stat
@@ -52,7 +52,7 @@ def cache(native, afresh, tmp_path):
 
 
 def load_in_a_process() -> str:
-    """What why_not says in a process of its own, which a damaged library may crash."""
+    """The result of why_not in a process of its own, which a damaged library may crash."""
     code = "from gearbx_mlx.kernels import cpu; print(cpu.why_not())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -221,7 +221,7 @@ class TestNeverLoaded:
         if os.geteuid() == 0:
             os.chown(path, NO_BODY, -1)
         else:
-            path = cache.directory.parent  # the first that is looked at
+            path = cache.directory.parent  # the first one looked at
             afresh.setattr(os, "geteuid", lambda: NO_BODY)
         self.assert_private(cache, f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")
 

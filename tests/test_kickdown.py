@@ -23,12 +23,12 @@ TALE = "Once upon a time there was a king who"
 
 
 def climb_to(gear):
-    """A decision that stops at a gear, whatever the entropy."""
+    """A decision that stops at a gear, for any entropy."""
     return lambda entropy, position, at: at < gear
 
 
 class Every:
-    """Compute every n-th token again, all the way up."""
+    """Compute every n-th token again, up to the top."""
 
     def __init__(self, n):
         self.n = n
@@ -40,7 +40,7 @@ class Every:
 
 
 def by_hand(model, gearbox, prompt, tokens, thresholds):
-    """Kickdown written out: every gear from a copy of nothing but the tokens and gears before."""
+    """Kickdown written out: every gear starts from a copy that has only the tokens and gears before."""
     chosen = []
     cache = make_prompt_cache(model)
     gearbox.shift(gearbox.ladder.top)

@@ -1,4 +1,4 @@
-"""A KV cache in gears: what it has, and what passes read of it."""
+"""A KV cache in gears: its content, and what passes read of it."""
 
 import copy
 
@@ -12,12 +12,12 @@ from gearbx_mlx.formats.kv_cache import TOGETHER, KVGears, NestedKVCache, pack, 
 
 
 def cache_of(ladder: tuple[int, ...], bits: int, native: bool = False) -> NestedKVCache:
-    """A cache whose passes all read one gear."""
+    """A cache whose passes all read in one gear."""
     return NestedKVCache(KVGears(ladder, lambda: bits, native))
 
 
 def filled(cache: NestedKVCache, positions: int, dims: int = 32, at_once: int = 1) -> tuple[mx.array, mx.array]:
-    """Give a cache positions, some at once, and return all keys and values that it was given."""
+    """Add positions to a cache, some at once, and return all their keys and values."""
     keys, values = normal(1, 2, positions, dims), normal(1, 2, positions, dims, seed=1)
     for first in range(0, positions, at_once):
         some = slice(first, first + at_once)

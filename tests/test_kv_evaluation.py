@@ -1,4 +1,4 @@
-"""evaluate --kv-gears: what the gears of the KV cache lose along a text."""
+"""evaluate --kv-gears: the loss of the KV cache's gears along a text."""
 
 import mlx.core as mx
 import numpy as np
@@ -21,7 +21,7 @@ WINDOWS = [[int(token) for token in np.random.default_rng(4).integers(0, 64, 40)
 
 
 class Rounded(KVCache):
-    """mlx-lm's cache, with each vector replaced by what its planes stand for in a gear."""
+    """mlx-lm's cache, in which each vector is replaced by what its planes stand for in a gear."""
 
     bits_read = 4
 

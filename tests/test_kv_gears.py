@@ -16,7 +16,7 @@ SHORT = [1 + i % 50 for i in range(150)]
 
 @pytest.fixture(scope="module", params=["mlx", "native"])
 def gearbox(request, demo):
-    """Of the demo model, on either kind of kernels; one for all tests that ask for it."""
+    """A gearbox of the demo model, on either kind of kernels; shared by all tests that ask for it."""
     if request.param == "native" and cpu.why_not() is not None:
         pytest.skip(f"no native kernels: {cpu.why_not()}")
     return Gearbox(demo.model, "4,16", kernels=request.param)

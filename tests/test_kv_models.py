@@ -1,4 +1,4 @@
-"""A KV cache in gears under models of other forms than Llama's."""
+"""A KV cache in gears under models that differ from Llama."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek): mlx-lm computes one token on another path than several."""
+"""Multi-head latent attention (DeepSeek): mlx-lm computes one token on a different path than several."""
 
 import mlx.core as mx
 import pytest

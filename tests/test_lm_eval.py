@@ -75,7 +75,7 @@ def test_a_policy_is_between_its_gears():
     assert max(abs(a - b) for a, b in zip(kept, low)) > 0.05
     assert scores(GearbxLM(gears="2:16", mode="route", thresholds="11.9")) == pytest.approx(low, abs=1e-3)
 
-    # A route shifts after four tokens at the earliest, and acts two later.
+    # A route shifts after four tokens at the earliest; the shift acts two tokens later.
     def rolling(**further) -> float:
         text = "Once upon a time there was a king who had three sons."
         return GearbxLM(gears="2:16", **further).loglikelihood_rolling([asked(text)])[0]

@@ -1,4 +1,4 @@
-"""File names that no file system takes, wherever a command reads or writes one."""
+"""File names that are too long for any file system, wherever a command reads or writes one."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer r
 
 
 def certain_lookups(most=15):
-    """Rounds that take every proposal of the text, and never draft without one."""
+    """Rounds that take every proposal from the text, and never draft without one."""
     rounds = Rounds(Costs(lambda: 100.0, lambda rows: 1.0), most)
     for run in range(2, 9):
         for _ in range(50):
@@ -175,7 +175,7 @@ def test_the_flags_are_of_mode_lossless(command, flag):
 
 
 def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
-    """Costs as on a machine where a draft takes as long as the top gear: nearly all tokens are the top gear's own."""
+    """Costs of a machine on which a draft takes as long as the top gear: the top gear writes nearly all tokens."""
     rounds = Rounds(Costs(lambda: 1.5, lambda rows: 1.0 + 0.2 * (rows - 1), measured=True), 0)
     rule = CostRule(lambda entropy: 0.9, rounds.costs)
     lossless = LosslessModel(geared_demo, plan=DraftPlan(rule, rounds), prompt_tokens=1)
@@ -193,7 +193,7 @@ def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):
 
 @pytest.mark.parametrize("sampler", ["greedy", "top-p"])
 def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler):
-    """A clock that makes the ways take turns: stretches in rounds and of the top gear alone follow each other."""
+    """A clock that makes both ways alternate: stretches in rounds and of the top gear alone follow each other."""
     runs = []
     clock = itertools.count()
     for stretches in (None, Stretches(clock.__next__)):
@@ -219,7 +219,7 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
 
 
 def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny):
-    """Texts of one token say nothing about either way: it is not known when that token was there."""
+    """Texts of one token say nothing about either way: the time of that token is unknown."""
     gearbox, now = Gearbox(tiny, "4,16"), [0.0]
     stretches = Stretches(lambda: now[0])
     for _ in range(3 * TRIAL[True]):

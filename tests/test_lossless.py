@@ -40,7 +40,7 @@ SAMPLERS = {
 
 @pytest.fixture(params=["mlx", "native"])
 def kernels(request) -> str:
-    """Kernels that give a row the same bits in any company: native ones, and MLX's where they are not Apple's."""
+    """Kernels that give a row the same bits in any company: native ones, and MLX's except on a Mac."""
     if request.param == "native":
         request.getfixturevalue("compiled")
     elif sys.platform == "darwin":
@@ -59,7 +59,7 @@ def assert_same(ours, theirs):
 
 
 def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tokens=None, **keywords):
-    """The top gear alone by mlx-lm, and lossless mode, from the same random state; and that state afterwards."""
+    """mlx-lm in the top gear alone, and lossless mode, from the same random state; and the state afterwards."""
     runs = []
     for mode in (None, "lossless"):
         given = copy.deepcopy({name: value for name, value in keywords.items() if name != "sampler"})
@@ -117,7 +117,7 @@ class TestIsTheTopGear:
             geared_demo, demo.tokenizer, prompt, max_tokens=50, sampler=SAMPLERS[sampler], lookup_tokens=0
         )
         assert_same(told(ours), told(theirs))
-        assert after == after_ours  # so that what is drawn next is the same too
+        assert after == after_ours  # so the next draws are the same too
         assert any(r.from_draft for r in ours)
 
     @pytest.mark.some(2)
@@ -185,7 +185,7 @@ class TestIsTheTopGear:
         for tokens in checks:
             drafts.remove(tokens)
         assert all(tokens[: len(prompt)] == prompt and len(tokens) < len(prompt) + 30 for tokens in drafts)
-        assert sum(tokens in checks for tokens in drafts) > 15  # drafts on the right way look back at the same tokens
+        assert sum(tokens in checks for tokens in drafts) > 15  # drafts on the right path attend to the same tokens
 
     def test_separate_prompts_and_gears_of_eight_bits(self, demo):
         model, tokenizer = mlx_lm.load(str(demo.path))
@@ -317,7 +317,7 @@ class TestWhatIsCounted:
 
     def test_near_ties_are_told(self):
         model = tiny_model("llama")
-        # Two tokens whose logits are the same: rounding may decide between them anywhere.
+        # Two tokens with equal logits: rounding may decide between them in either way.
         model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
         gearbox = Gearbox(model, "6,16")
         tokenizer = mlx_lm.load(str(DEMO_MODEL))[1]

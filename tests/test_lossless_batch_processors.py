@@ -1,4 +1,4 @@
-"""Logits processors in batches of mode lossless: they see the text alone, and where one fails, only its text ends."""
+"""Logits processors in batches of mode lossless: they see only the text, and if one fails, only its text ends."""
 
 import mlx.core as mx
 import pytest
@@ -57,7 +57,7 @@ def test_a_processor_sees_nothing_behind_the_end_of_its_text(mode, demo, geared_
 
 @pytest.fixture
 def texts_end(demo, geared_demo):
-    """A token within the first text, which stands for the end of texts."""
+    """A token within the first text, as the end-of-text token."""
     return alone(geared_demo, demo.tokenizer, PROMPTS[0])[6]
 
 

@@ -1,4 +1,4 @@
-"""Mode lossless in batches: each text is the one that the top gear writes alone."""
+"""Mode lossless in batches: each text is the same as the top gear writes alone."""
 
 import mlx.core as mx
 import pytest
@@ -23,7 +23,7 @@ REPEATED = "a b c d e f g h i j " * 24
 
 @pytest.fixture(scope="module")
 def texts(demo, geared_demo):
-    """What the top gear alone writes after every prompt: greedily, 40 tokens."""
+    """The text of the top gear alone after every prompt: greedy, 40 tokens."""
     return [alone(geared_demo, demo.tokenizer, prompt) for prompt in PROMPTS]
 
 
@@ -116,7 +116,7 @@ class TestTexts:
 
 class TestKeyValueCaches:
     def test_are_those_of_the_texts(self, demo, geared_demo):
-        """A cache that a batch gives back goes on as the text would: nothing of a rejected draft is left in it."""
+        """A cache that a batch gives back continues like the text's own: no rejected draft is left in it."""
         whole = [alone(geared_demo, demo.tokenizer, prompt, 20) for prompt in PROMPTS[:3]]
         done = together(
             geared_demo,
@@ -199,7 +199,7 @@ class TestCompany:
 
 class TestCosts:
     def test_drafts_end_where_a_batch_pays_too_much(self):
-        """With rows that cost as much as passes, drafts of many sequences end at once; those of one go on."""
+        """If rows cost as much as passes, drafts of many sequences end at once; those of one continue."""
         lengths = []
         for rows, of_row in ((1, 0.0), (16, 1.0)):
             costs = Costs(lambda: 0.2, lambda tokens, of_row=of_row: 1 + of_row * (tokens - 1), measured=True)

@@ -1,4 +1,4 @@
-"""Readers of the machine, what they come to, and what becomes of those that fail."""
+"""Readers of the machine, their readings together, and what happens to readers that fail."""
 
 import json
 import sys
@@ -25,7 +25,7 @@ from gearbx_mlx.machine.readers import (
 
 
 class Told:
-    """A reader that tells what it is given, or does it."""
+    """A reader that returns the value it is given, or calls it."""
 
     def __init__(self, name: str, act):
         self.name = name
@@ -240,7 +240,7 @@ class TestWatch:
             until(lambda: watch.state() == MachineState(memory=0.5))
             until(lambda: watch.state() == MachineState(memory=0.5) and watch._problems)
             assert watch.problems() == ["heat cannot be read (no answer for 0.05 s); going on without it"]
-            released.set()  # and when it answers it is listened to again
+            released.set()  # when it answers, it is heard again
             until(lambda: watch.state().thermal == "critical")
             assert watch.problems() == []
 

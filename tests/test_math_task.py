@@ -1,4 +1,4 @@
-"""The task math: answers in boxes, problems from files, and both commands that let models write."""
+"""The task math: answers in boxes, problems from files, and both commands that run it."""
 
 import json
 from pathlib import Path

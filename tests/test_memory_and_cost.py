@@ -1,4 +1,4 @@
-"""What a gearbox does to types and memory, and what it counts."""
+"""What a gearbox does to types and memory, and which bytes it counts."""
 
 import gc
 import shutil
@@ -62,7 +62,7 @@ class TestResidency:
     def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
         gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL, kernels="mlx")
         dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
-        gc.collect()  # what other tests left
+        gc.collect()  # memory of earlier tests
         before = mx.get_active_memory()
         gearbox.shift("low")
         # Held in float32 here: 4 bits and two numbers per group, or both planes and three numbers.
@@ -132,7 +132,7 @@ class TestResidency:
         assert same_weights(weights_of(model), before)
 
 
-# A model whose linear layers have some 100 MB, which shifts between gears; what it prints is the size of the process.
+# A model with some 100 MB of linear layers, which shifts between gears; it prints the size of the process.
 RESIDENT_SET = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What can be said about the Metal kernels without clang: selection, bad input, packaging."""
+"""Tests of the Metal kernels without clang: selection, bad input, packaging."""
 
 import gc
 import shutil
@@ -218,7 +218,7 @@ def test_no_rows_are_no_launch(monkeypatch):
 
 
 def test_names_are_unique():
-    """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
+    """MLX keeps compiled kernels by name: it would confuse two texts of one name."""
     launches = [
         launch_planes(**arguments(bits=bits, vectors=vectors, columns=columns), variant=variant)
         for bits in (2, 4, 8)
@@ -271,7 +271,7 @@ def test_wheel_contains_the_kernels(tmp_path):
 
 
 def arrays_of(found, depth: int = 4) -> list[mx.array]:
-    """The arrays that an object keeps, itself or in what it keeps."""
+    """The arrays that an object keeps, directly or through other objects."""
     if isinstance(found, mx.array):
         return [found]
     kept = gc.get_referents(found) if depth and not isinstance(found, type) else []
@@ -280,7 +280,7 @@ def arrays_of(found, depth: int = 4) -> list[mx.array]:
 
 @pytest.mark.parametrize("launch", [launch_planes(**arguments()), rowwise_launch(**rowwise_arguments())])
 def test_what_is_prepared_keeps_no_weights(launch):
-    """A gear that is offloaded would stay in memory."""
+    """Otherwise an offloaded gear would stay in memory."""
     assert {id(array) for array in launch.inputs} <= {id(array) for array in arrays_of(launch)}
     assert [array.tolist()[:2] for array in arrays_of(launch.prepared)] == [[8, launch.inputs[0].shape[-1]]]
 

@@ -1,4 +1,4 @@
-"""Launches over exact weights, as far as they can be seen without running one: bad input, shapes, names."""
+"""Launches over exact weights, tested without running them: bad input, shapes, names."""
 
 import mlx.core as mx
 import numpy as np
@@ -131,7 +131,7 @@ def test_shape_of_the_result_is_that_of_the_activations():
 
 
 def test_names_are_unique():
-    """MLX keeps compiled kernels by name: two texts of one name would be mistaken for each other."""
+    """MLX keeps compiled kernels by name: it would confuse two texts of one name."""
     launches = [decode_launch(decoding(arguments(widths))) for widths in ((3,), (4,), (4, 4))]
     launches += [
         multiplying(arguments(widths, group=group, vectors=vectors) | bias)

@@ -1,4 +1,4 @@
-"""Launches of dense products, rotary positions and attention: what they take and refuse. metal_on_cpu runs them."""
+"""Launches of dense products, rotary positions and attention: accepted and refused inputs. metal_on_cpu runs them."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""Metrics against values worked out by hand, and against what must hold of any distribution."""
+"""Metrics against values worked out by hand, and against rules for any distribution."""
 
 import math
 

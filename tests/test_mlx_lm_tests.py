@@ -1,4 +1,4 @@
-"""A quick part of scripts/run_mlx_lm_tests.py, and what it does where something is wrong."""
+"""A quick part of scripts/run_mlx_lm_tests.py, and its behaviour when something is wrong."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""docs/models.md says of each class of mlx-lm what its instance shows."""
+"""docs/models.md agrees with an instance of each class of mlx-lm."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,12 @@ from architectures import installed
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
-FEW = "llama", "phi3small", "nemotron_h", "olmo"  # an instance of each takes long: the rest is the script's own affair
+FEW = "llama", "phi3small", "nemotron_h", "olmo"  # an instance of each takes too long here; the script checks the rest
 
 
 @pytest.fixture
 def describe(monkeypatch, tmp_path):
-    """The script, run on a copy of the page: what it says at its end, and what the page then says."""
+    """Run the script on a copy of the page: its last message, and the page's text afterwards."""
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import describe_models
 

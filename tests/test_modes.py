@@ -144,7 +144,7 @@ class TestWithoutAMode:
 class TestSummary:
     @pytest.mark.parametrize("flags", [("--mode", "route"), ("--mode", "lossless")], ids=str)
     def test_of_a_program_is_the_commands(self, command, demo, tmp_path, flags):
-        """Of the same gears, without what depends on the clock."""
+        """The summary for the same gears, without what depends on the clock."""
         prompt = ("--prompt", TALE, "--ignore-chat-template", "-m", 30, "--gears", "4,8,16", "--format", "planes")
         done = command("generate", *flags, *prompt, "--summary", tmp_path / "s.json")
         assert done.status == 0, done.err
@@ -227,7 +227,7 @@ class TestStatic:
 
 
 class TestEntropy:
-    """Every mode reports the entropy of the distribution that a token is taken from."""
+    """Every mode reports the entropy of the distribution from which a token is taken."""
 
     @pytest.mark.parametrize(
         "mode", [Route(), Static(), Kickdown(), Lossless(draft_length=3)], ids=lambda mode: mode.name
@@ -238,7 +238,7 @@ class TestEntropy:
         assert [response.entropy for response in responses] == pytest.approx(expected, abs=2e-4)
 
     def test_a_logits_processor_changes_it(self, geared_demo, demo):
-        """It makes the distribution uniform over two tokens, whatever the model has computed."""
+        """The processor makes the distribution uniform over two tokens, whatever the model computes."""
 
         def two_tokens(tokens: mx.array, logits: mx.array) -> mx.array:
             return mx.where(mx.arange(logits.shape[-1]) < 2, 0.0, -math.inf)[None]
@@ -295,7 +295,7 @@ class TestDraftModel:
         draft = summary["draft_model"]
         assert draft["name"] == str(DEMO_MODEL)
         assert draft["passes"] == summary["drafted"]
-        # It is the model itself, so that what its passes read is known from the other side.
+        # The draft model is the model itself, so its bytes are known from the model's.
         assert draft["weight_bytes"] == summary["drafted"] * summary["weight_bytes_per_token_top"]
         verifying = summary["verifications"] * summary["weight_bytes_per_token_top"]
         assert sum(entry["weight_bytes"] for entry in trace) == pytest.approx(

@@ -184,7 +184,7 @@ def test_a_model_with_an_adapter_is_not_saved_in_any_gear(tmp_path):
 
 
 def test_a_half_precision_model_is_copied_after_it_was_observed(demo):
-    """What says in which type it was stored is copied too."""
+    """The record of its stored type is copied too."""
     model = tiny_model(dtype=mx.bfloat16)
     expected = gearbx_mlx.Observer(model, dtype="float32").weight_bytes_per_token(None)
     assert gearbx_mlx.Observer(copy.deepcopy(model)).weight_bytes_per_token(None) == expected

@@ -1,4 +1,4 @@
-"""Native kernels and what should not happen: a correct result or one clear error, never a wrong number."""
+"""Native kernels and wrong input: a correct result or one clear error, never a wrong number."""
 
 import mlx.core as mx
 import numpy as np

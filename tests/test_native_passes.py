@@ -1,4 +1,4 @@
-"""Passes and drafts as one native call: what the model itself computes, and nothing that it does not know."""
+"""Passes and drafts as one native call: the same results as the model's own, and only for known models."""
 
 import copy
 
@@ -27,7 +27,7 @@ def boxed(architecture="llama", format="planes", ladder="4,16", activations="int
 
 
 def begun(box: Gearbox, gear: int = 4) -> list:
-    """A cache with a prompt, read in the top gear; the model is then in a gear."""
+    """A cache with a prompt that was read in the top gear; then the model shifts to a gear."""
     cache = make_prompt_cache(box.model)
     box.shift(box.ladder.top)
     mx.eval(box.model(PROMPT, cache=cache))
@@ -36,13 +36,13 @@ def begun(box: Gearbox, gear: int = 4) -> list:
 
 
 def drafted(box: Gearbox, cache: list):
-    """A draft of the gear that is engaged; None if there is none."""
+    """A draft in the engaged gear; None if there is none."""
     parts = pass_parts(box.model)
     return None if parts is None else begin_draft(parts, cache)
 
 
 def greedy(box: Gearbox, cache: list, token: int, count: int) -> list[tuple[int, float]]:
-    """Tokens and entropies of the model's own passes, on a copy of the cache."""
+    """Tokens and entropies of the model's own passes over a copy of the cache."""
     cache, found = copy.deepcopy(cache), []
     for _ in range(count):
         logits = box.model(mx.array([[token]]), cache=cache)[0, 0]
@@ -235,7 +235,7 @@ def test_the_head_of_a_draft_looks_twice(format, ladder, change):
     box = boxed(format=format, ladder=ladder, **change)
     cache = begun(box)
     second = second_head(box, box.ladder[0])
-    # What the low gear's blocks make, by the low gear's head, and by that of the top gear.
+    # The output of the low gear's blocks, through the low gear's head and through the top gear's.
     hidden = box.model.model(mx.array([[3]]), cache=copy.deepcopy(cache))[0]
     low = np.array(linear_of(second.holder if change else second.holder[second.name])(hidden)[0])
     top = np.array(linear_of(second.top)(hidden)[0])

@@ -1,4 +1,4 @@
-"""The output head, found by what a model's code does with its tables; the length of the logits; tables in the costs."""
+"""The output head, found from how a model's code uses its tables; the length of the logits; tables in the costs."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +11,7 @@ from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.gears.discovery import tied_head, vocabulary
 
 NEEDS_METAL = {"bitnet", "muse_spark"}
-PER_LAYER = {  # architecture to its tied head and its table of one row per token and layer
+PER_LAYER = {  # architecture -> its tied head and its table of one row per token and layer
     "gemma3n": ("model.language_model.embed_tokens", "model.language_model.embed_tokens_per_layer"),
     "gemma4": ("language_model.model.embed_tokens", "language_model.model.embed_tokens_per_layer"),
     "gemma4_text": ("model.embed_tokens", "model.embed_tokens_per_layer"),
@@ -19,7 +19,7 @@ PER_LAYER = {  # architecture to its tied head and its table of one row per toke
 
 
 def tied(name: str) -> nn.Module:
-    """The instance whose config asks for a tied head, as far as its class can have one."""
+    """An instance whose config asks for a tied head, if its class can have one."""
     wish = {"tie_word_embeddings": True}
     if "text_config" in CONFIGS[name]:
         wish["text_config"] = CONFIGS[name]["text_config"] | wish
@@ -90,7 +90,7 @@ def test_a_head_that_stays_dense_says_why_and_is_read_whole(name):
 
 
 class Table(nn.Embedding):
-    """What a class outside mlx-lm may be."""
+    """A class outside mlx-lm."""
 
 
 def test_a_head_of_an_unknown_class_stays_dense_and_says_so():

@@ -1,4 +1,4 @@
-"""The page at /, where something is wrong: keys, errors, answers that break off, hostile text."""
+"""The page at / when something is wrong: keys, errors, interrupted answers, hostile text."""
 
 import time
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>
 
 
 def ask_for_a_key(monkeypatch):
-    """From now on the server asks for the key `sesame`."""
+    """The server asks for the key `sesame` from now on."""
     check = Gatekeeper.check_key
     monkeypatch.setattr(
         Gatekeeper, "check_key", lambda _, headers: check(SimpleNamespace(guard=Guard("sesame")), headers)

@@ -109,7 +109,7 @@ class TestCachesInStep:
         for response in responses:
             logits = models[response.gear](mx.array([text]))[0, -1]
             expected = np.array(logits - mx.logsumexp(logits))
-            # As far apart as a pass over many positions and single steps are, in float32.
+            # The float32 difference between one pass over many positions and single steps.
             assert np.allclose(np.array(response.logprobs), expected, rtol=0, atol=2e-5)
             assert response.token == int(mx.argmax(response.logprobs))
             assert response.entropy == pytest.approx(float(entropy_bits(logits)), abs=1e-4)
@@ -129,7 +129,7 @@ class TestCachesInStep:
     def test_what_is_caught_up_is_what_was_missed(self, demo, small, large):
         prompt = len(demo.tokenizer.encode(TALE))
         responses = list(stream_pair(small, large, demo.tokenizer, TALE, 8, gate=Script([0, 0, 1, 1, 1, 0, 0, 1, 1])))
-        # The large one misses the prompt and two tokens; then the small one what the large one read alone.
+        # The large one misses the prompt and two tokens; then the small one misses what the large one read alone.
         assert [r.caught_up for r in responses] == [0, 0, 0, prompt + 2, 0, 0, 3, 0]
         assert [r.shifted for r in responses] == [False, False, False, True, False, False, True, False]
 
@@ -325,7 +325,7 @@ def small_path(small, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def other_path(tmp_path_factory):
-    """The same with other tokens of the same number."""
+    """The same with other tokens, of the same number."""
     path = tmp_path_factory.mktemp("pair") / "other"
     save_model(tiny_model(seed=1, vocab_size=TOKENS), path)
     content = json.loads((path / "tokenizer.json").read_text())

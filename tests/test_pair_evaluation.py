@@ -1,4 +1,4 @@
-"""EAD's Table 1: the sweep, its controls, and the command that writes it."""
+"""EAD's Table 1: the sweep, its controls, and its command."""
 
 import json
 import math
@@ -156,7 +156,7 @@ class TestCommand:
         lines = (tmp_path / "out" / "recordings" / "pair-5.jsonl").read_text().splitlines()
         kept = [json.loads(line)["found"] for line in lines[1:]]
         assert sum(a["large"] for a in kept) / sum(a["tokens"] for a in kept) == rows["pair-5"]["share_top"]
-        # Given again with one more threshold, only that one is computed.
+        # Run again with one more threshold: only that one is computed.
         before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "recordings").iterdir()}
         assert command("evaluate", *flags, "--thresholds", "5,inf").status == 0
         assert all(file.stat().st_mtime_ns == at for file, at in before.items())

@@ -1,4 +1,4 @@
-"""EAD's Table 1 and Figure 1 of a report: what the points are, and that the picture shows them."""
+"""EAD's Table 1 and Figure 1 from a report: the points, and that the picture shows them."""
 
 import math
 import re

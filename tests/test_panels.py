@@ -1,4 +1,4 @@
-"""Weights whose rows stand side by side for the CPU: the bits of rows that stand one after the other."""
+"""Weights with rows side by side for the CPU: the same bits as rows one after the other."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,4 +1,4 @@
-"""What a rank has of a weight, and of its gears: the numbers of the whole one, cut. No ranks are started here."""
+"""A rank's part of a weight and of its gears: the numbers of the whole one, cut. No ranks are started here."""
 
 import copy
 import itertools
@@ -30,7 +30,7 @@ LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "o
 
 
 def rank(number: int, count: int = 2) -> SimpleNamespace:
-    """What the code asks of a group before anything is computed."""
+    """A stand-in for a group, with what the code asks before anything is computed."""
     return SimpleNamespace(rank=lambda: number, size=lambda: count)
 
 
@@ -67,7 +67,7 @@ def lists_of(module: nn.Module, name: str) -> list[list]:
 
 
 def check_part(own: nn.Module, whole: nn.Module, part: WeightPart) -> None:
-    """Every array of a rank's module is the whole one's, cut."""
+    """Every array of a rank's module is the whole module's array, cut."""
     ours, theirs = (dict(tree_flatten(linear_of(module).parameters())) for module in (own, whole))
     assert ours.keys() == theirs.keys()
     for name, array in ours.items():
@@ -83,7 +83,7 @@ def check_part(own: nn.Module, whole: nn.Module, part: WeightPart) -> None:
 
 
 def check_gears(own: Gearbox, whole: Gearbox) -> int:
-    """All gears of all divided layers; returns how many layers there are."""
+    """Check all gears of all divided layers; returns the number of layers."""
     parts = sharding_of(own.model).parts
     managed = parts.keys() & {layer.path for layer in own.layers}
     for gear in whole.ladder:
@@ -103,7 +103,7 @@ def test_ranges_are_the_indices_in_their_order(indices):
 @pytest.mark.parametrize("name", sorted(name for name in CONFIGS if not why_not(name)))
 def test_a_rank_has_of_every_layer_what_the_models_class_gives_it(name):
     model = tiny(name, **two_heads(CONFIGS[name]))
-    if not hasattr(model, "shard") or name == "prism_hadamard_qwen35":  # whose layers mlx-lm's `shard` fails at
+    if not hasattr(model, "shard") or name == "prism_hadamard_qwen35":  # mlx-lm's `shard` fails on its layers
         pytest.skip("mlx-lm cannot shard it")
     before, group = dict(model.named_modules()), rank(1)
     weights = {path: module.weight for path, module in before.items() if "weight" in module}
@@ -181,11 +181,11 @@ def test_a_rank_reads_its_own_part_of_a_geared_checkpoint(format, gather, tmp_pa
     whole = Gearbox(load(geared)[0], kernels="mlx")
     model = load(geared, group=rank(1), shard_sums="gather" if gather else "sum")[0]
     own = Gearbox(model, kernels="mlx")
-    begun = own.saved.reader.bytes_read  # of the base; a gear that it is may be read once more, when it is engaged
+    begun = own.saved.reader.bytes_read  # of the base; a gear that is the base may be read again when it is engaged
     assert check_gears(own, whole) == 14
     assert own.fingerprint == whole.fingerprint
     half = sum(nbytes(array) for name, array in stored_of(own, {"library"})) // 2
-    # Lists differ in length, and are found by where they begin; all of them share the library.
+    # Lists differ in length, and their offsets find them; all of them share the library.
     others = 2 * sum(array.nbytes for array in arrays_of(own, {*LISTS, *LISTS.values()}))
     others += sum(nbytes(array) for name, array in stored_of(own, set()) if name.endswith("library"))
     assert begun <= half + others
@@ -197,7 +197,7 @@ def nbytes(array: WholeArray) -> int:
 
 
 def stored_of(gearbox: Gearbox, but: set[str]) -> list[tuple[str, WholeArray]]:
-    """Names and arrays in the files of the divided layers, without those whose names end so."""
+    """Names and arrays in the files of the divided layers, except names that end like this."""
     saved = gearbox.saved
     return [(name, saved._stored[name]) for name in saved.partial if name.rpartition(".")[2] not in but]
 

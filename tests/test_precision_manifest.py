@@ -1,4 +1,4 @@
-"""The precision manifest: its rules, its file, and everything that can be wrong with it."""
+"""The precision manifest: its rules, its file, and every possible mistake in it."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Directories of one process: those of killed processes are removed, and nothing else is."""
+"""Directories of one process: those of killed processes are removed, and nothing else."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Caches that a model is given or makes: from a file, quantized, and with a draft model."""
+"""Caches that a model gets or makes: from a file, quantized, and with a draft model."""
 
 import mlx.core as mx
 import mlx_lm
@@ -25,7 +25,7 @@ def saved(cache, path, model=DEMO_MODEL):
 
 
 def keys(change):
-    """A change of one array: the keys of the third layer."""
+    """A change to one array: the keys of the third layer."""
 
     def damage(cache):
         cache[2].keys = change(cache[2].keys)

@@ -1,4 +1,4 @@
-"""The gear that reads the prompt, and schedules: which gear computes what, and what a KV cache then holds."""
+"""The gear that reads the prompt, and schedules: which gear computes each token, and what the KV cache then holds."""
 
 import mlx.core as mx
 import numpy as np
@@ -33,7 +33,7 @@ def written(demo, gearbox, mode, count=12, **keywords):
 
 
 def by_hand(demo, gearbox, reads, writes, count):
-    """Greedy tokens: the prompt but for its last token in one gear, everything after it in another."""
+    """Greedy tokens: one gear reads the prompt except its last token, another gear computes everything after."""
     tokens, cache = demo.tokenizer.encode(TALE), make_prompt_cache(demo.model)
     gearbox.shift(reads)
     mx.eval(demo.model(mx.array([tokens[:-1]]), cache=cache))

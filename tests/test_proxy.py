@@ -1,4 +1,4 @@
-"""A proxy between two servers: who answers, why, and what the client receives of it. The servers are fakes."""
+"""A proxy between two servers: who answers, why, and what the client gets. The servers are fakes."""
 
 import math
 
@@ -11,7 +11,7 @@ from gearbx_mlx.serving.proxy.route import Decision
 from gearbx_mlx.serving.web import Guard
 
 SURE, UNSURE = [math.log(0.999), math.log(0.0009)], [-math.log(20)] * 20  # nats: about 0 and 4.3 bits
-HALF_KNOWN = [-0.3, -3.0]  # bounds of the entropy far apart, where 20 were asked for
+HALF_KNOWN = [-0.3, -3.0]  # bounds of the entropy that are far apart, with 20 requested log-probabilities
 
 
 def whole(text: str, tops=(), finish="stop", chat=True):
@@ -23,7 +23,7 @@ def whole(text: str, tops=(), finish="stop", chat=True):
 
 
 def streaming(name: str, tops, ending=("!",)):
-    """A server whose streams have log-probabilities: one word for each of `tops`, then those of `ending` without."""
+    """A server whose streams have log-probabilities: one word for each of `tops`; the words of `ending` have none."""
 
     def answers(path, body):
         if body is None:
@@ -58,7 +58,7 @@ def asked(fake, path=CHAT) -> list[dict]:
     [
         ([SURE] * 3, "small", "entropy"),
         ([UNSURE] * 3, "large", "entropy"),
-        ([UNSURE, SURE, SURE], "small", "entropy"),  # the mean is that over the last two
+        ([UNSURE, SURE, SURE], "small", "entropy"),  # the mean of the last two
         ([SURE, UNSURE, UNSURE], "large", "entropy"),
         ([HALF_KNOWN] * 3, "large", "undecided"),
     ],
@@ -119,7 +119,7 @@ def test_an_answer_that_is_over_before_the_decision_is_the_small_ones(large):
 
 
 def test_entropies_that_one_of_our_servers_reports_need_no_bounds(large):
-    """And what it says of itself stays beside what the proxy says."""
+    """The server's own report stays beside the proxy's."""
 
     def reporting(path, body):
         reports = [{"tokens": [{"gear": "low", "entropy": bits}]} for bits in (0.5, 0.25, 0.75)]
@@ -234,7 +234,7 @@ class TestWhatGoesThrough:
 
 
 def texting(name: str, tops, owner: str = "vllm"):
-    """A server that goes on with text completions, and with chats if it is the owner's kind."""
+    """A server that continues with text completions, or with chats if it is the owner's kind."""
 
     def completion(body):
         words = [f"{name}{i} " for i in range(len(tops))]
@@ -323,7 +323,7 @@ class TestHandingOver:
             assert chunks(got)[0]["gearbx"]["handed_over"] == 0
 
     def test_a_server_that_trims_spaces_begins_again(self):
-        """mlx_lm.server takes the space away with which an answer begins, and two words would be one."""
+        """mlx_lm.server removes the space at the beginning of an answer, which would join two words."""
         with (
             fake_server(texting("S", [UNSURE] * 3)) as small,
             fake_server(texting("L", [])) as large,

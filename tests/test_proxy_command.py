@@ -1,4 +1,4 @@
-"""gearbx_mlx server with two URLs: its flags, its process, and one of our servers behind it."""
+"""gearbx_mlx server with two URLs: its flags, its process, and one of our own servers behind it."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def test_the_process_says_where_it_is_and_ends_with_a_signal():
 
 
 class TestOurServer:
-    """Reports its entropies, so that the bounds meet."""
+    """It reports its entropies, so that the bounds meet."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("threshold", "server"), [("12", "small"), ("0.001", "large")])

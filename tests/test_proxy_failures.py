@@ -1,4 +1,4 @@
-"""A proxy between two servers of which one fails."""
+"""A proxy between two servers, one of which fails."""
 
 import contextlib
 import math
@@ -56,7 +56,7 @@ BAD = {
 
 @contextlib.contextmanager
 def bad_server(name):
-    """The URL of a server that fails in this way."""
+    """The URL of a server that fails in the given way."""
     answers, _ = BAD[name]
     if answers is None:
         yield f"http://127.0.0.1:{free_port()}"
@@ -132,7 +132,7 @@ def test_without_logprobs_the_large_server_answers(well):
 
 
 def test_a_server_that_streams_no_logprobs_is_asked_for_a_whole_beginning(well):
-    """As mlx_lm.server."""
+    """mlx_lm.server does so."""
 
     def half_blind(path, body):
         streamed = body and body.get("stream")

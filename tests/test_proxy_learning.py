@@ -1,4 +1,4 @@
-"""What the proxy learns of a server from its answers, and what it does not."""
+"""What the proxy learns about a server from its answers, and what it does not."""
 
 import math
 
@@ -13,7 +13,7 @@ TOOLS = {"tools": [{"type": "function", "function": {"name": "f"}}]}
 
 
 def sure(body):
-    """A server that is sure, and whose words have log-probabilities where they are asked for."""
+    """A server that is sure, and adds log-probabilities to its words on request."""
     entry = chat_entry(SURE) if body.get("logprobs") else None
     if body.get("stream"):
         return events(*[chat_event(entry, "s ")] * 3, chat_event(None, finish="stop"))
@@ -77,7 +77,7 @@ def test_what_a_server_could_not_do_is_tried_again_later(large, monkeypatch):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_an_error_that_only_shows_the_request_is_the_clients(streamed, large):
-    """As validation errors do, which repeat the body."""
+    """Validation errors repeat the body of the request."""
 
     def small(body):
         if body.get("temperature") == "hot":
@@ -118,11 +118,11 @@ class TestAnswersOfSeveralTexts:
 
 
 class TestFinished:
-    """The answer is over: nothing is left to decide."""
+    """The answer is over: there is nothing left to decide."""
 
     @staticmethod
     def cut(body):
-        """Two of three tokens have log-probabilities, and the length is the reason to end."""
+        """Two of three tokens have log-probabilities, and the answer ends because of its length."""
         logprobs = {"content": [chat_entry(SURE)] * 2} if body.get("logprobs") else None
         message = {"role": "assistant", "content": "s s s "}
         return answer({"choices": [{"index": 0, "message": message, "logprobs": logprobs, "finish_reason": "length"}]})

@@ -62,7 +62,7 @@ class TestTheClientLeaves:
 
     @pytest.mark.parametrize("threshold", ["inf", "1"])
     def test_while_the_server_has_not_answered(self, threshold, well):
-        """Of a whole answer not even the headers come before all of it is written."""
+        """A whole answer sends not even its headers before all of it is written."""
         seen: list[bytes] = []
         left = threading.Event()
         listener = socket.create_server(("127.0.0.1", 0))
@@ -90,7 +90,7 @@ class TestTheClientLeaves:
 
 @pytest.fixture
 def certificate(tmp_path, monkeypatch):
-    """A certificate of loopback and its key, which httpx trusts."""
+    """A certificate for loopback and its key; httpx trusts it."""
     paths = tmp_path / "certificate.pem", tmp_path / "key.pem"
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate with")
@@ -103,7 +103,7 @@ def certificate(tmp_path, monkeypatch):
 
 
 def test_over_tls_the_client_is_watched_too(certificate, well):
-    """TLS has records of its own, which make a socket readable without an answer."""
+    """TLS has records of its own, which make a socket readable before there is an answer."""
     goes_on = threading.Event()
 
     def answers(path, body):

@@ -1,4 +1,4 @@
-"""A proxy between two processes of mlx_lm.server, with the client of OpenAI."""
+"""A proxy between two processes of mlx_lm.server, with OpenAI's client."""
 
 import shutil
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ MODEL = "default_model"
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory):
-    """The demo model with noise in its weights, so that it writes something else."""
+    """The demo model with noise in its weights, so that it writes a different text."""
     path = tmp_path_factory.mktemp("models") / "small"
     shutil.copytree(DEMO_MODEL, path)
     weights = mx.load(str(path / "model.safetensors"))
@@ -42,7 +42,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 
 def ask(url: str, chat: bool, streamed: bool):
-    """The text, and what the answer says of its way (None: nothing)."""
+    """The text, and the answer's record of how it was made (None: nothing)."""
     api = client_of(url)
     create = api.chat.completions.create if chat else api.completions.create
     got = create(model=MODEL, stream=streamed, **(CHAT if chat else TEXT))
@@ -75,5 +75,5 @@ class TestTheirOwnText:
             text, found = ask(str(client.base_url).rstrip("/"), chat, streamed)
         assert (found["server"], found["why"]) == (("small", "large")[server], "entropy")
         assert 0.001 < found["entropy"][0] <= found["entropy"][1] <= 12
-        assert found["handed_over"] == 0  # mlx_lm.server cannot go on with a text
+        assert found["handed_over"] == 0  # mlx_lm.server cannot continue a text
         assert (text, None) == ask(servers[server], chat, streamed)

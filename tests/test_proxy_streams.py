@@ -1,4 +1,4 @@
-"""Streams of a server that go wrong on their way through the proxy."""
+"""A server's streams that break or go wrong on their way through the proxy."""
 
 import threading
 import time
@@ -153,13 +153,13 @@ class TestStreamsThatHaveBegun:
 
 
 def split(parts):
-    """The events in these parts of a stream."""
+    """The events of a stream that comes in these parts."""
     rest = bytearray()
     return [event for part in parts for event in upstream.events_in(rest, part)]
 
 
 def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length(monkeypatch):
-    """The work is counted: a search of everything at each part would look at 2000 times as many bytes."""
+    """The test counts the work: searching everything again at each part would read 2000 times as many bytes."""
     looked_at, end = [], upstream.EVENT_END
 
     class Counting:

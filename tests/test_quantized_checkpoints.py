@@ -1,4 +1,4 @@
-"""What mlx-lm's own quantizers make: it loads, runs watched, and takes turns with the original."""
+"""Checkpoints of mlx-lm's own quantizers: they load, run watched, and take turns with the original."""
 
 import json
 
@@ -55,7 +55,7 @@ MAKERS = {"gptq": by_gptq, "awq": by_awq, "dynamic": by_dynamic_quant, "dwq": by
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Directories of the original and of what each quantizer makes of it."""
+    """The directories of the original and of each quantizer's checkpoint."""
     folder = tmp_path_factory.mktemp("quantized")
     save_model(original_model(), folder / "original")
     for name, maker in MAKERS.items():
@@ -80,7 +80,7 @@ def test_it_runs_watched(made, name):
 
 
 def test_its_text_is_mlx_lms_token_for_token(command, tmp_path):
-    """Of a checkpoint of 4 bits with scales of bfloat16, as they are on the Hub."""
+    """For a checkpoint of 4 bits with scales of bfloat16, like those on the Hub."""
     save_model(tiny_model(vocab_size=4096, dtype=mx.bfloat16), tmp_path / "original")
     packing = {"quantize": True, "q_bits": 4, "q_group_size": 32, "dtype": "bfloat16"}
     mlx_lm.convert(str(tmp_path / "original"), str(tmp_path / "packed"), **packing)

@@ -1,4 +1,4 @@
-"""How a run of several ranks ends, seen from one rank: the others are the far ends of its connections."""
+"""How a run of several ranks ends, seen from one rank: the test holds the far ends of its connections."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import Place
 from gearbx_mlx.ranks.watch import LONGEST, Channel, RankWatch, connect, listen
 
-# The thread of a rank that ends, which would end the process.
+# The thread of a rank that ends; it would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 ADDRESSES = tuple((("127.0.0.1", 5000 + rank),) for rank in range(3))
@@ -32,7 +32,7 @@ def connected():
 
 @pytest.fixture
 def rank(monkeypatch):
-    """Makes a rank: its watch, the far ends of its channels, what it shows, and how it ends."""
+    """Makes a rank: its watch, the far ends of its channels, its messages, and how it ends."""
     ranks = []
 
     def made(number, size=3):
@@ -51,7 +51,7 @@ def rank(monkeypatch):
         monkeypatch.setattr(watch, "SAME_ERROR", 0.05)
         place = Place(number, size, "ring", ADDRESSES[:size])
 
-        def start():  # a thread that is not the main one leaves the signals of this process alone
+        def start():  # a thread other than the main one leaves this process's signals alone
             near = {other: pair[0] for other, pair in pairs.items()}
             seen.watch = RankWatch(place, near, seen.shown.append, seen.interrupted.append, {2, 15})
 

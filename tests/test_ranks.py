@@ -1,4 +1,4 @@
-"""Ranks meet, compare and end: hostfiles that lie, ranks that differ, that never come or that die."""
+"""Ranks meet, compare and end: wrong hostfiles, and ranks that differ, never come or die."""
 
 import json
 import signal
@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 GENERATE = ["-m", "gearbx_mlx.generate"]
-SOON = 10.0  # seconds in which a run that cannot go on has to end
+SOON = 10.0  # seconds within which a run has to end if it cannot continue
 IMPATIENT = {"GEARBX_RANKS_WAIT": "2"}
 
 
@@ -214,7 +214,7 @@ def passes():
 sys.argv = ["gearbx_mlx.generate"]
 terminal.run(lambda: together("generate", lambda: signals.run_to_end(passes)))
 """
-# The same, where rank 1 does something else meanwhile, so that rank 0 waits inside MLX for ever.
+# The same, but rank 1 does something else meanwhile, so that rank 0 waits inside MLX for ever.
 STUCK = WAITING.replace(
     "    while True", "    while os.environ['MLX_RANK'] == '1': time.sleep(1)\n    while True"
 ).replace("import os", "import os, time")

@@ -1,4 +1,4 @@
-"""Results that a rerun of evaluate finds: used again, and named in one line where they are damaged."""
+"""Results that a rerun of evaluate finds: it uses them again, or names damaged ones in one line."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Other servers as sources of tokens with log-probabilities: what is asked of them, and what is made of answers."""
+"""Other servers as sources of tokens with log-probabilities: the requests, and how answers are read."""
 
 import json
 import math
@@ -27,7 +27,7 @@ PAIR = [-0.1, -2.5]
 
 
 def ask(fake, question: Question | None = None, model="m", api="auto", base="/v1", key=None, tokens=8):
-    """The chunks of an answer, and the server that was asked."""
+    """The chunks of an answer, and the server that got the request."""
     with Connection(fake.url + base, key, timeout=5) as connection:
         server = RemoteServer(connection, model, api)
         return list(server.answer(question or Question("Hello"), tokens)), server
@@ -64,7 +64,7 @@ def test_text_completions_have_lists_and_objects():
 
 
 def test_a_token_of_a_text_completion_may_lack_its_log_probabilities():
-    """Null, or lists that are too short: the token is there, and nothing is known of it."""
+    """The list is null or too short: the token is there, but nothing is known of it."""
     event = text_event(["a", "b", "c"], [-0.1, None], [{"a": -0.1, "x": -2.5}, None])
     with fake_server(lambda path, body: path == "/v1/completions" and events(event)) as fake:
         chunks, _ = ask(fake, Question("Hello", chat=False))
@@ -82,7 +82,7 @@ def test_fewer_are_asked_for_where_a_server_refuses_so_many():
 
 
 def test_a_flag_is_given_where_a_server_refuses_a_number():
-    """As mlx_lm.server does in text completions, which takes 11 at most."""
+    """mlx_lm.server does so in text completions, for which 11 is the most."""
 
     def answers(path, body):
         if path != "/v1/completions":
@@ -133,7 +133,7 @@ def test_what_refuses_log_probabilities_says_why(content):
 
 
 class TestOllama:
-    """Its own API: one JSON object a line, with the log-probabilities beside the text."""
+    """Its own API: one JSON object per line, with the log-probabilities beside the text."""
 
     def answers(self, path, body):
         if path == "/":
@@ -210,7 +210,7 @@ def limits(found) -> list[float]:
 
 
 class TestUnlisted:
-    """What no token beyond the listed ones exceeds."""
+    """An upper limit for every token that is not listed."""
 
     def chunks(self, entry, most=3):
         def reply(body):
@@ -239,7 +239,7 @@ class TestUnlisted:
         assert [logprobs for _, logprobs in tokens(self.chunks(entry))] == [(-0.5,)]
 
     def test_an_object_can_lack_a_token_if_it_ends_with_the_chosen_one(self):
-        """Tokens with one text are one key, and the chosen token may be one more than those asked for."""
+        """Tokens with the same text share a key, and the chosen token may come on top of the requested ones."""
         tops = [{"a": -0.5, "b": -1.0, "c": -4.0, "d": -4.5, "e": -5.0}] * 2
 
         def answers(path, body):

@@ -1,4 +1,4 @@
-"""Policies replayed along a text: the figures of each."""
+"""Policies replayed along a text: the figures of each policy."""
 
 import mlx.core as mx
 import numpy as np
@@ -52,7 +52,7 @@ class TestReplay:
         assert reference.nll[0] == pytest.approx(-expected[0, WINDOWS[0][1]], abs=1e-4)
 
     def test_what_a_low_gear_wrote_stays_in_the_cache(self, geared, reference):
-        """The last token alone in the top gear, after low ones: not what the top gear says."""
+        """Only the last token in the top gear, after low ones: this differs from the top gear alone."""
         top, low = geared.ladder.top, geared.ladder[0]
         result = recorded(geared, Planned([low] * (TOKENS - 1) + [top]), reference)
         assert result.gear.tolist() == [0] * (TOKENS - 1) + [2]
@@ -99,7 +99,7 @@ class TestReplay:
         assert result.kl.max() < 1e-9
 
     def test_kickdown_is_what_ships(self):
-        """GearedModel and the replay of it come to the same."""
+        """GearedModel and its replay give the same figures."""
 
         def entropy(place: int, q: np.ndarray) -> float:
             return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))

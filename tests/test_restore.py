@@ -1,4 +1,4 @@
-"""convert --restore: the original's files come back byte for byte, whatever the model's class makes of its tensors."""
+"""convert --restore gives back the original's files byte for byte, whatever the model's class does to its tensors."""
 
 import json
 import re
@@ -24,7 +24,7 @@ Weights = dict[str, mx.array]
 
 
 def unstacked(weights: Weights, stacked: str, single: str) -> Weights:
-    """Experts one by one, as mixtures are published. stacked: ends the path of all; single: with {} for the number."""
+    """Separate experts, as mixtures are published. stacked: ends the path of all; single: with {} for the number."""
     found = {}
     for name, array in weights.items():
         before, is_stack, after = name.partition(stacked)
@@ -36,7 +36,7 @@ def unstacked(weights: Weights, stacked: str, single: str) -> Weights:
 
 
 def joined(weights: Weights, gate: str, join) -> Weights:
-    """The up projection beside the gate's. gate: of its path, with a group for what comes before."""
+    """The up projection beside the gate's. gate: a pattern of its path, with a group for what comes before."""
     found = dict(weights)
     for name in weights:
         match = re.fullmatch(gate, name)
@@ -55,7 +55,7 @@ def mixtral(weights: Weights) -> Weights:
 
 
 def qwen3_vl_moe(weights: Weights) -> Weights:
-    """Rows of gate and up are columns side by side; the vision tower is nothing that mlx-lm reads."""
+    """Rows of gate and up are columns side by side; mlx-lm does not read the vision tower."""
 
     def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
         both = mx.concatenate([gate.swapaxes(-1, -2), up.swapaxes(-1, -2)], axis=-1)
@@ -78,7 +78,7 @@ def qwen3_5_moe(weights: Weights) -> Weights:
 
 
 def gpt_oss(weights: Weights) -> Weights:
-    """Rows of gate and up take turns."""
+    """Rows of gate and up alternate."""
 
     def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
         both = mx.stack([gate, up], axis=2).reshape(len(gate), -1, gate.shape[-1])
@@ -115,7 +115,7 @@ def mamba(weights: Weights) -> Weights:
 
 
 def deepseek_v3(weights: Weights) -> Weights:
-    """Keys and values of all heads in one matrix, which no parameter is a part of; experts one by one."""
+    """Keys and values of all heads in one matrix, of which no parameter is a part; separate experts."""
     found = unstacked(weights, "switch_mlp.", "experts.{}.")
     for name in [name for name in found if "embed_q" in name]:
         keys, values = found.pop(name).swapaxes(-1, -2), found.pop(name.replace("embed_q", "unembed_out"))
@@ -125,7 +125,7 @@ def deepseek_v3(weights: Weights) -> Weights:
 
 
 def llama(weights: Weights) -> Weights:
-    """A head that is the embedding once more, and what every start computes again."""
+    """A head that repeats the embedding, and values that every start computes again."""
     return weights | {
         "lm_head.weight": weights["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": normal(16),
@@ -160,7 +160,7 @@ def kept(directory: Path) -> set[str]:
 
 
 def publish(directory: Path, weights: Weights, shards: int = 1) -> None:
-    """Weights in the place of those in a directory, in one file or several with an index; and a license."""
+    """Replace the weights in a directory, in one file or several with an index; and add a license."""
     (directory / "model.safetensors").unlink()
     names, index = sorted(weights), {}
     for i in range(shards):
@@ -247,7 +247,7 @@ def test_weights_that_are_not_numbers_come_back_and_are_zero_in_the_low_gear(tmp
 
 
 def test_tensors_of_every_type_and_size_come_back(tmp_path):
-    """What mlx-lm drops may be anything, and a norm may have NaN."""
+    """Tensors that mlx-lm drops may hold anything, and a norm may have NaN."""
     original = tmp_path / "original"
     model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
     save_model(model, original)
@@ -274,7 +274,7 @@ def geared(checkpoint, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
 
 
-KEPT = -1  # the step in which the first file, with what is kept, is whole
+KEPT = -1  # after this step the first file is whole, with what is kept
 KILLED = """
 import itertools, os, signal, sys
 from gearbx_mlx.convert import main
@@ -304,9 +304,9 @@ main()
 
 
 def killed(step: int, *arguments: object) -> bool:
-    """Whether a conversion was killed in a step of its own: before it writes a tensor, or before it waits for the disk.
+    """Whether a conversion was killed in a step: before it writes a tensor, or before it waits for the disk.
 
-    It ended by itself else.
+    Otherwise it ended by itself.
     """
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(step), "--device", "cpu", *map(str, arguments)], capture_output=True

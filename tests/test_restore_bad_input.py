@@ -1,4 +1,4 @@
-"""convert and convert --restore beside what a stopped run left, of files with odd names, and with flags they ignore."""
+"""convert and convert --restore after a stopped run, with odd file names, and with flags that they ignore."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ class TestWhatAStoppedRunLeft:
         assert not out.exists()
 
     def test_files_that_a_conversion_writes_itself_are_written_again(self, checkpoint, tmp_path, command):
-        """As after a kill between the last step and the renaming, of a conversion to another format."""
+        """The state after a kill between the last step and the renaming, in a conversion to another format."""
         work = tmp_path / "out.incomplete"
         work.mkdir()
         for name in ("model.safetensors", "original.safetensors", "selection.json", "tokenizer.json.part"):
@@ -51,7 +51,7 @@ class TestWhatAStoppedRunLeft:
         assert contents(tmp_path / "out").keys() == contents(tmp_path / "other").keys()
 
     def test_every_file_is_on_the_disk_before_the_directory_has_its_name(self, checkpoint, tmp_path, monkeypatch):
-        """Else a power failure leaves empty files in a directory that looks whole."""
+        """Otherwise a power failure leaves empty files in a directory that looks whole."""
         synced, fsync = set(), os.fsync
         monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
         out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")

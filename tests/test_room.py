@@ -1,4 +1,4 @@
-"""What gears will need is known from the files, and a GPU that should have less is named before the model is loaded."""
+"""Files tell how much memory gears will need; a GPU limit that is too low is named before the model is loaded."""
 
 import mlx.core as mx
 import pytest
@@ -40,7 +40,7 @@ def directory(tmp_path_factory):
 
 
 def bytes_in(gearbox: Gearbox) -> int:
-    """Of all arrays that some gear of a model has."""
+    """The bytes of all arrays of all gears of a model."""
     found: dict[int, mx.array] = {}
     for gear in gearbox.ladder:
         gearbox.shift(gear)

@@ -1,4 +1,4 @@
-"""What lossless mode does in a round: look up, draft, or go on alone. Numbers only; no model runs here."""
+"""What lossless mode does in a round: look up, draft, or compute alone. Only numbers; no model runs here."""
 
 import itertools
 
@@ -22,7 +22,7 @@ from gearbx_mlx.routing.rounds import (
 
 
 def longest_run(tokens: list[int]) -> tuple[int, list[int]]:
-    """By a scan of the whole text: the longest run that ends it and stands in it before, and what followed it last."""
+    """By a scan of the whole text: the longest run at its end that occurs before, and what followed it last."""
     found, place = 0, 0
     for end in range(SHORTEST, len(tokens)):
         run = 0
@@ -34,7 +34,7 @@ def longest_run(tokens: list[int]) -> tuple[int, list[int]]:
 
 
 def going_on(period: list[int], count: int) -> list[int]:
-    """The first `count` tokens of a text that repeats a period again and again."""
+    """The first `count` tokens of a text that repeats a period."""
     return list(itertools.islice(itertools.cycle(period), count))
 
 
@@ -95,7 +95,7 @@ class TestLookup:
         assert agreement.probabilities(4, 1)[0] < PRIOR[4]
 
     def test_a_token_takes_as_long_in_a_long_text_as_in_a_short_one(self):
-        """A pair that stands everywhere must not make every token look through the whole text."""
+        """A pair that occurs everywhere must not make every token search the whole text."""
 
         class Text(list):
             looked_at = 0
@@ -122,7 +122,7 @@ def costs(draft=0.25, first=1.0, row=0.0, measured=True):
 
 
 def learned(agreement, share, runs=range(SHORTEST, LONGEST + 1)):
-    """Of ten proposals after runs of these lengths, `share` were right, again and again."""
+    """Of every ten proposals after runs of these lengths, `share` are right."""
     for number, run in itertools.product(range(200), runs):
         agreement.add(run, number % 10 < 10 * share)
 
@@ -141,7 +141,7 @@ class TestWhatIsLookedUp:
         assert rounds.looked_up(LONGEST, 1) == 1
 
     def test_several_texts_pay_a_row_each_for_a_token_of_one(self):
-        """With rows that cost as much as passes nothing is proposed in company, where a text alone might."""
+        """If rows cost as much as passes, nothing is proposed in company, though a text alone might propose."""
         agreement = LookupAgreement()
         learned(agreement, 1.0)
         found = [Rounds(costs(row=0.15), texts=texts, agreement=agreement).looked_up(8, 15) for texts in (1, 4, 8)]
@@ -154,7 +154,7 @@ class TestWhatIsLookedUp:
         assert rounds.looked_up(2, 15) == 0
 
     def test_where_rows_read_no_bytes_a_proposal_is_as_long_as_its_computation_is_worth(self):
-        """At ten rows for a pass over the weights: a token has to be right in one case of ten, or more."""
+        """If ten rows cost as much as a pass over the weights, a token has to be right in at least one case of ten."""
         rounds = Rounds(costs(row=0.0, measured=False))
         assert PRIOR[2] * PRIOR[3] > 0.1 > PRIOR[2] * PRIOR[3] * PRIOR[4]
         assert rounds.looked_up(2, 15) == 2
@@ -183,7 +183,7 @@ class TestWhatIsLookedUp:
 
 
 def spent_on(rounds, drafted, accepted, tokens=2000):
-    """What a text costs beside the top gear alone, if every draft is of one length and has one share accepted."""
+    """A text's cost relative to the top gear alone, if every draft has one length and one accepted share."""
     draws = np.random.default_rng(0)
     spent = made = drafts = 0
     while made < tokens:
@@ -281,7 +281,7 @@ class TestLearnedCosts:
             )
 
     def test_drafts_that_are_disturbed_now_and_then_change_nothing_else(self):
-        """Passes are slowed down more often than sped up: kinds that only follow would creep upwards."""
+        """Slow passes are more frequent than fast ones: averages that only followed would creep upwards."""
         found = measured({1: 1.0, 8: 1.4})
         for number in range(300):
             found.add_draft(0.3 if number % 3 else 0.9)

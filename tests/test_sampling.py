@@ -1,4 +1,4 @@
-"""Samplers: mlx-lm's distributions, drawn so that a draft and its verification choose alike."""
+"""Samplers: mlx-lm's distributions, drawn so that a draft and its verification make the same choices."""
 
 import mlx.core as mx
 import mlx_lm

@@ -1,4 +1,4 @@
-"""Schedules in commands: what is refused, in which words and when; policies of evaluate; what calibrate finds."""
+"""Schedules in commands: what is refused, when and in which words; policies of evaluate; the result of calibrate."""
 
 import io
 import json
@@ -25,7 +25,7 @@ LADDER = Ladder([4, 8, 16])
 
 @pytest.fixture
 def small(tmp_path):
-    """A random model that is quick."""
+    """A small random model."""
     save_model(tiny_model(vocab_size=4096), tmp_path / "small")
     return tmp_path / "small"
 
@@ -38,7 +38,7 @@ def text(tmp_path):
 
 
 class TestBesideTheGate:
-    """A schedule says every gear, so the flags of the gate would do nothing."""
+    """A schedule sets every gear, so the flags of the gate would have no effect."""
 
     @pytest.mark.parametrize(
         ("flags", "named"),

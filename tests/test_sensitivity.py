@@ -1,4 +1,4 @@
-"""Layers reduced one at a time: what is not computed again, what is measured, and what a killed run keeps."""
+"""Layers reduced one at a time: what is not computed again, what is measured, and what a killed run leaves."""
 
 import json
 
@@ -47,7 +47,7 @@ class TestExact:
         assert head.path == "model.embed_tokens"
         before = exact.cost.calls
         assert exact.measure(head, 3) == exact.measure_caps({head.path: 3})
-        assert exact.cost.calls - before == 2  # windows: nothing but the head is computed
+        assert exact.cost.calls - before == 2  # windows: only the head is computed
 
     @pytest.mark.slow
     def test_costs_half_of_full_passes(self):

@@ -1,4 +1,4 @@
-"""The server over HTTP: what it answers, in every mode, and what requests may choose."""
+"""The server over HTTP: its answers in every mode, and what requests may choose."""
 
 import contextlib
 import math
@@ -99,7 +99,7 @@ def test_thresholds_may_be_chosen(client):
 @pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_answers_in_company_are_those_given_alone(client, gearbx):
-    seed = 3 if gearbx == {"mode": "route"} else None  # without one the gear of a step is that of all who share it
+    seed = 3 if gearbx == {"mode": "route"} else None  # without one, all requests of a batch share the gear of its step
     alone = [text_of(client, prompt, gearbx=gearbx, seed=seed) for prompt in PROMPTS]
     answers = all_at_once(client, gearbx=gearbx, seed=seed)
     assert [answer["choices"][0]["text"] for answer in answers] == alone
@@ -123,7 +123,7 @@ def all_at_once(client, **body):
 @pytest.mark.processes
 @pytest.mark.parametrize("policy", ["highest", "quantile:0"])
 def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
-    """One of two wants the top gear as soon as its gate may shift, the other one never does."""
+    """One of two requests wants the top gear as soon as its gate may shift; the other never does."""
     wishes = [[0.0, 0.001], [60.0, 61.0]]
     with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, initial_gear="low") as client:
         found = [None, None]
@@ -138,11 +138,11 @@ def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
         for thread in threads:
             thread.join()
         if policy == "highest":
-            assert found[1]["gear_tokens"]["high"] > 0  # the second one goes along
+            assert found[1]["gear_tokens"]["high"] > 0  # the second one follows
             assert found[0]["gear_tokens"]["low"] == 5  # before a gate may shift
         else:
             assert found[1]["gear_tokens"]["high"] == 0
-            assert found[0]["gear_tokens"]["low"] > 5  # the first one goes along
+            assert found[0]["gear_tokens"]["low"] > 5  # the first one follows
 
 
 def test_a_policy_that_does_not_exist_is_refused_before_the_server_starts():
@@ -230,7 +230,7 @@ def test_models_and_health(client):
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_work_stops_when_the_client_goes_away(client, gearbx, stream):
     body = {"prompt": WORD_PROBLEM, "max_tokens": 400, "gearbx": gearbx, "stream": stream}
-    body["logit_bias"] = {str(token): -100 for token in (0, 1, 2)}  # so that the text does not end by itself
+    body["logit_bias"] = {str(token): -100 for token in (0, 1, 2)}  # so the text does not end by itself
     patience = 60 if stream else 0.5
     with (
         contextlib.suppress(httpx.ReadTimeout),

@@ -1,4 +1,4 @@
-"""What stands in the server's answers: log-probabilities, calls of tools, models by their names."""
+"""The content of the server's answers: log-probabilities, tool calls, models by their names."""
 
 import contextlib
 import json
@@ -56,7 +56,7 @@ def asked(**further):
 
 
 def in_parts(client, **further):
-    """Text, calls and the end of a stream."""
+    """Text, tool calls and the end of a stream."""
     choices = [chunk["choices"][0] for chunk in events(client, "/v1/chat/completions", **asked(**further))]
     calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
     return "".join(choice["delta"].get("content", "") for choice in choices), calls, choices[-1]["finish_reason"]
@@ -74,7 +74,7 @@ NO_CALLS = (
 
 @contextlib.contextmanager
 def writing(path, *texts):
-    """A client of a model that writes texts where calls stand."""
+    """A client of a model that writes the given texts as tool calls."""
     pieces = ["<tool_call>", "</tool_call><tool_call>".join(texts), "</tool_call>"]
     save_scripted(path / "model", pieces, TEMPLATE)
     with served(model=str(path / "model"), gears="16", log_level="ERROR") as client:

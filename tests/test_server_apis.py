@@ -1,4 +1,4 @@
-"""What the server answers to clients of OpenAI's, Anthropic's and Prometheus's making."""
+"""The server's answers to clients of OpenAI, Anthropic and Prometheus."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, and no more
+TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, but no more
 MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
 MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
 ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
@@ -139,7 +139,7 @@ def caller(tmp_path_factory):
 
 
 class TestForcedCalls:
-    """The demo model has never seen a tool: what it calls is the grammar's doing."""
+    """The demo model has never seen a tool: the grammar alone makes it call one."""
 
     @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
     def test_one_of_the_tools(self, caller, gearbx):
@@ -305,7 +305,7 @@ class TestMessages:
         messages = [*MESSAGES, {"role": "assistant", "content": "12"}, {"role": "user", "content": "Sure?"}]
         output = {"format": {"type": "json_schema", "schema": SCHEMA}}
         asked = ASKED | {"max_tokens": 80, "messages": messages, "output_config": output}
-        further = {"top_k": 5, "temperature": 0.2}  # which the client has no arguments for
+        further = {"top_k": 5, "temperature": 0.2}  # the client has no arguments for these
         message = theirs.messages.create(**asked, system="Be brief.", extra_body=further)
         assert message.stop_reason == "end_turn"
         jsonschema.validate(json.loads(message.content[0].text), SCHEMA)
@@ -337,7 +337,7 @@ class TestMessages:
 
 
 def counted(client):
-    """Every sample of /metrics by its name and the values of its labels."""
+    """Every sample of /metrics, by its name and its labels' values."""
     answer = client.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     families = text_string_to_metric_families(answer.text)

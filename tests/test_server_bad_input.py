@@ -1,4 +1,4 @@
-"""What the server answers to what is wrong: an error object, and it goes on."""
+"""The server's answers to bad input: an error object, and the server stays up."""
 
 import contextlib
 import logging
@@ -146,7 +146,7 @@ def test_an_error_of_a_stream_comes_before_it_as_an_error(client):
 
 
 def raw(client, *parts, pause=0.0):
-    """What the server answers to these bytes."""
+    """The server's answer to these bytes."""
     with socket.create_connection(client.server.socket.getsockname(), timeout=10) as connection:
         for part in parts:
             connection.sendall(part)
@@ -255,7 +255,7 @@ def test_a_key_may_have_any_letters(key):
 
 @pytest.mark.slow
 def test_a_client_that_takes_nothing_is_let_go_after_the_time_that_a_request_has(client):
-    """It asks for the page many times, and reads none of the answers."""
+    """It asks for the page many times and reads no answer."""
     length, times = int(client.get("/").headers["content-length"]), 400
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

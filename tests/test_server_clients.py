@@ -17,7 +17,7 @@ from scripted_model import save_scripted
 pytestmark = pytest.mark.processes
 
 GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
-LONG = GREEDY | {"max_tokens": 400, "logit_bias": {"0": -100}}  # which does not end by itself
+LONG = GREEDY | {"max_tokens": 400, "logit_bias": {"0": -100}}  # does not end by itself
 CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
 
 
@@ -38,7 +38,7 @@ def client(server):
 
 
 def is_idle(server, seconds=2.0):
-    """Whether nothing is computed or waits within some seconds."""
+    """Whether, within some seconds, nothing is computed and nothing waits."""
     deadline = time.monotonic() + seconds
     while in_the_making(server, waiting=True) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -206,7 +206,7 @@ class TestCancelling:
 
     @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
     def test_at_a_random_moment_among_others_that_stay(self, server, gearbx):
-        """Those that stay get the text that they get alone, and nothing is left of those that went."""
+        """The clients that stay get the same text as alone, and nothing is left of the others."""
         drawn = random.Random(0)
         body = {"temperature": 0, "max_tokens": 40, "gearbx": gearbx}
 
@@ -229,7 +229,7 @@ class TestCancelling:
 
 class TestRudeClients:
     def test_slow_ones_are_let_go_and_keep_nobody_waiting(self, server, client):
-        """A byte now and then: the others are answered meanwhile, and the slow ones when the server's patience ends."""
+        """They send a byte now and then: others are answered meanwhile, and they when the server's patience ends."""
         head = b"POST /v1/completions HTTP/1.1\r\nContent-Length: 1000\r\n"
         with contextlib.ExitStack() as stack:
             place = (server.base_url.host, server.base_url.port)

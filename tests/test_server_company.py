@@ -1,4 +1,4 @@
-"""What one request does to the others: nothing."""
+"""One request does not change the answers to others."""
 
 import gc
 import threading
@@ -27,7 +27,7 @@ def client():
 
 
 def beside(client, others, **body):
-    """The text of an answer, while other requests are made by a function."""
+    """The text of an answer, while a function makes other requests."""
     found = []
     thread = threading.Thread(target=lambda: found.append(text_of(client, max_tokens=120, **body)))
     thread.start()
@@ -46,7 +46,7 @@ def test_as_many_likeliest_tokens_as_there_are_is_no_choice(client, top_k):
 
 @pytest.mark.parametrize(("temperature", "kind"), [(0, type(greedy_sampler)), (0.7, GumbelSampler)])
 def test_drafts_know_the_sampler_of_a_request(demo, temperature, kind):
-    """One that is wrapped would be asked row by row, and a dial would take a greedy request for a sampled one."""
+    """A wrapped sampler would be asked row by row, and a dial would take a greedy request for a sampled one."""
     request = parse(TextRequest, {"prompt": "x", "temperature": temperature})
     here = SimpleNamespace(tokenizer=demo.tokenizer, vocabulary=4096)
     asked = SimpleNamespace(asked=SimpleNamespace(request=request), served=here)
@@ -86,7 +86,7 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
     "reader", [{"mode": "route"}, {"mode": "lossless"}, {"mode": "static", "gear": "low"}], ids=str
 )
 def test_others_go_on_while_a_long_prompt_is_read(client, gearbx, reader):
-    """The prompt has a dozen parts; between them others get a token each, in their own gears."""
+    """The prompt is read in a dozen parts; between them the other requests get a token each, in their own gears."""
     alone = text_of(client, max_tokens=120, gearbx=gearbx)
     prompt = f"{gearbx}{reader}{LONG}"
     expected = text_of(client, prompt, gearbx=reader, seed=1)

@@ -1,4 +1,4 @@
-"""How the server ends: at once, in order, and with every thread that computed."""
+"""How the server ends: at once, in order, after all its computing threads."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ TASKS = Path("/proc/self/task")
 
 @pytest.mark.skipif(not TASKS.exists(), reason="this system does not list threads as files")
 def test_a_thread_that_computed_is_gone_when_it_is_joined():
-    """Python's own join returns while MLX still frees the thread's arrays: that is seen in most of these."""
+    """Python's own join returns while MLX still frees the thread's arrays: most of these runs would show that."""
 
     def compute():
         mx.eval(mx.compile(lambda x: mx.exp(x) * 2)(mx.arange(4)))

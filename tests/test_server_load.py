@@ -1,4 +1,4 @@
-"""Many clients at once: every text is the one that is given alone, nothing waits, and nothing stays."""
+"""Many clients at once: every text is the same as alone, nothing waits, and nothing stays."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +16,7 @@ def client():
 
 
 def alone(client, prompt, **body):
-    """The text that a server gives which was asked nothing before."""
+    """The text from a server without earlier requests."""
     client.scheduler.prompt_cache.trim_to(n_sequences=0)
     return text_of(client, prompt, **body)
 
@@ -24,7 +24,7 @@ def alone(client, prompt, **body):
 @pytest.mark.parametrize("mode", ["route", "kickdown"])
 @pytest.mark.parametrize("end", ["!", " me", " There are 36 roses and 44 tulips."])
 def test_a_text_does_not_depend_on_what_was_asked_before(client, mode, end):
-    """Not even where it goes on from an answer of several gears. All requests have one gear of prompts here."""
+    """Not even if it continues an answer of several gears. All requests have one prompt gear here."""
     begin, body = "Of the king and his daughter", {"gearbx": {"mode": mode}}
     text = alone(client, begin + end, **body)
     alone(client, begin + ", who said to the old man: how many apples are 5 + 7 * 12?", **body)

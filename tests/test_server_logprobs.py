@@ -1,4 +1,4 @@
-"""Tokens of log-probabilities give the text, and their bytes its bytes, whatever kind of tokenizer a model has."""
+"""Joined, the tokens of log-probabilities give the text, and their bytes its bytes, for every kind of tokenizer."""
 
 from itertools import accumulate
 

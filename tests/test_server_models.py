@@ -1,4 +1,4 @@
-"""What the server serves: pairs, quantized and geared checkpoints, draft models, controllers, other models."""
+"""What the server can serve: pairs, quantized and geared checkpoints, draft models, controllers, other models."""
 
 import json
 import math
@@ -168,7 +168,7 @@ def shelf(tmp_path_factory):
 
 
 def loaded(client):
-    """The models of which the server says more than their names."""
+    """The models about which the server reports more than their names."""
     return [model["id"] for model in client.get("/v1/models").json()["data"] if "gearbx" in model]
 
 

@@ -1,4 +1,4 @@
-"""What the server says that it serves, and whether it does (schemathesis)."""
+"""Whether the server does what its OpenAPI description says (schemathesis)."""
 
 import jsonschema
 import pytest

@@ -1,4 +1,4 @@
-"""The gear that reads prompts in the server, and which KV caches texts go on from: those of that gear and above."""
+"""The server's prompt gear, and the KV caches from which texts continue: those of that gear and above."""
 
 import itertools
 
@@ -18,21 +18,21 @@ LOSSLESS, LOW, TOP, ROUTE, KICKDOWN = (
 
 @pytest.fixture(scope="module")
 def kept():
-    """A server with the default gear of prompts."""
+    """A server with the default prompt gear."""
     with served(gears="4,8,16", log_level="ERROR") as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def in_eight_bits():
-    """A server whose prompts are read in 8 bits, on a GPU too, except in mode lossless, which is its default."""
+    """A server that reads prompts in 8 bits, on a GPU too, except in mode lossless, which is its default."""
     with served(gears="4,8,16", prompt_gear="8", log_level="ERROR") as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def expected(kept):
-    """The lossless text that a server writes which was asked nothing before."""
+    """The lossless text from a server without earlier requests."""
     return fresh(kept, TALE)
 
 
@@ -71,7 +71,7 @@ def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, expected
         complete(in_eight_bits, TALE, gearbx=options)
         assert text_of(in_eight_bits, TALE, gearbx=LOSSLESS) == expected
         forget(in_eight_bits)
-        complete(in_eight_bits, TALE[:40], gearbx=LOSSLESS)  # so that the next text has a beginning of the top gear
+        complete(in_eight_bits, TALE[:40], gearbx=LOSSLESS)  # so the beginning of the next text is in the top gear
 
 
 def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_gears(in_eight_bits):
@@ -95,7 +95,7 @@ def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
 def test_what_a_lower_gear_only_used_is_still_the_top_gears():
     with served(gears="4,8,16", prompt_gear="8", prompt_cache_size=1, log_level="ERROR") as client:
         unread(client, LOSSLESS)
-        unread(client, LOW)  # whose KV cache takes the place of the first one
+        unread(client, LOW)  # its KV cache replaces the first one
         assert unread(client, LOSSLESS) == 1
 
 

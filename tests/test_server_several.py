@@ -22,7 +22,7 @@ def texts_of(answer):
 
 
 def streamed(chunks):
-    """The texts of a stream, by index, and how often each of them ended."""
+    """The texts of a stream by index, and how many times each of them ended."""
     texts, ends = {}, {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         said = choice["text"] if "text" in choice else choice["delta"].get("content", "")

@@ -1,4 +1,4 @@
-"""Pages in browsers: which of them may ask a server of this machine, and by which names it is reached."""
+"""Pages in browsers: which of them may ask a server on this machine, and under which names it is reached."""
 
 import contextlib
 
@@ -39,7 +39,7 @@ def client(request):
 
 
 def ask(client, **headers):
-    """A simple request, as which any page can send JSON."""
+    """A simple request, in the form in which any page can send JSON."""
     names = {"Content-Type": "text/plain"} | headers
     return client.post(CHAT, json=EASY | {"max_tokens": 1}, headers=names)
 
@@ -70,7 +70,7 @@ def test_pages_of_the_server_and_those_that_are_named_are_answered(client):
     "name", ["evil.example", "evil.example:8080", "localhost.evil.example", "192.168.0.7", "[x", ""]
 )
 def test_a_name_that_is_not_the_servers_is_refused(client, name):
-    """As a page has it that makes its own name lead to this machine."""
+    """A page sends such a name if it makes its own name lead to this machine."""
     answer = ask(client, Host=name, Origin=f"http://{name}")
     assert answer.status_code == 403
     assert answer.json()["error"]["code"] == "host_not_allowed"
@@ -114,7 +114,7 @@ def test_any_origin_may_be_allowed():
 
 @pytest.mark.browser
 def test_a_browser_shows_no_foreign_page_an_answer():
-    """Two pages of other origins, in a real browser: one is named with --allowed-origins, the other is not."""
+    """Two pages of other origins, in a real browser: --allowed-origins lists one of them."""
     if why := chromium.why_not():
         pytest.skip(f"FOREIGN PAGES WERE NOT CHECKED: {why}")
     script = """

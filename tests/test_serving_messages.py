@@ -27,7 +27,7 @@ HEAD = {"id": "chatcmpl-7", "object": "chat.completion", "model": "demo", "creat
 
 
 def chat_of(**fields):
-    """The chat completion's body for a request of the Messages API."""
+    """The chat completion body for a request of the Messages API."""
     said = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
     return chat_request(parse(MessagesRequest, said | fields)).model_dump(exclude_unset=True)
 
@@ -176,7 +176,7 @@ def test_a_request_that_is_wrong_is_refused(fields, said):
 
 
 def recorded_answers(recorded):
-    """An application that answers the Messages API with a chat completion that is given."""
+    """An application that answers the Messages API with a given chat completion."""
     router = APIRouter()
 
     @router.post("/v1/messages")
@@ -193,13 +193,13 @@ def recorded_answers(recorded):
 
 @pytest.fixture(scope="module")
 def anthropic():
-    """The client's package, which takes a second to import."""
+    """The client's package; importing it takes a second."""
     return importlib.import_module("anthropic")
 
 
 @pytest.fixture
 def ask(anthropic):
-    """Asks a server that gives recorded answers, as a client of Anthropic's does."""
+    """Asks a server that gives recorded answers, through Anthropic's client."""
 
     given = {}
     server = Server("127.0.0.1", 0)
@@ -272,7 +272,7 @@ def test_the_client_reads_a_stream(ask):
 
 @pytest.mark.processes
 def test_arguments_that_come_in_parts(ask):
-    """As other servers stream them."""
+    """Other servers stream them like this."""
     first = CALL | {"function": {"name": "weather", "arguments": ""}}
     parts = ({"function": {"arguments": text}} for text in ('{"to', 'wn": "Ulm"}'))
     chunks = [chunk(tool_calls=[first]), *(chunk(tool_calls=[part]) for part in parts), chunk("tool_calls")]

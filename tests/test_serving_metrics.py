@@ -16,7 +16,7 @@ def response(gear="low", **fields):
 
 
 def read(metrics):
-    """Every sample by its name and the values of its labels."""
+    """Every sample by its name and its labels' values."""
     families = text_string_to_metric_families(metrics.text().decode())
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 

@@ -1,4 +1,4 @@
-"""Schemas of a response_format: which are refused, and how they are compiled."""
+"""Schemas of a response_format: which ones are refused, and how the others are compiled."""
 
 import time
 

@@ -107,7 +107,7 @@ def test_without_gears_and_with_a_draft_model_of_mlx_lm(demo):
 
 
 def test_texts_of_a_batch_have_schemas_of_their_own(demo):
-    """As mlx-lm's server does: of the second prompt all but two tokens are in the cache."""
+    """mlx-lm's server does so: the cache has all tokens of the second prompt but two."""
     schemas, prompts = [PERSON, CHOICE], [demo.tokenizer.encode(PROMPT), demo.tokenizer.encode("Is it?")]
     caches = [mlx_lm.models.cache.make_prompt_cache(demo.model) for _ in prompts]
     demo.model(mx.array([prompts[1][:-2]]), cache=caches[1])
@@ -141,7 +141,7 @@ def test_text_has_no_constraint(demo):
 
 
 def allowed(demo, constraint, text, prompt=(5, 6)):
-    """The texts of the tokens that may follow a text; None among them for the end."""
+    """The texts of the tokens that may follow a text, with None for the end."""
     tokens = [*prompt, *demo.tokenizer.encode(text, add_special_tokens=False)]
     constraint(mx.array(prompt), mx.zeros((1, 4096)))
     left = constraint(mx.array(tokens), mx.zeros((1, 4096)))
@@ -156,7 +156,7 @@ def test_a_text_may_end_where_its_grammar_is_complete(demo):
 
 
 def test_what_may_follow_depends_on_the_tokens_alone(demo):
-    """Calls in any order, as for drafts that are dropped and texts that go on elsewhere."""
+    """Calls in any order, as when drafts are dropped or texts continue from another place."""
     random = np.random.default_rng(3)
     texts = [
         '{"name": "Tom", "age": 8, "likes": ["tea"]}',
@@ -188,7 +188,7 @@ def test_a_token_that_does_not_fit_ends_the_text_and_may_be_taken_back(demo):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("size", [1, 20, 24, 31, 40])
 def test_logits_of_other_tokens_are_minus_infinity(dtype, size):
-    """Vocabularies are padded: logits may be fewer or more than the mask has bits."""
+    """Vocabularies are padded: there may be fewer or more logits than bits in the mask."""
     logits = mx.random.normal((1, size), key=mx.random.key(1)).astype(dtype)
     left = allow(logits, mask_of([0, 7, 8, 19, 23], 24))
     assert left.dtype == dtype
@@ -207,7 +207,7 @@ def test_a_grammar_begins_after_the_thinking_part(demo):
         assert END not in left_of(constraint, before)
     constraint = constraint_of(demo, Thinking((start,), (end,), False))
     assert start in left_of(constraint, [])
-    assert len(left_of(constraint, [start, word])) == 4095  # all but the end of the text
+    assert len(left_of(constraint, [start, word])) == 4095  # everything except the end of the text
     assert start not in left_of(constraint, [start, word, end])
 
 
@@ -225,7 +225,7 @@ def left_of(constraint, text):
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_model_that_thinks_is_known_by_its_tokenizer(demo, opened):
-    """Whose vocabulary is larger than the logits of the demo model here, as vocabularies are padded."""
+    """The tokenizer's vocabulary is larger than the logits of the demo model here, since vocabularies are padded."""
     tokens = AutoTokenizer.from_pretrained(DEMO_MODEL)
     tokens.add_tokens(["<think>", "</think>"])
     tokenizer = TokenizerWrapper(tokens)

@@ -1,4 +1,4 @@
-"""Models that ranks have divided: real processes on loopback write the texts of one process, in every mode and gear."""
+"""Models divided among ranks: real processes on loopback write the texts of one process, in every mode and gear."""
 
 import json
 
@@ -34,13 +34,13 @@ print(json.dumps(facts({model!r}, mx.distributed.init(backend="ring", strict=Tru
 
 
 def facts(model, group=None, sums="gather", keywords=None):
-    """What a process finds out about a model, or a rank about its part."""
+    """What a process reports about a model, or a rank about its part."""
     found, tokenizer = load(model, group=group, shard_sums=sums)
     gearbox = Gearbox(found, **(keywords or {}))
     texts, numbers = {}, []
     for name, mode in MODES.items():
         texts[name] = [r.token for r in stream_generate(found, tokenizer, PROMPT, 10, mode=mode(), gearbox=gearbox)]
-        # mlx-lm still computes a token behind the text; what the ranks agree on next must not get into its way.
+        # mlx-lm still computes a token behind the text, which must not disturb what the ranks agree on next.
         numbers.append(agreement_of(found).numbers([7, 1 << 40, *range(20)]))
     bytes_read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
     shared = {gear.name: gearbox.undivided_bytes_per_token(gear) for gear in gearbox.ladder}
@@ -56,7 +56,7 @@ def facts(model, group=None, sums="gather", keywords=None):
 
 
 def on_ranks(count, tmp_path, model, sums="gather", keywords=None):
-    """The facts of every rank."""
+    """The reports of every rank."""
     script = tmp_path / "script.py"
     tests = __file__.rpartition("/")[0]
     script.write_text(SCRIPT.format(tests=tests, model=str(model), sums=sums, keywords=keywords))

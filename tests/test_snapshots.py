@@ -1,4 +1,4 @@
-"""Caches that are put back: snapshots of every class of cache, and passes over several tokens shown one by one."""
+"""Restored caches: snapshots of every class of cache, and passes over several tokens shown one by one."""
 
 import copy
 import inspect
@@ -67,7 +67,7 @@ def write(cache, count, seed):
 
 
 def contents(cache):
-    """All that later tokens see. Behind their last entry, caches that append have room, with whatever was there."""
+    """Everything that later tokens see. Caches that append have room after their last entry, with arbitrary content."""
     if isinstance(cache, CacheList):
         return [contents(part) for part in cache.caches]
     if isinstance(cache, KVCache | QuantizedKVCache | BatchKVCache):
@@ -76,7 +76,7 @@ def contents(cache):
 
 
 def plain(model, tokens, cache):
-    """Logits (1, N, V) of one token after the other."""
+    """Logits (1, N, V), computed token by token."""
     return mx.concatenate([model(mx.array([[token]]), cache=cache) for token in tokens], axis=1)
 
 
@@ -108,7 +108,7 @@ class TestSnapshots:
             for token in range(length):
                 write(each, 1, token)
         snapshot = Snapshot([cache])
-        for again in (1, 2):  # a snapshot is good for more than one time
+        for again in (1, 2):  # a snapshot can be used more than once
             for seed, count in enumerate(counts):
                 write(cache, count, 100 * again + seed)
             snapshot.restore()

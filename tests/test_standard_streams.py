@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full, broken or cannot write every character; signals that end a run."""
+"""Standard streams that are closed, full, broken or cannot encode every character; signals that end a run."""
 
 import json
 import os
@@ -31,7 +31,7 @@ NO_SPACE = "error: standard output cannot be written (No space left on device); 
 
 
 def run_in_shell(redirection: str, *flags: object, environment: dict[str, str] | None = None):
-    """A short text, with stdin, stdout or stderr as a shell redirects them."""
+    """A short text, with stdin, stdout or stderr redirected as by a shell."""
     line = ["sh", "-c", f'exec "$0" "$@" {redirection}', *GENERATE, *map(str, flags)]
     return subprocess.run(line, capture_output=True, text=True, timeout=300, env=os.environ | (environment or {}))
 
@@ -43,7 +43,7 @@ def assert_quiet(err: str) -> None:
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory) -> list[str]:
-    """The command of a text that does not end by itself."""
+    """The command for a text that does not end by itself."""
     model = tmp_path_factory.mktemp("models") / "endless"
     shutil.copytree(DEMO_MODEL, model)
     (model / "generation_config.json").unlink()
@@ -128,7 +128,7 @@ class TestPipes:
     def test_a_reader_that_goes_ends_the_run_quietly_and_keeps_the_trace(self, endless, tmp_path):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen([*endless, "--mode", "route", "--trace", str(tmp_path / "t.jsonl")], **pipes) as process:
-            process.stdout.read(1)  # as head -c1
+            process.stdout.read(1)  # like head -c1
             process.stdout.close()
             err = process.stderr.read()
             assert process.wait(timeout=60) == 141
@@ -188,7 +188,7 @@ class TestSignals:
     def test_a_signal_ends_the_text_with_its_summary_and_whole_trace(self, name, endless, tmp_path):
         number = signal.Signals[name]
         files = ["--trace", tmp_path / "t.jsonl", "--summary", tmp_path / "s.json"]
-        # A test run in the background ignores interrupts, and so would what it starts.
+        # A test run in the background ignores interrupts, and its children would too.
         default = partial(signal.signal, number, signal.SIG_DFL)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with subprocess.Popen([*endless, *files], preexec_fn=default, **pipes) as process:
@@ -261,10 +261,10 @@ sys.exit(run_to_end(body))
         subprocess.run([sys.executable, "-m", "mine"], preexec_fn=default, env=environment, check=True)
 
     def test_an_interrupt_of_the_first_moments_has_no_traceback(self):
-        """The imports of the package are watched, so that the interrupt comes while they are under way.
+        """The package's imports are watched, so that the interrupt comes during them.
 
-        The package itself handles no signal: `gearbx_mlx generate` does as soon as it starts, `-m gearbx_mlx.generate`
-        when its flags are known.
+        The package itself handles no signal: `gearbx_mlx generate` does so from its start, `-m gearbx_mlx.generate`
+        once its flags are known.
         """
         default = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         watched = [sys.executable, "-X", "importtime"]

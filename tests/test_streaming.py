@@ -156,7 +156,7 @@ class TestMemory:
             peaks.append(mx.get_peak_memory() - before)
             remainder = box.disk_bytes_per_token(box.ladder.top)
             del box
-        strip = 64 * 128 * 1.2  # bytes of the largest layer's
+        strip = 64 * 128 * 1.2  # bytes of the largest layer
         assert remainder > 0.4 * active[0]
         assert active[1] < active[0] - remainder * (1 - 1 / 8) + 3 * strip
         assert peaks[1] < peaks[0] - remainder * (1 - 1 / 8) + 8 * strip
@@ -172,7 +172,7 @@ class TestMemory:
 
     def test_an_embedding_is_read_by_the_row(self, checkpoint):
         box = gearbox_of(checkpoint("tied", "4,8,16"))
-        box.shift(8)  # whose head is in memory, and whose rows are exact
+        box.shift(8)  # its head is in memory, and its rows are exact
         box.model(PROMPT)
         reader = box.residency.reader
         before = reader.bytes_read
@@ -273,13 +273,13 @@ class TestFilesThatFail:
             patch.setattr(os, "preadv", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 [logits(box) for _ in range(2)]  # the first strips may be read already
-        assert_no_reader_is_left()  # though the model is there
+        assert_no_reader_is_left()  # although the model is there
         assert mx.array_equal(logits(box), expected).item()
 
 
 @pytest.fixture
 def layer(tmp_path):
-    """A reader of one layer of random bytes, and its strips, of which each has `size` low and `size` high bytes."""
+    """A reader of one layer of random bytes, and its strips, each with `size` low and `size` high bytes."""
 
     def of(strips, size):
         file = tmp_path / "layer"
@@ -296,7 +296,7 @@ def layer(tmp_path):
 
 
 def slowed(monkeypatch, seconds):
-    """Let every read take so long."""
+    """Make every read take so long."""
     plain = os.preadv
 
     def slow(*arguments):
@@ -354,7 +354,7 @@ class TestReader:
         mx.reset_peak_memory()
         for _ in range(3):
             mx.eval(reader.over(wanted, first_byte))
-        assert mx.get_peak_memory() - before < size / 8 + 2**14  # and what is computed
+        assert mx.get_peak_memory() - before < size / 8 + 2**14  # and the computation
 
     def test_an_array_whose_strips_are_wanted_in_another_order(self, layer):
         reader, strips = layer(6, 2**10)
@@ -423,7 +423,7 @@ class TestSeveral:
 
 
 def recorded(scale):
-    """Texts of 200 tokens: entropies, and whether gears agree, which 2^(-H/4) of them do."""
+    """Texts of 200 tokens: entropies, and whether gears agree, which they do for 2^(-H/4) of the tokens."""
     draws = np.random.default_rng(0)
     entropies = draws.exponential(scale, (100, 200))
     agrees = draws.random(entropies.shape) < 2.0 ** -(entropies / 4)

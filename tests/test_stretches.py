@@ -1,4 +1,4 @@
-"""Whether a text is written in rounds or by the top gear alone, by the clock. A clock of the test's own; no model."""
+"""Whether rounds or the top gear alone write a text, decided by the clock. The clock is the test's; no model."""
 
 import itertools
 import random
@@ -10,7 +10,7 @@ from gearbx_mlx.routing.rounds import FIRST, LONGEST, TRIAL, Stretches
 
 
 def written(tokens, rounds, alone, texts=1, between=0.0):
-    """Seconds of texts whose tokens take `rounds` or `alone` seconds, and the way of each token."""
+    """Seconds of texts whose tokens take `rounds` or `alone` seconds, and how each token was written."""
     now = [0.0]
     stretches, ways = Stretches(lambda: now[0]), []
     for _ in range(texts):
@@ -55,14 +55,14 @@ def test_what_becomes_faster_is_found():
 
 
 def test_short_texts_add_up_and_the_time_between_them_does_not_count():
-    """Texts shorter than any stretch; the pauses between them would make either way look slow."""
+    """Texts shorter than any stretch; if the pauses between them counted, either way would look slow."""
     seconds, ways = written(10, 1.3, 1.0, texts=400, between=100.0)
     assert seconds / 4000 < 1.06
     assert 2 * TRIAL[True] < sum(ways) < 800
 
 
 def with_pauses(rounds, alone, every, pause, length=1, tokens=4000):
-    """The ways of tokens if their reader pauses after each so many. A round makes `length` tokens at once."""
+    """How tokens are written if their reader pauses after each so many. A round makes `length` tokens at once."""
     now, ways, left = [0.0], [], 0
     stretches = Stretches(lambda: now[0])
     for token in range(tokens):
@@ -83,14 +83,14 @@ def with_pauses(rounds, alone, every, pause, length=1, tokens=4000):
 @pytest.mark.parametrize("length", [1, 3, 16])
 @pytest.mark.parametrize(("rounds", "alone"), [(1.0, 1.5), (1.5, 1.0)])
 def test_pauses_of_whoever_reads_do_not_decide(rounds, alone, length, every):
-    """A page that is drawn every few tokens, and takes as long as a hundred of them."""
+    """A page that is drawn every few tokens, and takes as long as a hundred tokens."""
     ways = with_pauses(rounds, alone, every, 100.0, length)
     faster = sum(ways[1000:]) / 3000
     assert faster > 0.85 if rounds < alone else faster < 0.2
 
 
 def texts_of_chance(seconds, seed, tokens=200):
-    """Seconds of a token of each text. Its rounds take so many seconds and make 1 to 5 tokens by chance; alone 1."""
+    """Seconds per token of each text. Rounds take so many seconds and make 1 to 5 tokens by chance; alone takes 1."""
     now, drawn, taken = [0.0], random.Random(seed), []
     stretches = Stretches(lambda: now[0])
     for of_round in seconds:
@@ -110,7 +110,7 @@ def texts_of_chance(seconds, seed, tokens=200):
 
 @pytest.mark.parametrize("seconds", [[2.4] * 8, [2.7] * 8, [3.0] * 8, [3.3] * 8, [3.9] * 8])
 def test_chance_does_not_decide(seconds):
-    """A round makes 3 tokens on average, and a few that make one or two in a row say little."""
+    """A round makes 3 tokens on average; a few in a row that make one or two prove little."""
     found = [time for seed in range(20) for time in texts_of_chance(seconds, seed)]
     assert statistics.mean(found) < min(1, seconds[0] / 3) + 0.04
 
@@ -122,7 +122,7 @@ def test_a_text_that_drafts_badly_does_not_decide_about_the_next_one():
 
 
 def test_texts_that_share_their_passes_begin_with_the_top_gear_alone_and_try_rounds_for_less_long():
-    """Else short texts in company would mostly be trials of what seldom pays there."""
+    """Otherwise short texts in company would mostly be trials of rounds, which seldom pay there."""
     now, ways = [0.0], []
     stretches = Stretches(lambda: now[0], texts=4)
     for _ in range(48):
@@ -136,6 +136,6 @@ def test_texts_that_share_their_passes_begin_with_the_top_gear_alone_and_try_rou
 
 
 def test_a_pause_in_the_first_trial_does_not_decide():
-    """Else rounds would wait for their next trial, and a short text would do without them."""
+    """Otherwise rounds would wait for their next trial, and a short text would be written without them."""
     ways = with_pauses(1.0, 2.0, 10**9, 1000.0, tokens=120)  # after the first token
     assert sum(ways) > 100

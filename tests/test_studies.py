@@ -1,4 +1,4 @@
-"""Every study and every script of the project starts: it imports what it needs, and shows its flags."""
+"""Every study and every script of the project starts: it imports what it needs and shows its flags."""
 
 import importlib
 import runpy
@@ -22,7 +22,7 @@ load_all()
 
 @pytest.fixture
 def stand_ins(monkeypatch):
-    """Something in the place of what is not installed."""
+    """A stand-in for a package that is not installed."""
     for name in MAY_BE_MISSING:
         try:
             importlib.import_module(name)

@@ -30,7 +30,7 @@ class TestSymmetricCodes:
         x = mx.random.normal((vectors, width), key=keys[1])
         y = symmetric_product(x, SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width))
         weights = float64(codes) * float64(scales)[:, None]
-        # Codes are multiplied with their offset, which the sum of the activations takes away again.
+        # Codes are multiplied with their offset; the sum of the activations removes it again.
         assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * float64(scales)[:, None])
 
     @settings(max_examples=30)

@@ -1,4 +1,4 @@
-"""A budget instead of thresholds: what is found, told, verified and written."""
+"""A budget instead of thresholds: what is found, reported, verified and written."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ def costing(ladder: Ladder, gear) -> float:
 
 
 class TestPrediction:
-    """Ten tokens: the low gear is wrong on the two of which it is least certain."""
+    """Ten tokens: the low gear is wrong on its two least certain tokens."""
 
     low = recording([0.0] * 8 + [1.0, 1.0], [True] * 8 + [False] * 2, [i / 10 for i in range(10)])
     top = recording([0.0] * 10, [True] * 10, [0.0] * 10)
@@ -100,7 +100,7 @@ def test_kickdown_within_given_bytes_and_generate_reads_it(command, tmp_path):
     for gears in ("3", "4"):
         command("generate", "--gears", gears, "--max-tokens", 2, "--summary", summary)
         bytes_of[gears] = json.loads(summary.read_text())["weight_bytes_per_token"]
-    allowed = bytes_of["4"] - 1  # too little for the static gear of 4 bits, and more than that of 3
+    allowed = bytes_of["4"] - 1  # too little for the static gear of 4 bits, but more than the gear of 3 needs
     assert calibrate(command, out, "--target-bytes", allowed, "--gears", "3,4,16").status == 0
     made = json.loads(out.read_text())
     assert made["mode"] == "kickdown"

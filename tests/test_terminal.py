@@ -33,7 +33,7 @@ def clock() -> Clock:
 
 
 def log(width: int = 80) -> Console:
-    """A console on a file, as where stderr is redirected."""
+    """A console that writes to a file, like a redirected stderr."""
     return Console(file=io.StringIO(), width=width)
 
 
@@ -91,7 +91,7 @@ class TestProgress:
 
 
 class Screen(io.StringIO):
-    """A terminal that knows text, line ends, colours, and how to go back and erase."""
+    """A terminal that understands text, line ends, colours, moving back and erasing."""
 
     def isatty(self) -> bool:
         return True
@@ -234,7 +234,7 @@ def test_bytes_are_in_powers_of_ten(count, text):
 
 
 def test_names_with_control_characters_stay_on_one_line(command):
-    """And what a name contains does not steer the terminal."""
+    """And control characters in a name do not steer the terminal."""
     for name, shown in {"a\nb": r"a\nb", "a\x1b[2Jb": r"a\x1b[2Jb", "a\r\u2028b": r"a\r\u2028b"}.items():
         result = command("analyze", "--prompts", name)
         assert_refused(result, f"{shown}: cannot be read as text")

@@ -1,4 +1,4 @@
-"""Timing of launches: what is counted, how often, and which candidate is given up."""
+"""Timing of launches: what is counted, how often, and when a candidate is given up."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The dial between lossless and fast: which drafted tokens stay, and what a text says it gave up."""
+"""The dial between lossless and fast: which drafted tokens stay, and the reported loss of a text."""
 
 import json
 import math
@@ -25,7 +25,7 @@ def written(demo, gearbox, mode, prompt=TALE, count=40, **keywords):
 
 
 def recomputed(demo, gearbox, prompt, tokens):
-    """By how many nats each token is less likely than the best one, from the top gear's logits over all of the text."""
+    """How many nats less likely each token is than the best one, from the top gear's logits over the whole text."""
     gearbox.shift("high")
     prompt = demo.tokenizer.encode(prompt)
     logits = demo.model(mx.array([[*prompt, *tokens[:-1]]]))[0, len(prompt) - 1 :].astype(mx.float32)
@@ -93,7 +93,7 @@ class TestGreedy:
 
 class TestSampled:
     def test_typical_tokens_stay(self):
-        """Of Medusa's rule: p > min(e, sqrt(e) exp(-H)), with H in nats."""
+        """Medusa's rule: p > min(e, sqrt(e) exp(-H)), with H in nats."""
         probabilities = np.array([0.55, 0.25, 0.15, 0.05])
         logprobs = mx.log(mx.array(probabilities))[None]
         entropy = -(probabilities * np.log(probabilities)).sum()

@@ -1,4 +1,4 @@
-"""Kernels are chosen by what was measured on this machine; a small file in the user's cache keeps that."""
+"""Kernels are chosen by measurements on this machine; a small file in the user's cache keeps them."""
 
 import gc
 import json
@@ -28,7 +28,7 @@ ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch) -> Path:
-    """The file of an empty cache, with measuring on."""
+    """The file of an empty cache, with measurements switched on."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
     monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     return tmp_path / "tuning.json"
@@ -44,7 +44,7 @@ def boxed(**settings) -> Gearbox:
 
 
 def plant(file: Path, product: str, **seconds: float) -> None:
-    """A cache that says that this was measured here, for one vector and for 16."""
+    """A cache with a measurement of this machine, for one vector and for 16."""
     many = product.replace("1 vector", "16 vectors")
     file.write_text(json.dumps({"machines": {tuner.machine(): {product: seconds, many: seconds}}}))
 
@@ -151,7 +151,7 @@ class TestGearbox:
 
 
 def wrong_where(name: str, change=lambda y: 1.25 * y):
-    """The products of two weights; the candidate `name` computes something else."""
+    """The products of two weights; the candidate `name` computes wrong ones."""
     weights = [normal(256, 384, seed=seed) for seed in (1, 2)]
 
     def products(candidate: str) -> list:

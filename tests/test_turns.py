@@ -1,4 +1,4 @@
-"""Several texts with one gearbox: each is what it is alone, in turns and in threads."""
+"""Several texts with one gearbox: each is the same as alone, in turns and in threads."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ PROMPTS = [[1, 5, 9, 2, 7], [3, 8, 4]]
 
 
 class Script:
-    """A gate that goes round a list of gears."""
+    """A gate that cycles through a list of gears."""
 
     def __init__(self, gears):
         self.gears = gears
@@ -55,7 +55,7 @@ def seen(response):
 
 
 def in_turns(texts):
-    """What each text was, where a token of one follows a token of the other."""
+    """Each text, where tokens of both texts alternate."""
     together = zip_longest(*(map(seen, text) for text in texts))
     return [list(text) for text in zip(*together)]
 

@@ -47,7 +47,7 @@ def tokenizer():
 
 
 def written(text, tokenizer, mode, seed: int = 0, **keywords) -> list[int]:
-    """Tokens; random logits end no text."""
+    """Tokens of a text; random logits never end one."""
     prompt = text.prompt(**inputs(seed))
     responses = stream_generate(text, tokenizer, max_tokens=12, mode=mode, **prompt, **keywords)
     return [response.token for response in responses]

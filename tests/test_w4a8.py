@@ -1,4 +1,4 @@
-"""AION's products: its baselines multiply, and the study says what it measured."""
+"""AION's products: its baselines are right, and the study reports what it measured."""
 
 import mlx.core as mx
 import numpy as np

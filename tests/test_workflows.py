@@ -1,4 +1,4 @@
-"""What CI runs is what the README says, and the workflows' commands exist."""
+"""CI runs what the README says, and the workflows' commands exist."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ MACOS = ROOT / ".github" / "workflows" / "macos.yml"
 
 
 def steps(file: Path) -> list[dict]:
-    """Of all jobs, those that run something."""
+    """The steps of all jobs that run something."""
     jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"].values()
     return [step for job in jobs for step in job["steps"] if "run" in step]
 
@@ -52,7 +52,7 @@ def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
     file.chmod(0o755)
     scripts = [step["run"] for step in steps(MACOS) if "readme_command" in step["run"]]
     assert len(scripts) == 2
-    for script in scripts:  # as GitHub runs it
+    for script in scripts:  # as on GitHub
         assert subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path).returncode == 1
 
 

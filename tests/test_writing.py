@@ -1,4 +1,4 @@
-"""Output files are whole or absent, and what dead processes left of them is removed."""
+"""Output files are whole or absent, and leftovers of dead processes are removed."""
 
 import errno
 import os
@@ -28,7 +28,7 @@ with {holding} as place:
 
 @pytest.fixture
 def holding():
-    """Starts a process that is in the middle of a context, and returns it."""
+    """Starts a process that stays inside a context, and returns it."""
     started = []
 
     def start(context: str, path: Path) -> subprocess.Popen:
@@ -52,7 +52,7 @@ class TestReplacing:
         file = tmp_path / "a[1]*.json"
         process = holding("replacing(path)", file)
         assert len(names(tmp_path)) == 1
-        write_text(file, "ours")  # while the other one is alive
+        write_text(file, "ours")  # while the other process lives
         assert len(names(tmp_path)) == 2
         process.kill()
         process.communicate()
@@ -146,7 +146,7 @@ class TestAFailedConversion:
         assert f"{tmp_path}/original/tokenizer.model: cannot be read (Is a directory); check the path" in done.err
 
     def test_of_a_table_says_why_it_cannot_be_written(self, tmp_path, command, monkeypatch):
-        """mlx-lm's functions raise errors of their own on a full disk."""
+        """mlx-lm's functions raise their own errors on a full disk."""
         save_model(tiny_model(vocab_size=4096), tmp_path / "original")
         model, manifest = ("--model", tmp_path / "original"), tmp_path / "m.json"
         text = ("--num-samples", 1, "--sequence-length", 8)

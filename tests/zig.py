@@ -21,7 +21,7 @@ def compiler_for(target: str) -> list[str]:
 
 
 def clang_for(target: str) -> list[str]:
-    """The command of zig's clang with the libraries of GCC for this target, where zig would compile its own."""
+    """The command of zig's clang with GCC's libraries for this target, since zig would compile its own."""
     program = find_zig() or Path("zig")
     headers = program.with_name("lib") / "include"  # of the processor's own functions
     return [str(program), "clang", "--driver-mode=g++", f"--target={target}", "-isystem", str(headers)]

@@ -1,4 +1,4 @@
-"""What scripts/fuzz_commands.py is made of: inputs, flags, damaged files, rounds, and a process for each command."""
+"""The parts of scripts/fuzz_commands.py: inputs, flags, damaged files, rounds, and a process for each command."""
 
 import sys
 from pathlib import Path

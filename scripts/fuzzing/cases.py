@@ -1,4 +1,4 @@
-"""A case: a command, its arguments, and what stands in the place of one of its files, a strange or a damaged one."""
+"""A case: a command, its arguments, and a strange or damaged file in place of one of its files."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from mutations import damaged
 
 STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
-# What a name on the command line stands for besides: the rest of an interrupted run, the data of a task.
+# What else a name on the command line stands for: the rest of an interrupted run, the data of a task.
 WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
 
 
@@ -165,7 +165,7 @@ def changed_json(draw: st.DrawFn, content: bytes) -> bytes | None:
 
 @st.composite
 def json_parts(draw: st.DrawFn, content: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
-    """Some JSON of a file, and a function that puts other JSON in its place."""
+    """A piece of JSON in a file, and a function that puts other JSON in its place."""
     length = int.from_bytes(content[:LENGTH], "little")
     if content[LENGTH : LENGTH + 1] == b"{" and LENGTH + length <= len(content):
         after = content[LENGTH + length :]
@@ -184,7 +184,7 @@ def commands_that_read(command: str) -> list[tuple[str, str]]:
 
 @st.composite
 def readings(draw: st.DrawFn, command: str, inputs: Path) -> Case:
-    """A command that reads a file which was changed."""
+    """A command that reads a changed file."""
     file, line = draw(st.sampled_from(commands_that_read(command)))
     others = [path.read_bytes() for path in sorted(inputs.iterdir()) if path.is_file()]
     change = draw(changes((inputs / file).read_bytes(), others))

@@ -69,7 +69,7 @@ TEXTS += (
 TEXTS += ("nobody/nothing", "a/b/c", "٣", "1_0", "0x10", "16,16", "2,3,4,5,6,8,16", "1e-400", "10" * 200)
 NUMBERS = (0, -1, 1, 10**20, -(10**20), 2**31, 2**63)
 FLOATS = ("nan", "inf", "-inf", "1e-300", "1e300", "1e-46", "-0.0", "0.5")
-SMALL = (0, 1, 7, 15)  # beyond the least: lengths that are little work
+SMALL = (0, 1, 7, 15)  # beyond the least: lengths that take little work
 
 LADDERS = ("4,8,16", "4,16", "3,8", "16", "8", "2,16", "2,4", "3,4,5,6,8,16")
 OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
@@ -126,7 +126,7 @@ class Flag:
     always: bool = False
 
     def written(self, value: str, more: str) -> list[str]:
-        """The flag as arguments: in one with its value, which may begin with a dash."""
+        """The flag as arguments: as one with its value, which may begin with a dash."""
         if self.takes == "none":
             return [self.name]
         return [self.name, value, more] if self.takes == "several" else [f"{self.name}={value}"]
@@ -174,7 +174,7 @@ def flags_of(group: type) -> Iterator[Flag]:
 
 
 def flag_for(item: Field, kind: type) -> Flag:
-    """A flag from the field of settings that it is. A length whose default takes long is always given."""
+    """A flag from its field of the settings. A length whose default takes long is always given."""
     keywords = item.metadata["argparse"]
     least, most = item.metadata.get("bounds", (None, math.inf))
     always = item.default is MISSING or item.name == "model"

@@ -22,7 +22,7 @@ from .cases import Case, commands_that_read, readings
 from .flags import commands, parsers_of
 
 LONGEST = 60  # seconds of a round
-SHRINKING = 40  # commands that the search for a shorter one may take
+SHRINKING = 40  # commands that the search for a shorter one may run
 FLAGS, FILES = "flags", "files"  # kinds of cases
 SETTINGS = settings(
     max_examples=20,  # before another kind has its turn
@@ -36,16 +36,16 @@ SETTINGS = settings(
 
 
 class Enough(BaseException):
-    """Ends a round: everything is over, or a shorter command was searched for long enough."""
+    """Ends a round: all rounds are over, or the search for a shorter command has lasted long enough."""
 
 
 class Wrong(AssertionError):
-    """What Hypothesis finds the shortest example of."""
+    """Hypothesis searches for the shortest example that raises it."""
 
 
 @dataclass
 class Failure:
-    """A problem, how often it was met, and the shortest command that shows it."""
+    """A problem, how often it happened, and the shortest command that shows it."""
 
     case: Case
     outcome: running.Outcome
@@ -70,7 +70,7 @@ class Results:
         return sum(counts.total() for counts in [*self.statuses.values()])
 
     def add(self, kind: str, case: Case, outcome: running.Outcome) -> bool:
-        """Count a command. Returns whether it has a problem that was not met before."""
+        """Count a command. Returns whether it has a new problem."""
         with self.lock:
             self.statuses[case.name, kind][f"{outcome.status}{', late' if outcome.late else ''}"] += 1
             if outcome.problem is None:

@@ -31,7 +31,7 @@ REST = (".part", ".incomplete")  # ends of names that are not whole yet
 GOES_ON = "the same command goes on"  # says that what is left can be used
 OUT, ERR = ".stdout", ".stderr"
 
-LOST = 255  # what multiprocessing says if its server of forks lost a process: nothing about the command
+LOST = 255  # what multiprocessing says if its fork server lost a process: nothing about the command
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
     ["__main__", "matplotlib.pyplot", "mlx_lm.tuner", "gearbx_mlx.benchmark.decode"]
@@ -53,7 +53,7 @@ class Outcome:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in one line that is the same wherever the same is wrong; None if nothing is."""
+        """What is wrong, in one line that is the same for the same cause; None if nothing is."""
         if self.waiting:
             return "waits for ever"
         if self.status < 0:
@@ -74,7 +74,7 @@ class Outcome:
 
 
 def problem_of_refusal(lines: Sequence[str]) -> str | None:
-    """What is wrong with what a user's mistake gets: an error in one line, after notes and progress."""
+    """What is wrong with the answer to a user's mistake: it should be one line of error, after notes and progress."""
     if not lines or not lines[-1].startswith("error: "):
         return f"the error is not one line: {generic(lines[-1]) if lines else ''}"
     if sum(line.startswith("error: ") for line in lines) > 1:
@@ -83,7 +83,7 @@ def problem_of_refusal(lines: Sequence[str]) -> str | None:
 
 
 def generic(text: str) -> str:
-    """A message without its names of files and its numbers."""
+    """A message without file names and numbers."""
     return re.sub(r"\d+", "N", re.sub(r"\S*[/\\]\S*", "PATH", text))[:120]
 
 
@@ -128,7 +128,7 @@ def is_idle(process: int | None) -> bool:
 
 
 def child(name: str, arguments: list[str], directory: str, stop: tuple[str, int] | None) -> None:
-    """The forked process: nothing of the streams, the directory and the limits is its parent's."""
+    """The forked process: it shares no streams, directory or limits with its parent."""
     os.chdir(directory)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), os.open(OUT, flags), os.open(ERR, flags))):

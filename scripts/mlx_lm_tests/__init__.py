@@ -1,1 +1,1 @@
-"""mlx-lm's own tests with this package's models in the place of mlx-lm's."""
+"""mlx-lm's own tests with this package's models in place of mlx-lm's."""

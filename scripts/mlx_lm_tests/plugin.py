@@ -1,6 +1,6 @@
-"""A plugin of pytest: a model of ours wherever mlx-lm's tests load or make one, and the demo model in the Hub's place.
+"""A pytest plugin: our model wherever mlx-lm's tests load or make one, and the demo model instead of the Hub's.
 
-GEARBX_WRAPPER names what stands in the model's place, and GEARBX_OUTCOMES the file that gets a line for each outcome.
+GEARBX_WRAPPER names the wrapper that replaces the model, GEARBX_OUTCOMES the file that gets a line for each outcome.
 """
 
 import inspect
@@ -26,7 +26,7 @@ loaded: list[tuple[Any, set[str]]] = []  # models, and the names of their attrib
 
 
 def load_demo(repository: str, *arguments: Any, **keywords: Any) -> tuple:
-    """What mlx-lm's `load` returns, with the demo model whichever is asked for."""
+    """mlx-lm's `load`, which returns the demo model for every name."""
     model, *others = load_from_hub(str(DEMO_MODEL), *arguments, **keywords)
     model = wrap(model)
     loaded.append((model, set(vars(model))))
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 
 def pytest_runtest_teardown() -> None:
-    """What a test put on a model and left there when it failed (`make_cache`) is none of the next test's."""
+    """A failed test may leave an attribute (`make_cache`) on a model; the next test must not see it."""
     for model, names in loaded:
         for name in vars(model).keys() - names:
             del vars(model)[name]

@@ -1,4 +1,4 @@
-"""What a user may give to mlx-lm in a model's place, by name."""
+"""What a user may give to mlx-lm in place of a model, by name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ def computed(model: nn.Module) -> nn.Module:
 
 
 def gearbox_of(model: nn.Module) -> Gearbox:
-    """The gearbox that a test before has put on a model, or a new one."""
+    """The gearbox that an earlier test has put on a model, or a new one."""
     return attached(model) or Gearbox(model)
 
 

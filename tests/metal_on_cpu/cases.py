@@ -88,7 +88,7 @@ CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codeb
 
 
 def _codebook(case: Case, weight: mx.array) -> dict[str, mx.array]:
-    """By the names of the kernel's buffers. Some rows have many outliers, some none."""
+    """Arrays by the names of the kernel's buffers. Some rows have many outliers, some none."""
     often = mx.where(mx.arange(case.rows)[:, None] % 3 == 0, 0.2, 0.01)
     outlying = mx.random.uniform(shape=weight.shape) < mx.where(mx.arange(case.rows)[:, None] % 3 == 1, 0.0, often)
     arrays = CODEBOOKS[case.format][0].encode(weight, case.bits, CodebookOptions(rounds=2), np.array(outlying))
@@ -105,14 +105,14 @@ PACKED: dict[str, Callable[[Case, mx.array], dict[str, mx.array]]] = {
 
 
 def codebook_arrays(case: Case, p: Problem) -> dict[str, mx.array]:
-    """By the names of the format."""
+    """Arrays by the names of the format."""
     library = case.format == "codebook-library"
     formats = {"w0": "weight", "codebook": "library" if library else "codebook"}
     return {formats.get(name, name): array for name, array in p.arrays.items()}
 
 
 def launch(case: Case, p: Problem, indices: mx.array | None = None) -> Launch:
-    """indices: of experts, whose arrays have them as their first dimension."""
+    """indices: of experts; the first dimension of the arrays is the expert."""
     scales, how = p.arrays.get("scales"), {"bias": p.bias, "variant": case.variant, "indices": indices}
     if case.format in CODEBOOKS:
         return CODEBOOKS[case.format][1](p.x, codebook_arrays(case, p), case.bits, **how)
@@ -124,7 +124,7 @@ def launch(case: Case, p: Problem, indices: mx.array | None = None) -> Launch:
 
 
 def run_launch(made: Launch, order: int = 0, schedule: int = 0, change: Callable[[str], str] | None = None) -> Report:
-    """What a launch does on a CPU. `change` breaks the kernel's text."""
+    """The result of a launch on a CPU. `change` breaks the kernel's text."""
     return run_prepared(made.prepared, made.inputs, order, schedule, change)
 
 
@@ -135,7 +135,7 @@ def run_prepared(
     schedule: int = 0,
     change: Callable[[str], str] | None = None,
 ) -> Report:
-    """What a prepared launch does on a CPU with these inputs."""
+    """The result of a prepared launch on a CPU with these inputs."""
     kernel, names = build(made.spec), made.spec.input_names
     return run_call(kernel, names, made.completed(inputs), made.options, order, schedule, change)
 

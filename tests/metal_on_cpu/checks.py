@@ -1,4 +1,4 @@
-"""What must hold of every launch: its result, and how often each byte is touched."""
+"""What must hold for every launch: its result, and how often each byte is touched."""
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +12,9 @@ from gearbx_mlx.kernels.metal_products import OF_GROUPS, ROW_CODES, ROWWISE_OFFS
 from .cases import CODEBOOKS, Case, Problem, codebook_arrays
 from .launch import Report
 
-UNIT = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}  # half the distance of neighbours, relative
+UNIT = {mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8, mx.float32: 2.0**-24}  # half the relative distance of neighbours
 SMALLEST = {mx.float16: 2.0**-25, mx.bfloat16: 2.0**-134, mx.float32: 2.0**-150}
-CODES = 16  # that a lane takes at a time
+CODES = 16  # columns that a lane takes at a time
 
 
 def exact(array: mx.array) -> np.ndarray:
@@ -27,21 +27,21 @@ def attended(
     """Attention in float64, and how far sums in float32, rounded to a type, may be from it.
 
     Args:
-        queries: (B, H, L, D). keys, values: (B, KV, S, D). seen: (L, S) bool, by each query one key or more.
+        queries: (B, H, L, D). keys, values: (B, KV, S, D). seen: (L, S) bool, at least one key for each query.
     """
     shared, width = queries.shape[1] // keys.shape[1], queries.shape[3]
     scores = scale * queries @ np.repeat(keys, shared, 1).swapaxes(2, 3)
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0.0)
     weights /= weights.sum(-1, keepdims=True)
     wanted = weights @ np.repeat(values, shared, 1)
-    # A score is rounded once for each dimension, which its exponential magnifies; then the sums over the keys.
+    # A score is rounded once for each dimension, and its exponential magnifies that; then come the sums over the keys.
     size = scale * np.abs(queries).sum(-1).max() * np.abs(keys).max()
     sums = (2 * width * size + 2 * keys.shape[2] + 30) * 2.0**-24 * np.abs(values).max()
     return wanted, sums + UNIT[dtype] * np.abs(wanted) + SMALLEST[dtype]
 
 
 def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """What the packed weights stand for, and the sum of the absolute values that a kernel adds up to get there.
+    """What the packed weights stand for, and the sum of the absolute values that a kernel adds up for it.
 
     Kernels add scale * (code + offset) and - scale * offset, which may cancel each other.
     """
@@ -72,7 +72,7 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def codebook_weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The same: a kernel adds what the code below an outlier stands for, takes it back, and adds the outlier."""
+    """The same for outliers: a kernel adds what the code below one stands for, subtracts it, and adds the outlier."""
     arrays = codebook_arrays(case, p)
     weight = exact(codebook.decode(arrays, case.bits, case.columns))
     coded = exact(codebook.look_up(arrays, case.bits, case.columns))
@@ -94,7 +94,7 @@ def outlier_mask(case: Case, p: Problem) -> np.ndarray:
 
 
 def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
-    """The product in float64, and how far a float32 sum, rounded to the type of x, may be from it.
+    """The product in float64, and the largest allowed error of a float32 sum that is rounded to the type of x.
 
     The bound is the usual one for a sum: as many roundings as a term goes through, each relative to the sum of the
     absolute values of what is added.
@@ -113,7 +113,7 @@ def expected(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
 
 
 def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
-    """How often each byte of a buffer has to be read: a packed one once, where it is not padding beyond the codes."""
+    """How often each byte of a buffer has to be read: a packed byte once, unless it is padding after the codes."""
     if case.format in CODEBOOKS:
         return codebook_reads(case, p)
     steps = -(-case.columns // CODES)  # of a row, of 16 columns each
@@ -138,15 +138,15 @@ def expected_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
 
 
 def each(array: mx.array, times: np.ndarray | int) -> np.ndarray:
-    """As often for each byte as for the elements that they make up."""
+    """The counts of elements, repeated for each of their bytes."""
     return np.repeat(np.broadcast_to(times, array.shape), array.dtype.size)
 
 
 def codebook_reads(case: Case, p: Problem) -> dict[str, np.ndarray]:
-    """The same over codebooks: words once, and again for the code below an outlier, of which V2 has one in a row.
+    """The same for codebooks: words once, and again for the code below an outlier, of which V2 has one in a row.
 
-    Of a row with outliers, each lane that has one reads that code, and where it is. Tables are read once by each
-    threadgroup that needs them, and what a group has by each lane with columns of it, and for each outlier.
+    In a row with outliers, each lane that has one reads that code and its position. Tables are read once by each
+    threadgroup that needs them; a group's values are read by each lane with columns of it, and for each outlier.
     """
     row_wise, rows = case.format == "codebook", range(case.rows)
     codes, words = (ROW_CODES[case.bits], 2) if row_wise else (CODES, case.bits)
@@ -199,7 +199,7 @@ def fault(case: Case, p: Problem, report: Report) -> str:
     if not (report.writes["out"] == 1).all():
         return "outputs are not written exactly once"
     for name, wanted in expected_reads(case, p).items():
-        counts = report.reads[name]  # small buffers are padded, with what must not be read
+        counts = report.reads[name]  # small buffers are padded, and the padding must not be read
         if not (counts[: wanted.size] == wanted.ravel()).all() or counts[wanted.size :].any():
             return f"bytes of {name} are not read exactly as often as they should be"
     return ""

@@ -1,4 +1,4 @@
-"""Finds clang, and makes a library of a kernel's text."""
+"""Finds clang, and compiles a kernel's text into a library."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ from .text import instance, parameters
 SHIM = Path(__file__).parent / "shim"
 OLDEST, NEWEST = 17, 30  # 16 cannot compute with __bf16
 
-# Metal rounds half-precision operations one by one, takes 0.1 for a float, and knows no other char than a signed one.
+# Metal rounds half-precision operations one by one, takes 0.1 for a float, and its char is always signed.
 # Vectors and recognized builtins (a loop that copies becomes memcpy) would merge loads that are counted one by one.
 FLAGS = [
     *("-std=c++17", "-O1", "-fPIC", "-fsigned-char", "-fno-vectorize", "-fno-slp-vectorize", "-fno-builtin"),
@@ -34,7 +34,7 @@ typedef half float16_t;
 typedef bfloat bfloat16_t;
 """
 
-# How a kernel's attributes are had from a Position of runtime.cpp. Grids have one dimension.
+# How a kernel gets its attributes from a Position of runtime.cpp. Grids have one dimension.
 ATTRIBUTES = {
     "thread_position_in_grid": "uint3{p->group * p->group_size + p->index, 0, 0}",
     "thread_position_in_threadgroup": "uint3{p->index, 0, 0}",
@@ -58,7 +58,7 @@ void run(Job* job, void** arguments) {{
 
 
 class DoesNotCompile(Exception):
-    """What clang said about a kernel."""
+    """clang's messages about a kernel."""
 
 
 @functools.cache
@@ -83,10 +83,10 @@ def _flags(clang: str) -> list[str]:
 
 
 def translation_unit(text: str) -> str:
-    """The kernel's text, untouched but for two things, and a function that calls it for one thread.
+    """The kernel's text with only two changes, and a function that calls it for one thread.
 
-    Threadgroup variables become references into memory that runtime.cpp watches, since a CPU has none; and the explicit
-    instantiation with its Metal name goes.
+    Threadgroup variables become references into memory that runtime.cpp watches, since a CPU has none; the explicit
+    instantiation with its Metal name is removed.
     """
 
     def in_watched_memory(declared: re.Match[str]) -> str:
@@ -122,7 +122,7 @@ def _version(clang: str) -> str:
 
 @functools.cache
 def _load_runtime(clang: str) -> None:
-    """One for all kernels, which find its functions in the process."""
+    """Loads one runtime for all kernels, which find its functions in the process."""
     command = [clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-shared", str(SHIM / "runtime.cpp"), "-o"]
     made = object_store.kept(
         [_version(clang), command, SHIM / "runtime.cpp"], lambda folder: _run([*command, str(folder / "runtime.so")])
@@ -132,10 +132,10 @@ def _load_runtime(clang: str) -> None:
 
 @functools.cache
 def library(text: str) -> Path:
-    """Compiles a kernel's text, once for each text, and sees to it that the runtime is loaded.
+    """Compiles a kernel's text, once for each text, and loads the runtime.
 
     Raises:
-        DoesNotCompile: with what clang says, by line of the kernel's text.
+        DoesNotCompile: with clang's messages, by line of the kernel's text.
     """
     clang = find_clang()
     assert clang

@@ -22,9 +22,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def launches(monkeypatch, tmp_path) -> list[Prepared]:
-    """Metal is said to be here, and what a Mac would launch is run by the harness; the launches, as they come.
+    """Metal seems to be here, and the harness runs what a Mac would launch; gives the launches as they come.
 
-    Which kernels are right is found out by each test, and not kept.
+    Each test finds out which kernels are right, and the result is not kept.
     """
     seen = []
 

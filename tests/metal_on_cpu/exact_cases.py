@@ -1,4 +1,4 @@
-"""Matrices in the format `exact`, encoded in numpy, and what must hold of the launches over them."""
+"""Matrices in the format `exact`, encoded in numpy, and what must hold for the launches over them."""
 
 from dataclasses import dataclass, replace
 
@@ -89,7 +89,7 @@ class ExactCase:
 
 @dataclass
 class Product:
-    """The weight's bits (O, I), the matrix that they are packed to, activations (vectors, I) and an output bias."""
+    """The weight's bits (O, I), their packed matrix, activations (vectors, I) and an output bias."""
 
     bits: np.ndarray
     packed: Packed
@@ -104,7 +104,7 @@ class Product:
 
 
 def product(case: ExactCase, seed: int = 0) -> Product:
-    """Random weights with a heavy tail, some of them 0; a group in ten has tiny ones. No NaN, no infinity."""
+    """Random weights with a heavy tail, some of them 0; one group in ten has tiny ones. No NaN, no infinity."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_t(5, (case.rows, case.columns)) * 0.05
     odd = rng.random((case.rows, case.columns // case.group, 1)) < 0.1
@@ -132,11 +132,11 @@ def fault(case: ExactCase, p: Product, report: Report) -> str:
 
 
 def access_fault(p: Product, report: Report, bias_reads: int = 0) -> str:
-    """Whether each packed byte is read once, and each output written once; scales once by each lane of their group."""
+    """Whether each packed byte is read once and each output written once; scales once by each lane of their group."""
     if not (report.writes["out"] == 1).all():
         return "outputs are not written exactly once"
     packed, begins = p.packed, np.full(len(p.packed.offsets), 64)
-    begins[[0, -1]] = 32  # each lane reads where a row's bytes begin and end
+    begins[[0, -1]] = 32  # each lane reads the offsets at which a row's bytes begin and end
     numbers = packed.group // CODES
     wanted = {
         **{f"w{i}": each(mx.array(words), 1) for i, words in enumerate(packed.weights)},
@@ -149,7 +149,7 @@ def access_fault(p: Product, report: Report, bias_reads: int = 0) -> str:
     if bias_reads:
         wanted["bias"] = each(p.bias, bias_reads)
     for name, counts in wanted.items():
-        found = report.reads[name]  # small buffers are padded, with what must not be read
+        found = report.reads[name]  # small buffers are padded, and the padding must not be read
         if not (found[: counts.size] == counts.ravel()).all() or found[counts.size :].any():
             return f"bytes of {name} are not read exactly as often as they should be"
     return ""

@@ -10,7 +10,7 @@ import numpy as np
 from .compiler import library
 from .text import generated_text, parameters
 
-GUARD = 1 << 16  # accesses this far outside of a buffer are seen as such
+GUARD = 1 << 16  # accesses this far outside a buffer are seen as such
 FILL = 0xFF  # outputs start as NaN: MLX does not clear them
 ALIGNMENT = 64
 
@@ -44,7 +44,7 @@ class _Job(ctypes.Structure):
 
 @dataclass
 class Report:
-    """What a launch did.
+    """The effects of a launch.
 
     error: the first fault, or "". out: per output, float64 or integers. reads, writes: per buffer name, how often each
     byte was read or written. threadgroup_bytes: of one threadgroup.
@@ -65,7 +65,7 @@ def _as_it_lies(array: mx.array) -> np.ndarray:
 
 
 def _content(value: Any, strided: bool = False) -> np.ndarray:
-    """The bytes of an array, or of a number. Of a strided one also what lies between its elements."""
+    """The bytes of an array or a number; of a strided array also those between its elements."""
     if not isinstance(value, mx.array):
         return np.array(value, np.float32 if isinstance(value, float) else np.int32)
     array = _as_it_lies(value)
@@ -76,7 +76,7 @@ def _content(value: Any, strided: bool = False) -> np.ndarray:
 
 
 def _described(name: str, inputs: dict[str, Any]) -> np.ndarray:
-    """What MLX passes beside an input: its shape, or its strides in elements."""
+    """What MLX passes with an input: its shape, or its strides in elements."""
     array = _as_it_lies(inputs[name.removesuffix("_shape").removesuffix("_strides")])
     if name.endswith("_shape"):
         return np.array(array.shape, np.int32)
@@ -122,7 +122,7 @@ def run_text(
     Args:
         inputs: arrays and whole numbers, by name. outputs: shape and type, by name.
         grid: threads in all. threadgroup: threads of one; the last one may be partial, as with Metal.
-        order: of reductions, 0 to 2. schedule: the order of threads between barriers, any number.
+        order: of reductions, 0 to 2. schedule: any number; it sets the order of threads between barriers.
     """
 
     def memory(name: str) -> _Memory:

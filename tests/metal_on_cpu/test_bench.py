@@ -1,4 +1,4 @@
-"""benchmark metal: without Metal it says so; with launches run on the CPU it checks, times and writes everything."""
+"""benchmark metal: without Metal it says so; with launches on the CPU it checks, times and writes everything."""
 
 import dataclasses
 import json
@@ -21,14 +21,14 @@ VARIANTS = [f"metal {name}" for name in metal.VARIANTS]
 
 @pytest.fixture
 def bench(command, monkeypatch, tmp_path):
-    """The command in a directory of its own: called with flags, status, stdout and stderr."""
+    """The command in a directory of its own: called with flags, it gives status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     return lambda *flags: command("benchmark", "metal", *flags)
 
 
 @pytest.fixture
 def short(bench, launches, monkeypatch):
-    """The command where Metal is said to be, with one type to check, few keys, no copies and no model."""
+    """The command where Metal seems to be, with one type to check, few keys, no copies and no model."""
     monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
     monkeypatch.setattr(measuring, "READ", 2**20)
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
@@ -41,7 +41,7 @@ def short(bench, launches, monkeypatch):
 
 
 def only(monkeypatch, *which: str) -> None:
-    """Of all kernels these."""
+    """Keep only these kernels."""
 
     def some(group_size: int, every=subject.all_kernels) -> list:
         return [kernel for kernel in every(group_size) if kernel.name in which]
@@ -56,7 +56,7 @@ def only(monkeypatch, *which: str) -> None:
 
 
 def only_timed(monkeypatch) -> None:
-    """Of all products that are timed, dense ones and rows of 8 bits."""
+    """Of all timed products, keep only dense ones and rows of 8 bits."""
     monkeypatch.setattr(kernels, "stack_cases", lambda *_: iter(()))
     monkeypatch.setattr(kernels, "codebook_cases", lambda *_: iter(()))
     monkeypatch.setattr(kernels, "exact_cases", lambda *_: iter(()))
@@ -183,7 +183,7 @@ def test_a_wrong_kernel_is_named(short, monkeypatch):
 
 @pytest.mark.clang
 def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
-    """One that was not checked to the end has no row; one that refuses its arrays is wrong."""
+    """A kernel whose checks were interrupted has no row; a kernel that refuses its arrays is wrong."""
     right = Prepared.__call__
 
     def pack(weight: mx.array) -> list:
@@ -254,7 +254,7 @@ def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
 
 @pytest.mark.slow
 def test_gears_and_modes_of_a_model(bench, monkeypatch):
-    """On MLX's kernels: those of Metal in whole models are checked in test_gears.py."""
+    """On MLX's kernels: test_gears.py checks whole models on those of Metal."""
     monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
     monkeypatch.setattr(measuring, "ON_METAL", ())
     monkeypatch.setattr(measuring, "READ", 2**20)
@@ -277,7 +277,7 @@ def test_gears_and_modes_of_a_model(bench, monkeypatch):
 
 @pytest.mark.clang
 def test_paths_of_benchmark_kernels_on_a_mac(launches):
-    """Each variant is a path of its own, launches what its name says, and computes the same."""
+    """Each variant has its own path, launches what its name says, and computes the same."""
     weight, x = mx.random.normal((16, 64), key=mx.random.key(0)), mx.ones((1, 64))
     paths = product_paths(64, 1, mx.float32, ours_alone=False)
     assert paths == ["metal", *VARIANTS, "mlx"]

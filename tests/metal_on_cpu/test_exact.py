@@ -1,4 +1,4 @@
-"""metal/exact.metal as MLX generates it, run on the CPU: weights bit for bit, products, company, lies in offsets."""
+"""metal/exact.metal as MLX generates it, run on the CPU: weights bit for bit, products, company, wrong offsets."""
 
 import dataclasses
 import itertools
@@ -33,7 +33,7 @@ def of_bits(bits: np.ndarray, widths: tuple[int, ...], group: int) -> Product:
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("order", ["shuffled", "ascending"])
 def test_all_patterns_of_bf16_come_back(widths, order):
-    """Infinities, NaN, subnormals and both zeros among them; in groups of their like, or of all sorts."""
+    """Also infinities, NaN, subnormals and both zeros, in groups of one kind or mixed."""
     patterns = np.arange(65536, dtype=np.uint16)
     if order == "shuffled":
         patterns = np.random.default_rng(1).permutation(patterns)
@@ -46,7 +46,7 @@ def test_all_patterns_of_bf16_come_back(widths, order):
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_what_trained_weights_look_like_comes_back(widths):
-    """In groups that all have a scale, which few of all patterns have."""
+    """In groups that all have a scale; few groups of random patterns have one."""
     rng = np.random.default_rng(2)
     for group, values in itertools.product(
         (32, 64, 128), (rng.standard_normal((7, 1152)), rng.standard_t(5, (7, 1152)))
@@ -66,7 +66,7 @@ def test_zeros_of_both_signs_come_back(widths):
 
 
 def cases():
-    """Every code with every type; shapes, groups, numbers of vectors and biases go round beneath."""
+    """Every code with every type, while shapes, groups, numbers of vectors and biases take turns."""
     shapes = itertools.cycle([(13, 128), (1, 32), (8, 512), (21, 544), (5, 1056), (9, 64)])
     groups = itertools.cycle([32, 64, 128, 64])
     vectors = itertools.cycle([1, 2, 3, 8, 16])
@@ -99,7 +99,7 @@ COMPANY = [*((widths, mx.bfloat16) for widths in WIDTHS), ((4,), mx.float16), ((
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("widths", "dtype"), COMPANY, ids=str)
 def test_a_vector_has_the_same_bits_in_any_company(widths, dtype):
-    """Alone, or among any others up to 16, in any place; a SIMD group has other rows then, and reductions any order."""
+    """Alone, or among up to 16 vectors, in any place; a SIMD group then has other rows, and reductions any order."""
     p = product(ExactCase(widths, 9, 1088, vectors=16, dtype=dtype, bias=True))
     assert len({p.launch().spec.variant, dataclasses.replace(p, x=p.x[:1]).launch().spec.variant}) == 2
     for order in range(3):
@@ -206,7 +206,7 @@ def test_offsets_that_lie_stay_inside_and_give_no_number(widths, lie):
         for o in (false.packed.offsets[:-1], false.packed.offsets[1:])
     )
     short = end - begin < np.diff(p.packed.offsets.astype(np.int64))
-    assert short.any() or lie == "far past the end"  # where all bytes of the last row are there
+    assert short.any() or lie == "far past the end"  # all bytes of the last row are there
     assert (np.isnan(report.out[0]) == short).all()
     assert np.isnan(as_float(decoded(false))).any(axis=1).tolist() == short.tolist()
 

@@ -1,4 +1,4 @@
-"""A whole model in format `exact`, on kernels from their Metal text."""
+"""A whole model in format `exact`, with kernels from their Metal text."""
 
 import mlx.core as mx
 import numpy as np
@@ -51,7 +51,7 @@ def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches
     broken = changer("WINDOW = 144", "WINDOW = 16")
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        multiplies = self.spec.text == "exact" and self.spec.vectors  # the encoder needs the one that decodes
+        multiplies = self.spec.text == "exact" and self.spec.vectors  # the encoder needs the kernel that decodes
         report = run_prepared(self, inputs, change=broken if multiplies else None)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 

@@ -1,4 +1,4 @@
-"""The checks catch a wrong kernel for exact weights: each mutation of its text is a mistake that someone could make."""
+"""The checks catch a wrong kernel for exact weights: each mutation of its text is a mistake that could happen."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ STACK = ExactCase((4, 4), 13, 640, dtype=mx.float32)
 
 LONE_COUNT = "uint before = 0; if (inside) before = simd_prefix_exclusive_sum(bytes);"
 
-# name: case, what stands in the text, what is put there, what the checks say
+# name: case, the text, its replacement, what the checks report
 MUTATIONS = {
     "last step left out": (ONE, "step < columns;", "step + LANES * CODES <= columns;", "bound off"),
     "one step too many": (
@@ -85,7 +85,7 @@ def test_mutation_is_caught(name):
     assert any(words in found for words in said.split("|")), found or "not caught"
 
 
-# name: what the offsets say, what stands in the text, what is put there, what is seen
+# name: the offsets, the text, its replacement, what is seen
 OF_LIES = {
     "end of high forgotten": (
         "past the end",
@@ -119,7 +119,7 @@ OF_BITS = {
 
 @pytest.mark.parametrize("name", OF_BITS)
 def test_mutation_is_caught_by_the_bits(name):
-    """In groups without a scale, which random weights have not, and in zeros."""
+    """In groups without a scale, which random weights do not have, and in zeros."""
     p = product(ExactCase((4, 4), 5, 128))
     p.bits[1:3, 64:] = np.random.default_rng(3).integers(0, 65536, (2, 64))
     p.packed = encode(p.bits, (4, 4))
@@ -129,7 +129,7 @@ def test_mutation_is_caught_by_the_bits(name):
 
 
 def test_company_is_seen_in_the_bits():
-    """The test of equal bits can fail: a vector alone, summed in another order, has others."""
+    """The test of equal bits can fail: a vector alone, summed in another order, has other bits."""
     p = product(ExactCase((4,), 9, 1088, vectors=2, dtype=mx.float32))
     alone = dataclasses.replace(p, x=p.x[:1])
     another = changer("float dot = 0.0f;", "float dot = sums[r][v]; sums[r][v] = 0.0f;")

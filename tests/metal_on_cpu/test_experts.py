@@ -1,4 +1,4 @@
-"""Mixtures of experts: each pair of a vector and an expert as the product with that expert alone."""
+"""Mixtures of experts: each pair of a vector and an expert gives the same as the product with that expert alone."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,7 +34,7 @@ CHOSEN = [[2, 0], [2, 3], [0, 2]]  # never expert 1
 
 
 def alone(case: Case) -> list[Problem]:
-    """The experts, whose lists of outliers have lengths of their own."""
+    """The experts; their lists of outliers have different lengths."""
     return [problem(case, seed) for seed in range(EXPERTS)]
 
 

@@ -1,4 +1,4 @@
-"""Whole models whose gears launch Metal kernels, every launch run on the CPU: all of a Mac but the Mac."""
+"""Whole models whose gears launch Metal kernels, every launch run on the CPU: everything of a Mac but the Mac."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_a_model_decodes_in_every_gear(format, launches):
         return made
 
     def odd(mlp: nn.Module) -> nn.Linear:
-        """Rows that end in the middle of 16 codes: the MLP's inner width cut."""
+        """Rows that end in the middle of 16 codes: the MLP's inner width is cut."""
         mlp.gate_proj.weight, mlp.up_proj.weight = (p.weight[:107] for p in (mlp.gate_proj, mlp.up_proj))
         down = nn.Linear(107, 64, bias=False)
         down.weight = mlp.down_proj.weight[:, :107]

@@ -1,4 +1,4 @@
-"""The harness itself: what it computes, and that it sees each kind of fault in small kernels."""
+"""The harness itself: it computes correctly, and sees each kind of fault in small kernels."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 def run(
     source: str, x: mx.array, threads: int = 64, group: int = 64, order: int = 0, schedule: int = 0, header: str = ""
 ) -> Report:
-    """One input x, one output of as many elements as there are threads and of the same type."""
+    """One input x, and one output of the same type with one element per thread."""
     kernel = mx.fast.metal_kernel(name="small", input_names=["x"], output_names=["out"], source=source, header=header)
     options = {
         "grid": (threads, 1, 1),
@@ -63,7 +63,7 @@ class TestWhatItComputes:
         assert report.simd_operations == 2
 
     def test_bits_and_numbers(self):
-        """A fused multiplication rounds once: of 1 + 2^-12 squared, 2^-24 is left, which a product alone loses."""
+        """A fused multiplication rounds once: (1 + 2^-12)^2 leaves 2^-24, which a separate product loses."""
         for value, wanted in (
             ("as_type<uint>(x[i]) >> 23", np.arange(64, dtype=np.float32).view(np.uint32) >> 23),
             ("as_type<float>(uint(x[i]) << 16)", (np.arange(64, dtype=np.uint32) << 16).view(np.float32)),

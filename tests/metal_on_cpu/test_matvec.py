@@ -22,7 +22,7 @@ WITHOUT_GROUPS = [("rowwise", 8), ("rowwise", 6), ("rowwise", 4), ("rowwise", 2)
 
 
 def cases():
-    """Every format and width with every variant and type; shapes, groups, vectors and biases go round beneath."""
+    """Every format and width with every variant and type, while shapes, groups, vectors and biases take turns."""
     shapes = itertools.cycle([(13, 96), (1, 32), (8, 512), (21, 544), (17, 1056), (5, 64), (33, 160)])
     groups = itertools.cycle([32, 64, 128, 32, 64])
     vectors = itertools.cycle([1, 1, 2, 1, 3, 1, 8, 1, 4])
@@ -49,7 +49,7 @@ def cases():
 @pytest.mark.some(4)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
-    """Of codebooks, the code below an outlier is read again: one in a row, of a library each."""
+    """In codebooks, the code below an outlier is read again: one in a row, or each of them with a library."""
     p = problem(case)
     for order, schedule in ((0, 0), (1, 1), (2, 7)):
         report = run(case, p, order, schedule)
@@ -108,7 +108,7 @@ def test_any_shape_of_tables(format, bits):
 
 
 def test_float64_expectation_is_the_reference():
-    """The tests compare with float64; that is what MLX's own kernels compute. They have no 7 bits."""
+    """The tests compare with float64; MLX's own kernels compute the same. They have no 7 bits."""
     for widths in (w for w in AFFINE + STACKS if 7 not in w):
         case = Case(widths, 9, 256, dtype=mx.float32, vectors=2)
         p = problem(case)
@@ -163,7 +163,7 @@ def test_no_number_reaches_its_row_only(value):
 
 
 def test_the_vector_after_a_ragged_one_does_not_reach_it():
-    """What lies beyond a vector in memory is the next one."""
+    """The memory after a vector holds the next one."""
     for format, bits in WITHOUT_GROUPS:
         case = Case(bits, 4, 21, vectors=2, format=format)
         p = problem(case)

@@ -1,4 +1,4 @@
-"""The checks catch a kernel that is wrong: each mutation of the text is a mistake that someone could make."""
+"""The checks catch a wrong kernel: each mutation of the text is a mistake that could happen."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ BYTES = Case((8,), 13, 640, 64, dtype=mx.float32)
 
 SWAPPED_NIBBLES = "((words[i / per_word] & 0x0f0f) << 4 | (words[i / per_word] >> 4 & 0x0f0f)) & mask"
 
-# name: case, what stands in the text, what is put there, what the checks say
+# name: case, the text, its replacement, what the checks report
 MUTATIONS = {
     "dropped barrier": (STAGED, "threadgroup_barrier(mem_flags::mem_threadgroup);", "", "race|nobody wrote"),
     "early return before the barrier": (
@@ -99,10 +99,10 @@ MUTATIONS = {
     ),
 }
 
-# What the formats with rows of any width have of their own, in rows that end in the middle of 16 codes.
+# Mutations only for formats with rows of any width, in rows that end in the middle of 16 codes.
 RAGGED = {
     "rowwise-8": Case(8, 13, 533, bias=True, format="rowwise"),
-    "rowwise-6": Case(6, 13, 530, bias=True, format="rowwise"),  # where words of its last 16 codes lie beyond the row
+    "rowwise-6": Case(6, 13, 530, bias=True, format="rowwise"),  # words of its last 16 codes lie beyond the row
     "rowwise-4": Case(4, 13, 533, bias=True, format="rowwise"),
     "rowwise-2": Case(2, 13, 533, bias=True, format="rowwise"),
     "groupwise": Case(4, 13, 533, bias=True, format="groupwise"),
@@ -149,7 +149,7 @@ OF_ONE = {
     "offset not scaled": ("groupwise", "(-8.0f * scale)", "-8.0f", "bound off"),
     "offset of another width": ("rowwise-6", "GROUP_OFFSET -32.0f", "GROUP_OFFSET -31.0f", "bound off"),
 }
-# Codebooks, with rows that have outliers and such that have none.
+# Codebooks, with and without outliers in a row.
 TABLES = {
     "codebook-4": Case(4, 13, 533, bias=True, format="codebook"),
     "codebook-5": Case(5, 13, 533, bias=True, format="codebook"),

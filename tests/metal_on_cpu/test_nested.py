@@ -22,7 +22,7 @@ from .test_unrolling import text_of
 SCALE = 0.3
 WIDTHS = (4, 4)
 
-# Mistakes: what stands in the text, what is put there.
+# Mistakes: the text, its replacement.
 MISTAKES = {
     "codes of the next position": ("begin + position, chunk);\n#if", "begin + position + 1, chunk);\n#if"),
     "codes of another chunk": ("chunk * (CHUNK * BITS / 32) + w", "(chunk ^ 1) * (CHUNK * BITS / 32) + w"),
@@ -51,14 +51,14 @@ MIXED = {  # where further positions are read as they are
 
 
 def vectors(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array:
-    """Normal numbers with a mean, so that offsets count."""
+    """Normal numbers with a mean that is not 0, so that offsets matter."""
     return random(*shape, dtype=dtype, seed=seed) + mx.array(0.5, dtype)
 
 
 def cached(
     keys: int, packed: int, bits: int, width: int, group_size: int, dtype=mx.float32, batch=1, heads=2
 ) -> Nested:
-    """Keys and values as the gear with `bits` reads them, `packed` positions in planes that have room for more."""
+    """Keys and values as the gear with `bits` reads them; `packed` positions are in planes with room for more."""
 
     def planes_of(entries: mx.array) -> list[mx.array]:
         room = mx.full((batch, heads, 9, width), 3, dtype)
@@ -114,7 +114,7 @@ class TestValuesAndAccesses:
         for order, schedule in ORDERS:
             y, report = attend(q, cache, mask, order, schedule)
             assert (np.abs(exact(y) - wanted) <= bound).all()
-            assert read_of_cache(report) == cache.nbytes()  # as it is counted for a pass
+            assert read_of_cache(report) == cache.nbytes()  # as a pass counts it
         assert ("keys_finer" in report.reads) == (bits == 8)
 
     def test_the_low_gear_reads_half_of_the_codes(self):
@@ -138,7 +138,7 @@ class TestAnyCompany:
     @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "rows", "whole", "bits"), [(4, 2, True, 8), (6, 8, False, 8), (4, 16, True, 4)])
     def test_a_query_has_the_same_bits(self, heads, rows, whole, bits):
-        """Whatever keys come behind those that it sees, be they no numbers, and whichever way they are hidden."""
+        """For any keys after those that it sees, even NaN, and for every way of hiding them."""
         keys, width = 128 + (rows + 1) // 2, 32  # some of the queries see a second block
         q = vectors(1, heads, rows, width)
         cache = cached(keys, keys if whole else 96, bits, width, 16)

@@ -1,4 +1,4 @@
-"""Which of mlx-lm's classes a model with native kernels has, on a CPU and where Metal is said to be."""
+"""The classes that replace mlx-lm's in a model with native kernels, on a CPU and where Metal seems to be."""
 
 import mlx.core as mx
 import pytest
@@ -17,7 +17,7 @@ def on_metal(monkeypatch):
 
 
 def classes(model) -> dict[str, str]:
-    """What rotates, attends, normalizes and gates in the first block, and the block itself, by the names of classes."""
+    """What rotates, attends, normalizes and gates in the first block, and the block itself, as class names."""
     block = model.layers[0]
     parts = block.self_attn.rope, block.self_attn, block.input_layernorm, block.mlp, block
     return dict(zip(STOCK, (type(part).__name__ for part in parts)))

@@ -30,7 +30,7 @@ ROWS = [7, 3, 11, 5, 2, 9, 4, 6, 1, 8, 10, 12, 3, 7, 5, 2]
 
 
 def ran(made: Launch, order: int = 0, schedule: int = 0) -> tuple[mx.array, Report]:
-    """What a launch gives, without a fault, and what it did."""
+    """The result of a launch without a fault, and its effects."""
     report = run_launch(made, order, schedule)
     assert report.error == ""
     assert all((report.reads[name] <= 1).all() for name in made.spec.read_once)
@@ -47,7 +47,7 @@ def random(*shape: int, dtype: mx.Dtype = mx.float32, seed: int = 0) -> mx.array
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-# What stands in a text, and what makes it depend on the number of rows.
+# The text, and a change that makes it depend on the number of rows.
 ORDER_BY_ROWS = {
     "dense": (
         "high",
@@ -73,7 +73,7 @@ TO_SCORES = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        weights[q
 TO_VALUES = "\n    COPY(values"
 TO_SUMS = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        for (int key"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
-ATTENTION = {  # mistakes: what stands in the text, what is put there
+ATTENTION = {  # mistakes: the text, its replacement
     "no barrier before the scores": (BARRIER + TO_SCORES, TO_SCORES),
     "no barrier before the values": (BARRIER + TO_VALUES, TO_VALUES),
     "no barrier before the sums": (BARRIER + TO_SUMS, TO_SUMS),
@@ -142,7 +142,7 @@ class TestRotaryPositions:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("traditional", [False, True])
     def test_are_those_of_exact_arithmetic_and_the_same_in_any_company(self, traditional, dtype):
-        x = random(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # as projections give it: by strides
+        x = random(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # with the strides of a projection
         frequencies = inverse_frequencies(16, 100.0)
         y, report = ran(rope_launch(x, frequencies, 30, traditional, 0.5))
         angles = (30 + np.arange(5))[:, None] * 0.5 * exact(frequencies)
@@ -151,7 +151,7 @@ class TestRotaryPositions:
         a, b = (exact(x)[..., half] for half in halves)
         wanted[..., halves[0]] = a * np.cos(angles) - b * np.sin(angles)
         wanted[..., halves[1]] = a * np.sin(angles) + b * np.cos(angles)
-        # The angle is rounded three times and up to 15 large; sine, cosine and the sum are rounded too.
+        # The angle, up to 15, is rounded three times; sine, cosine and the sum are rounded too.
         bound = (3 * 15 + 8) * 2.0**-24 * np.abs(exact(x)).max() + UNIT[dtype] * np.abs(wanted)
         assert (np.abs(exact(y) - wanted) <= bound).all()
         assert (report.reads["x"] == 1).all()
@@ -177,7 +177,7 @@ class TestAttention:
         self, heads, kv_heads, length, keys, width, kind, dtype
     ):
         q = random(2, length, heads, width, dtype=dtype).swapaxes(1, 2)
-        room = [random(2, kv_heads, keys + 9, width, dtype=dtype, seed=seed) for seed in (1, 2)]  # as a cache has it
+        room = [random(2, kv_heads, keys + 9, width, dtype=dtype, seed=seed) for seed in (1, 2)]  # like a cache
         k, v = (a[:, :, :keys] for a in room)
         seen = np.arange(keys) <= keys - length + np.arange(length)[:, None]
         if kind != "causal":
@@ -188,13 +188,13 @@ class TestAttention:
         for order, schedule in ORDERS:
             y, report = self.attend(q, k, v, mask, order, schedule)
             assert (np.abs(exact(y) - wanted) <= bound).all()
-            for name, array in (("keys", k), ("values", v)):  # nothing of the room behind them is read
+            for name, array in (("keys", k), ("values", v)):  # the room after them is not read
                 assert report.reads[name].sum() == array.nbytes
 
     @pytest.mark.slow
     @pytest.mark.parametrize(("heads", "rows"), [(4, 2), (4, 3), (6, 8), (4, 16), (24, 16)])
     def test_a_query_has_the_same_bits_in_any_company(self, heads, rows):
-        """Whatever keys come behind those that it sees, be they no numbers, and whichever way they are hidden."""
+        """For any keys after those that it sees, even NaN, and for every way of hiding them."""
         keys, width = 128 + (rows + 1) // 2, 16  # some of the queries see a second block
         q = random(1, heads, rows, width)
         k, v = (random(1, 2, keys, width, seed=seed) for seed in (1, 2))
@@ -215,7 +215,7 @@ class TestAttention:
     @pytest.mark.parametrize("name", ATTENTION)
     def test_a_mistake_is_noticed(self, name):
         q, k, v = random(1, 4, 4, 16), random(1, 2, 70, 16, seed=1), random(1, 2, 70, 16, seed=2)
-        v = mx.concatenate([v[:, :, :69], mx.full((1, 2, 1, 16), mx.nan)], 2)  # which the last query alone sees
+        v = mx.concatenate([v[:, :, :69], mx.full((1, 2, 1, 16), mx.nan)], 2)  # only the last query sees it
         made = parts_launch(q, k, v, 0.3, "causal")
         sound, broken = run_launch(made), run_launch(made, change=changer(*ATTENTION[name]))
         written = (broken.writes["out"] == 1).all()
@@ -233,11 +233,11 @@ class TestWholeBlocks:
 
     @staticmethod
     def steps(model, cache, rows: list[int]) -> mx.array:
-        """The logits of one pass over these tokens behind a copy of the cache."""
+        """The logits of one pass over these tokens after a copy of the cache."""
         return model(mx.array([rows]), cache=copy.deepcopy(cache))[0]
 
     def passes(self, gear: str, launches: list[Prepared], sizes: tuple[int, ...], dtype: str = "float32") -> list[bool]:
-        """For each number of rows, whether a pass of so many gives the bits of as many passes of one row."""
+        """For each number of rows, whether one pass over them gives the bits of single-row passes."""
         gearbox = Gearbox(tiny_model(num_hidden_layers=1), "4,8,16", kernels="native", dtype=dtype)
         gearbox.shift(gear)
         cache = make_prompt_cache(gearbox.model)

@@ -1,4 +1,4 @@
-"""Loops that index what a lane keeps in registers can be unrolled, as the texts ask a compiler to do."""
+"""Loops that index a lane's registers can be unrolled, as the texts ask the compiler to do."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""The exact text that MLX generates for a kernel, and what its signature says."""
+"""The exact text that MLX generates for a kernel, and the contents of its signature."""
 
 import os
 import re
@@ -58,7 +58,7 @@ class Parameter:
 
 
 def parameters(text: str) -> list[Parameter]:
-    """In the order of the signature, which is also that of the buffers."""
+    """Parameters in the order of the signature, which is also that of the buffers."""
     found = re.search(r"\[\[kernel\]\] void \w+\(\n(.*?)\) \{\n", text, re.DOTALL)
     assert found, "the text has no kernel"
     each = re.findall(r"^\s*(.*?)\s*(\w+) \[\[(\w+)(?:\(\d+\))?\]\]", found.group(1), re.MULTILINE)
@@ -66,7 +66,7 @@ def parameters(text: str) -> list[Parameter]:
 
 
 def instance(text: str) -> str:
-    """The name that calls the kernel, with its template arguments."""
+    """The kernel's name in a call, with its template arguments."""
     found = re.search(r"decltype\((\w+<[^\n]*>)\) \1;", text) or re.search(r"\[\[kernel\]\] void (\w+)\(", text)
     assert found, "the text has no kernel"
     return found.group(1)
