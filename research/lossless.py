@@ -589,7 +589,7 @@ def lossless_contexts(
     return Found({"lossless_contexts": table_here(head, rows)}, data)
 
 
-@study("docs/lossless.md", minutes=10)
+@study(minutes=60)
 def draft_model(
     draft: Path,
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
