@@ -259,7 +259,8 @@ class TestCalibrate:
         ("flags", "words"),
         [
             (["--schedule-gears", "4,8", "--target-kl", "1"], ["--schedule-gears is '4,8'", "the highest first"]),
-            (["--schedule-gears", "8", "--target-kl", "1"], ["--schedule-gears is '8'", "two gears"]),
+            (["--schedule-gears", "8", "--target-kl", "1"], ["--schedule-gears is '8'", "2 to 5 gears"]),
+            (["--schedule-gears", "8,7,6,5,4,3", "--target-kl", "1"], ["--schedule-gears is '8,7", "2 to 5 gears"]),
             (["--schedule-gears", "8:3,4", "--target-kl", "1"], ["--schedule-gears is '8:3,4'"]),
             (["--schedule-gears", "8,4"], ["--schedule-gears needs a budget", "--target-bytes"]),
             (["--schedule-gears", "8,4", "--target-kl", "1", "--mode", "kickdown"], ["--schedule-gears", "route"]),
