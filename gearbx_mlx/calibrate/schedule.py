@@ -20,14 +20,14 @@ from ..errors import GearbxError, about
 from ..evaluation.policies import scheduled_plan
 from ..evaluation.replay import Reference, after_prompts, driven, positions_of, record
 from ..evaluation.report import RecordingCosts
-from ..evaluation.session import EvaluationSession, hash_of_tokens
+from ..evaluation.session import EvaluationSession
 from ..evaluation.target import Candidate, PolicyOutcome, Wish, in_order, schedules
-from ..evaluation.text import check_windows, read_documents, windows_of
+from ..evaluation.text import read_documents
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Schedule
 from ..routing.gates import ScheduleFile
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, encoded, inputs_of, prompts_of
+from .shared import Calibration, Prompts, encoded, inputs_of, prompts_of, windows_for
 from .target import record_gears, reference_of, shown, written
 
 
@@ -67,14 +67,8 @@ def calibrate_schedule(
         gears = resolved.ladder.descending(list(map(str, bits)))
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     prompts: Prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, loaded.config)
-    whole = (
-        windows_of(tokenizer, documents, target.context, target.tokens, str(target.data), target.prompt)
-        if documents
-        else []
-    )
-    check_windows(whole, loaded.model, str(target.data))
-    depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(whole), "prompt_tokens": target.prompt}
-    inputs = inputs_of(settings, resolved, prompts) | depends_on
+    whole, depends_on = windows_for(target, loaded, gearbox, documents, target.prompt)
+    inputs = inputs_of(settings, resolved, prompts) | depends_on | {"prompt_tokens": target.prompt}
     with contextlib.ExitStack() as stack:
         folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(terminal.progress_bar())

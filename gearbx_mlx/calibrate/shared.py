@@ -8,17 +8,19 @@ from typing import Any
 
 from rich.table import Table
 
-from ..cli.loaded import room_for
+from ..cli.loaded import Loaded, room_for
 from ..cli.prompt import PromptSettings, encode_prompt, read_prompts
 from ..cli.resolved import Resolved
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError
 from ..evaluation.session import hash_of_tokens
+from ..evaluation.text import check_windows, windows_of
+from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ScheduleFile, ThresholdFile
 from ..telemetry.summary import as_json
-from . import CalibrateSettings, CalibrationSettings
+from . import CalibrateSettings, CalibrationSettings, TargetSettings
 
 Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
@@ -54,6 +56,24 @@ def encoded(
     """The tokens of each prompt, and how many tokens may follow it."""
     tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
+
+
+def windows_for(
+    settings: TargetSettings, loaded: Loaded, gearbox: Gearbox, documents: list[str] | None, prompt: int = 0
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The windows of a text, none without one, and what records of them depend on.
+
+    Args:
+        prompt: as of `windows_of`.
+
+    Raises:
+        GearbxError: a text without a whole window, or with tokens that the model does not have.
+    """
+    name, windows = str(settings.data), []
+    if documents:
+        windows = windows_of(loaded.tokenizer, documents, settings.context, settings.tokens, name, prompt)
+    check_windows(windows, loaded.model, name)
+    return windows, {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows)}
 
 
 def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Prompts) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from ..evaluation.replay import (
     targets_of,
 )
 from ..evaluation.report import RecordingCosts
-from ..evaluation.session import EvaluationSession, Journal, hash_of_tokens
+from ..evaluation.session import EvaluationSession, Journal
 from ..evaluation.target import KICKDOWN, LOSSLESS, STATIC, Candidate, PolicyOutcome, Wish, candidates, in_order
-from ..evaluation.text import check_windows, read_documents, windows_of
+from ..evaluation.text import read_documents
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
@@ -43,7 +43,7 @@ from ..loading import model_name
 from ..routing.acceptance import DraftFile
 from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW, ThresholdFile
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, encoded, inputs_of, prompts_of
+from .shared import Calibration, Prompts, encoded, inputs_of, prompts_of, windows_for
 
 CLEARLY = 1.02  # after a candidate that fell short, the next one reads at least this many times as much, or as little
 DEFAULT_GEARS = "4,5,6,8,16"
@@ -74,10 +74,8 @@ def calibrate_target(settings: CalibrateSettings, wish: Wish, place: Path | None
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
     prompts = [] if documents else encoded(asked, settings.prompt, tokenizer, loaded.config)
     target = settings.target
-    windows = windows_of(tokenizer, documents, target.context, target.tokens, str(target.data)) if documents else []
-    check_windows(windows, loaded.model, str(target.data))
-    depends_on = {"native": gearbox.kernels.native, "windows": hash_of_tokens(windows), "context": target.context}
-    inputs = inputs_of(settings, resolved, prompts) | depends_on
+    windows, depends_on = windows_for(target, loaded, gearbox, documents)
+    inputs = inputs_of(settings, resolved, prompts) | depends_on | {"context": target.context}
     with contextlib.ExitStack() as stack:
         folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         progress = stack.enter_context(terminal.progress_bar())

@@ -284,7 +284,7 @@ class KeptCache:
         make: returns empty caches, as mlx-lm's `prompt_cache`; with a draft model its caches follow the model's.
 
     `entries` is what `stream_generate` takes as its prompt_cache. `tokens` are those that were read, and `bits` those
-    of the gear that read each of them; 0 where that is of no account.
+    of the gear that read each of them; 0 where no precision is asked for.
     """
 
     def __init__(self, make: Callable[[], list[Any]]):

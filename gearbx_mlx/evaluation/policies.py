@@ -148,7 +148,6 @@ COUNTED = {
 WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
 CONTROLS = ("static", "random")  # in every report
 SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
-SCHEDULED = ("schedule", "schedule-route")  # shift between the gears of a schedule
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json
 from ..telemetry.trace import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW
 from .metrics import blocks_of, by_bucket, paired, quality
-from .policies import COUNTED, SCHEDULED, SHIFTING, PolicyRow
+from .policies import COUNTED, SHIFTING, PolicyRow
 from .replay import Recording, Reference
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
@@ -157,7 +157,8 @@ def row_of(
     elif entry.policy == "kv":
         used = (ladder.top,)
     else:
-        used = entry.gears(between) if entry.policy in (*SHIFTING, *SCHEDULED) else (between[0], ladder.top)
+        shifts = entry.policy in SHIFTING or entry.schedule is not None
+        used = entry.gears(between) if shifts else (between[0], ladder.top)
     tokens, shares = quality_arguments(recording, reference.nll), gear_shares(recording, ladder)
     costs = RecordingCosts(gearbox, used)
     return {

@@ -54,7 +54,7 @@ from .sources import (
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
-from .tensor_files import fingerprint, fingerprint_of, samples_of, with_adapters
+from .tensor_files import Samples, fingerprint, fingerprint_of, samples_of, with_adapters
 
 
 class Gearbox(GearCosts):
@@ -125,8 +125,7 @@ class Gearbox(GearCosts):
         coded = set() if layout.codes is None else {*layout.codes.modules}
         self.fingerprint = "" if coded else model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
-        others = {name: array for name, array in base_arrays(model).items() if name.rpartition(".")[0] not in coded}
-        samples = samples_of(others) if coded else {}
+        samples = samples_beside(model, coded) if coded else {}
         self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         if self.format.ladders or self.of_codes:
@@ -378,6 +377,12 @@ def check_attached(gearbox: Any) -> None:
     if attached(gearbox.model) is not gearbox:
         raise GearbxError("another gearbox was put on this model since; use that one")
     check_device(gearbox.device)
+
+
+def samples_beside(model: nn.Module, coded: set[str]) -> Samples:
+    """Samples of the arrays that are not those of the layers with these paths, whose codes are read later."""
+    arrays = base_arrays(model)
+    return samples_of({name: array for name, array in arrays.items() if name.rpartition(".")[0] not in coded})
 
 
 def model_fingerprint(model: nn.Module) -> str:

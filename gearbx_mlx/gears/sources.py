@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,7 +41,7 @@ from .ladder import DENSE, Ladder
 from .layout import Layout
 from .offload import EMPTY, Residency, Resident, hand_back
 from .saved import SavedGears
-from .tensor_files import samples_of
+from .tensor_files import Samples, samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
 FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show weights which are not finite
@@ -233,7 +233,7 @@ class FromCodes(Source):
     compute_dtype: mx.Dtype
     bits: Mapping[str, int]
     sizes: Mapping[str, int]
-    samples: dict[str, Any] = field(default_factory=dict)
+    samples: Samples = field(default_factory=dict)
 
     @classmethod
     def of(cls, codes: OwnCodes, ladder: Ladder, compute_dtype: mx.Dtype) -> "FromCodes":

@@ -234,7 +234,11 @@ def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
     return fingerprint_of(samples_of(arrays))
 
 
-def samples_of(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], np.ndarray]]:
+Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]
+"""The shape of each parameter and a few of its values, by name."""
+
+
+def samples_of(arrays: Mapping[str, mx.array]) -> Samples:
     """The shape of each array and a few of its values, by name."""
     few = {name: sample(array) for name, array in arrays.items()}
     mx.eval(few)
