@@ -203,6 +203,8 @@ def test_lossless_has_a_lower_gear_where_its_drafts_pay(command, tmp_path, bits,
         assert done.status == 0, done.err
         told = json.loads(summary.read_text())
         assert ",".join(str(gear["bits"]) for gear in told["ladder"]) == gears
+    with served(model=str(tmp_path / "model"), log_level="ERROR") as client:  # whose requests may have other modes
+        assert complete(client, "Once", max_tokens=2, gearbx={"mode": "static", "gear": "4"})["choices"]
 
 
 @pytest.mark.parametrize("bits", [8, 6, 5])

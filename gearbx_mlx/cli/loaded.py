@@ -192,7 +192,7 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     }
     with about(model_name(resolved.model.model)):
         ladder = ladder_of_codes(codes, resolved.asked, given)
-        drafts_best = resolved.drafts_best and resolved.mode.draft_length is None
+        drafts_best = resolved.drafts_best and resolved.mode.draft_length is None and not resolved.mode.changes
         found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder)
         found.check_mode()
     return found

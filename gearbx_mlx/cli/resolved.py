@@ -36,7 +36,7 @@ class ModeChoice:
     """The mode, and what belongs to it, files followed.
 
     by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether it has to be this mode;
-    else nothing shifts where a model turns out to have no gears.
+    else nothing shifts where a model turns out to have no gears. changes: whether later texts may have other modes.
     """
 
     mode: str = LOSSLESS
@@ -52,6 +52,7 @@ class ModeChoice:
     tolerance: float | None = None
     prompt_gear: str | None = None
     schedule: str | None = None
+    changes: bool = False
 
     def of(self, observes: bool) -> "ModeChoice":
         """The choice for a model. observes: it has no gears."""
@@ -256,7 +257,7 @@ def choose_mode(
         if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
             mode, by = KICKDOWN, "thresholds"
     given = {name: getattr(own, name) for name in OF_ONE_MODE} | {"curve": curve}
-    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, **given)
+    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, changes=mode_changes, **given)
     if mode is None:
         ladder = layout.gears or (saved.ladder if saved is not None else None)
         choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
