@@ -1,7 +1,6 @@
 """Products on a CPU: dense weights, rounded activations, and choosing kernels."""
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,15 +12,12 @@ import numpy as np
 from pages import table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.benchmark.decode import random_llama
 from gearbx_mlx.formats import (
     native,
     planes,
 )
-from gearbx_mlx.gears.kernel_choices import measure_gears
-from gearbx_mlx.kernels import ACTIVATIONS, cpu, tuner
+from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.kernels.products import stack_product
-from gearbx_mlx.kernels.tuner import Tuner
 
 from .studies import Found, native_kernels, study
 
@@ -97,13 +93,6 @@ def ways(gearbox: Gearbox) -> Iterator[str]:
     native.stack_product = planes.stack_product = stack_product
 
 
-def tuner_after_start(shape: str, gears: str) -> Tuner:
-    """The tuner of a model whose gears have all been engaged once."""
-    gearbox = Gearbox(random_llama(shape), gears, kernels="auto")
-    measure_gears(gearbox)
-    return gearbox.kernel_choices.tuner
-
-
 @study("docs/performance.md", minutes=2)
 def vectors(trials: int = 7) -> Found:
     """Products over dense bfloat16 weights: what more vectors cost, beside reading them; GEARBX_THREADS=1 for one
@@ -146,23 +135,3 @@ def activations(texts_file: Path, model: str | None = None, gears: str = "4,8", 
                 tail = f"{np.quantile(kl, 0.99):.1e}"
                 rows.append([gear.bits, name, f"{kl.mean():.1e}", tail, f"{same.mean():.4f}", len(kl)])
     return Found({"activations": table(["bits", "activations", "mean KL", "99 %", "same favourite", "tokens"], rows)})
-
-
-@study(minutes=2)
-def choices(shape: str = "1024x32", gears: str = "4,8,16") -> None:
-    """How long a random Llama's kernels take to be chosen, at a first start and at a second one (docs/performance.md).
-
-    Both start with the same empty cache, in a directory that is removed afterwards. A choice is compared with the best
-    candidate of the same measurement.
-
-    Args:
-        shape: Of the random Llama: WIDTHxLAYERS.
-    """
-    cpu.native()  # in the user's own cache
-    with tempfile.TemporaryDirectory() as folder:
-        tuner.platformdirs.user_cache_path = lambda *_, **__: Path(folder)
-        first, second = (tuner_after_start(shape, gears) for _ in range(2))
-    off = [times[chosen] / min(times.values()) - 1 for chosen, times in first.used.values()]
-    print(f"{first.cache.machine}\n{shape}, gears {gears}: {len(first.used)} kinds of products")
-    print(f"measured in {first.seconds:.2f} s, at the second start in {second.seconds:.2f} s")
-    print(f"the worst choice takes {max(off):.1%} longer than the best candidate")

@@ -33,7 +33,7 @@ PAIR = "--small-model {inputs}/small --thresholds 3,5"
 NUMBERS = "--data {inputs}/gsm8k.jsonl --task gsm8k --num-problems 2 -m 8"
 TEXT = "--data {inputs}/text.txt --context 16 --tokens 48"
 COMMANDS = {
-    "generate": "generate -m 40 --trace out.jsonl",
+    "generate": "generate -m 40 --mode route --gears 4,16 --trace out.jsonl",  # lossless drafts by measured time
     "convert": "convert --mlx-path out --gears 4,8,16",
     "convert a mixture": "convert --model {inputs}/mixture --mlx-path out --gears 4,16",
     "convert exact": "convert --mlx-path out --gears 4,16 --format exact",
