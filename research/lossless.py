@@ -35,7 +35,6 @@ from gearbx_mlx.decoding.sampling import geared_responses, sampled
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.loading import find
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
 from .calibrated_base import shipped_base
@@ -587,47 +586,3 @@ def lossless_contexts(
         "texts identical",
     ]
     return Found({"lossless_contexts": table_here(head, rows)}, data)
-
-
-@study(minutes=60)
-def draft_model(
-    draft: Path,
-    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
-    num_prompts: list[int] = [4, 8],  # noqa: B006
-    model: str = "smollm2",
-    lengths: list[int] = [2, 4],  # noqa: B006
-    max_tokens: int = 100,
-    pairs: int = 3,
-) -> Found:
-    """What mlx-lm's own speculative decoding and mode lossless save in time, beside mlx-lm alone.
-
-    mlx-lm runs as it comes, on MLX's kernels; a copy of the model in 4 bits is its draft model.
-
-    Args:
-        draft: The copy, as `mlx_lm.convert -q` writes it.
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        lengths: mlx-lm's `--num-draft-tokens`.
-        pairs: Trials of a prompt, whose median counts.
-    """
-    stock, small = mlx_lm.load(str(find(model)))[0], mlx_lm.load(str(draft))[0]
-    ours = Writer(model, "4,16", "planes", Lossless())
-
-    def theirs(prompt: list[int], tokens: int, **flags: Any) -> tuple[list[int], float]:
-        return generated(mlx_lm.stream_generate(stock, ours.tokenizer, prompt, tokens, **flags))
-
-    ways: dict[str, Callable[[list[int], int], tuple[list[int], float]]] = {"mlx-lm": theirs}
-    for length in lengths:
-        ways[f"mlx-lm, `--draft-model`, {length}"] = partial(theirs, draft_model=small, num_draft_tokens=length)
-    ways |= {"the top gear": ours.alone, "lossless": ours.lossless}
-    asked = first_prompts(ours.tokenizer, prompts, num_prompts)
-    found = written_in_turn(ways, asked, max_tokens, pairs)
-    faster = {name: times_faster(found["mlx-lm"], each) for name, each in found.items()}
-    rows = []
-    for name, written in found.items():
-        ms = 1000 * statistics.median(spent for trials in written for _, spent in trials)
-        alone = found["the top gear" if name == "lossless" else "mlx-lm"]
-        same = sum(all(text == top[0][0] for text, _ in trials) for trials, top in zip(written, alone))
-        rows.append([name, f"{ms:.1f}", spread(faster[name]), f"{same} of {len(asked)}"])
-    head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "ms a token", "times as fast: median (range)"]
-    return Found({"draft_model": table_here([*head, "texts of the model alone"], rows)}, {"faster": faster})
