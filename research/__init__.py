@@ -18,6 +18,7 @@ MODULES = (
     "kv",
     "throttling",
     "lossless",
+    "shapes",
     "batches",
     "decoding_costs",
     "hybrids",

@@ -1,0 +1,114 @@
+"""What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
+
+from importlib import import_module
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Lossless
+from gearbx_mlx.decoding.draft_trials import draft_times, record_agreement
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, Recorded, fit_curve
+from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
+
+from .lossless import ASSISTANT, Writer, first_prompts
+from .studies import HELD_OUT, Found, study, table_here
+
+OF_SMOLLM2 = "SmolLM2-135M"
+COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 8192}
+SHAPES: dict[str, dict[str, Any]] = {
+    OF_SMOLLM2: {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "vocab_size": 49152,
+    },
+    "Qwen2.5-0.5B": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "intermediate_size": 4864,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
+
+
+def random_model(shape: str) -> nn.Module:
+    """A model of this shape with random weights in bfloat16."""
+    sizes = COMMON | SHAPES[shape]
+    module = import_module(f"mlx_lm.models.{sizes['model_type']}")
+    mx.random.seed(0)
+    model = module.Model(module.ModelArgs.from_dict(sizes))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    return model
+
+
+def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Recorded, AcceptanceCurve]:
+    """Where the low gear agrees with the texts of the top gear, and a(H) fitted to that."""
+    box, found = writer.gearbox, []
+    for prompt in track(prompts, "drafts"):
+        text, _ = writer.alone(prompt, tokens)
+        found += record_agreement(box, box.ladder.top, [box.ladder[0]], prompt, text)
+    sequences = [(each.entropies, each.agrees) for each in found]
+    entropies, agrees = (list(chain.from_iterable(column)) for column in zip(*sequences))
+    return sequences, fit_curve(entropies, agrees)
+
+
+@study("docs/lossless.md", minutes=10)
+def larger_shapes(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [12, 24],  # noqa: B006
+    max_tokens: int = 100,
+    context: int = 100,
+    gears: str = "4,16",
+) -> Found:
+    """What mode lossless would save in time on larger models, if their drafts agreed as often as SmolLM2's.
+
+    Passes are timed on random weights of each shape. Rounds are replayed on the entropies and the agreement that
+    SmolLM2's drafts show along its own texts, from the nearest 4-bit codes and from a calibrated base.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        context: Tokens in the KV cache before a pass.
+    """
+    drafts = {}
+    for name, calibrated in (("nearest codes", False), ("a calibrated base", True)):
+        writer = Writer("smollm2", gears, "planes", Lossless(), calibrated)
+        asked = first_prompts(writer.tokenizer, prompts, num_prompts)
+        drafts[name] = recorded(writer, asked, max_tokens)
+    rows, figures = [], []
+    for shape in SHAPES:
+        box = Gearbox(random_model(shape), gears, kernels="native")
+        times = draft_times(box, box.ladder.top, box.ladder[0], context, *drafts["nearest codes"])
+        costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
+        faster = [times.alone / predicted_cost(*each, costs) for each in drafts.values()]
+        parts = (times.draft, times.verification[3], times.verification[7])
+        gigabytes = box.weight_bytes_per_token(box.ladder.top) / 1e9
+        shown = [f"{seconds / times.alone:.2f}" for seconds in parts]
+        rows.append([shape, f"{gigabytes:.2f}", f"{1e3 * times.alone:.1f}", *shown, *(f"{x:.2f}" for x in faster)])
+        figures.append({"shape": shape, "times": msgspec.to_builtins(times), "faster": faster})
+        del box
+        mx.clear_cache()
+    shares = ["a drafted token", "4 rows verified", "8 rows"]
+    head = ["shape", "GB in 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in drafts)]
+    return Found({"larger_shapes": table_here(head, rows)}, figures)
