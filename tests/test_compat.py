@@ -7,6 +7,7 @@ import ast
 import copy
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import warnings
@@ -93,6 +94,18 @@ class TestArrays:
             drawn = mx.random.uniform(shape=(4,))
         mx.eval(drawn, expected)
         assert mx.array_equal(drawn, expected)
+
+    def test_a_state_of_its_own_leaves_no_graph_behind(self):
+        state = arrays.OwnRandomState(5)
+        for _ in range(3):
+            with state.drawn():
+                pass
+        with arrays.same_random_numbers():
+            pass
+        graphs = io.StringIO(), io.StringIO()
+        mx.export_to_dot(graphs[0], mx.random.state[0])
+        mx.export_to_dot(graphs[1], state.state)
+        assert all("->" not in graph.getvalue() for graph in graphs)
 
     def test_what_is_written_into_memory_is_in_the_array(self):
         array = mx.zeros(5, mx.uint8)

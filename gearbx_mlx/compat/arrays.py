@@ -33,13 +33,15 @@ class OwnRandomState:
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
         """What is drawn inside comes from this state; afterwards MLX's is as it was."""
-        with same_random_numbers():
-            current: Any = mx.random.state
-            current[0][:] = self.state
-            try:
-                yield
-            finally:
-                self.state = mx.array(current[0])
+        state: Any = mx.random.state
+        before = mx.array(state[0])
+        state[0][:] = self.state
+        try:
+            yield
+        finally:
+            self.state = mx.array(state[0])
+            state[0][:] = before
+            mx.async_eval(self.state, state[0])  # or both graphs grow with every token
 
 
 def next_key() -> mx.array:
@@ -59,6 +61,7 @@ def same_random_numbers() -> Iterator[None]:
         yield
     finally:
         state[0][:] = before
+        mx.async_eval(state[0])  # or the graph of MLX's state grows for as long as no number is drawn
 
 
 def memory_of(array: mx.array) -> memoryview:
