@@ -44,14 +44,8 @@ class ProxyMetrics:
         self.answers.labels(server, decision.why).inc()
         self.handed_over.inc(route.handed_over)
         self.first.observe(seconds)
-        self.failed(route)
         reason = f" ({escaped(decision.reason)})" if decision.reason else ""
         log.info("the %s server answers: %s%s; %d tokens handed over", server, decision.why, reason, route.handed_over)
-
-    def failed(self, route: ProxyRoute) -> None:
-        """Count the servers that failed since the last call."""
-        while route.uncounted:
-            self.failures.labels(NAMES[route.uncounted.pop()]).inc()
 
 
 router = APIRouter()
@@ -135,8 +129,9 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     """The answer of one of the servers, as a stream or whole; or what a server says of a request that it refuses."""
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
-    route = ProxyRoute(between_of(request), path, body)
-    parts = counted(route, request.app.state.metrics)
+    metrics = request.app.state.metrics
+    route = ProxyRoute(between_of(request), metrics.failures, path, body)
+    parts = counted(route, metrics)
     try:
         first = await anext(parts)
     except Declined as error:
@@ -164,8 +159,6 @@ async def counted(route: ProxyRoute, metrics: ProxyMetrics) -> AsyncGenerator[An
         except (asyncio.CancelledError, GeneratorExit):
             metrics.left.inc()
             raise
-        finally:
-            metrics.failed(route)
 
 
 async def events(first: bytes, parts: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from prometheus_client import Counter
 
 from ...errors import GearbxError, one_line
 from ...files.reading import typed
@@ -314,20 +315,19 @@ class Between:
 class ProxyRoute:
     """One request and its answer.
 
-    path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways: to
-    ask for log-probabilities that may still work for it. judged: tokens that were. held: the small server's stream.
+    failures: counts those of servers. path: below /v1. body: as the client sent it. ways: to ask for log-probabilities
+    that may still work for it. held: the small server's stream.
     """
 
     between: Between
+    failures: Counter
     path: str
     body: dict[str, Any]
     decision: Decision | None = None
     handed_over: int = 0
     failed: dict[int, str] = field(default_factory=dict)
-    uncounted: list[int] = field(default_factory=list)
     tags: "Tags | None" = None
     ways: list[Way] = field(default_factory=list)
-    judged: int = 0
     held: AsyncIterator[Event] | None = None
 
     @property
@@ -343,18 +343,20 @@ class ProxyRoute:
         """
         async with AsyncExitStack() as self.open:
             self.decision = self.without_tokens()
-            self.ways = [] if self.decision else self.between.ways.known(self.path)
-            while self.decision is None:
-                await self.judge()
+            self.ways = self.between.ways.known(self.path)
             while True:
-                server = self.decision.server
+                server = SMALL
                 try:
+                    while self.decision is None:
+                        self.decision = await self.judge()
+                    server = self.decision.server
                     async for part in self.answer_of(self.decision):
                         yield part
                     return
                 except Failed as error:
+                    self.failed[server] = str(error)
+                    self.failures.labels(NAMES[server]).inc()
                     if self.begun:
-                        self.note(server, error)
                         raise
                     await self.open.aclose()
                     self.decision = self.instead_of(server, error)
@@ -369,81 +371,67 @@ class ProxyRoute:
 
     # By the first tokens of the small server.
 
-    async def judge(self) -> None:
-        """Ask the small server in the way that is best now, and decide by its first tokens, or learn from its answer.
+    async def judge(self) -> Decision | None:
+        """Ask the small server in the way that is best now, and decide by its first tokens; None: ask in another way.
 
         Where the client asks for a stream, this is the stream that it gets if the small server is to answer.
         """
         if not self.ways:
-            self.decision = Decision(LARGE, "no logprobs")
-            return
+            return Decision(LARGE, "no logprobs")
         way, small = self.ways[0], self.between.servers[SMALL]
         streamed = way.streamed and judged_by_stream(self.body)
+        body, held = (self.body if streamed else self.asked_whole()), list[Event]()
         try:
-            if streamed:
-                events = await self.open.enter_async_context(small.events(self.path, {**self.body, **way.fields}))
-                held: list[Event] = []
-                await self.decide(self.held_chunks(events, held), way)
-                self.held = after(held, events)
-            else:
-                answer = await small.ask(self.path, self.asked_whole(way.fields))
-                await self.decide(only(answer), way)
-        except Failed as error:
-            self.decision = self.instead_of(SMALL, error)
+            events = await self.open.enter_async_context(small.events(self.path, {**body, **way.fields}))
+            decision = await self.decide(events, held, way)
         except Declined as error:
-            await self.learn_from(error, way, self.body if streamed else self.asked_whole({}))
-        if self.decision is None or self.decision.server != SMALL:
-            self.held = None
+            await self.learn_from(error, way, body)
+            decision = None
+        if streamed and decision is not None and decision.server == SMALL:
+            self.held = after(held, events)
+        else:
             await self.open.aclose()
+        return decision
 
-    async def held_chunks(self, events: AsyncIterator[Event], held: list[Event]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream, whose events are kept.
+    async def decide(self, events: AsyncIterator[Event], held: list[Event], way: Way) -> Decision | None:
+        """Decide by the first tokens; None where they have no log-probabilities, after which other ways are left.
+
+        Args:
+            held: where the events are kept.
 
         Raises:
-            Failed: the events are too many, no token is seen for too long, or the stream ends.
+            Failed: log-probabilities that no distribution has, too many events, no token for too long, a stream's end.
         """
-        small = self.between.servers[SMALL]
-        clock, seen, size = Clock(small.timeout), 0, 0
+        small, first, text, plain = self.between.servers[SMALL], FirstTokens(self.between.rule), "", True
+        clock, size = Clock(small.timeout), 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
+            finish = "stop" if event.is_end else None
             if event.chunk is not None:
-                yield event.chunk
-            if self.judged > seen:
-                seen = self.judged
-                clock.heard()
+                part = self.judged(event.chunk, way)
+                if part.spoken and not part.bounds:
+                    self.silent(way, part, first)
+                    return None
+                for bounds in part.bounds:
+                    first.add(bounds)
+                    clock.heard()
+                    self.between.ways.proven.add((self.path, way))
+                text, plain, finish = text + part.text, plain and part.plain, part.finish
+            if finish is not None or first.complete:
+                return self.by(first, text if plain else "", finish)
             if clock.over:
                 raise small.failed(f"sent no token for {clock.seconds:g} s")
             if size > LARGEST_ANSWER:
                 raise small.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
         raise small.failed("cut its stream short")
 
-    async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: Way) -> None:
-        """Decide by the first tokens, unless they have no log-probabilities: then other ways are left.
-
-        Raises:
-            Failed: log-probabilities that no distribution has.
-        """
-        first, text, plain = FirstTokens(self.between.rule), "", True
-        part = None
-        async for chunk in chunks:
-            try:
-                part = part_of(chunk, self.between.rule.vocab_size, way.asked)
-            except GearbxError as error:
-                raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
-            if part.spoken and not part.bounds:
-                self.silent(way, part, first)
-                return
-            for bounds in part.bounds:
-                first.add(bounds)
-            if part.bounds:
-                self.between.ways.proven.add((self.path, way))
-            self.judged = first.seen
-            text, plain = text + part.text, plain and part.plain
-            if part.finish is not None or first.complete:
-                break
-        assert part is not None
-        self.decision = self.by(first, text if plain else "", part.finish)
+    def judged(self, chunk: dict[str, Any], way: Way) -> Part:
+        """A part of the small server's answer. Raises Failed for log-probabilities that no distribution has."""
+        try:
+            return part_of(chunk, self.between.rule.vocab_size, way.asked)
+        except GearbxError as error:
+            raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
 
     def by(self, first: FirstTokens, text: str, finish: str | None) -> Decision:
         """What the first tokens have decided; an answer that ended before has no need of another server.
@@ -459,12 +447,12 @@ class ProxyRoute:
         server, why = (LARGE, "undecided") if first.choice is None else (first.choice, "entropy")
         return Decision(server, why, first.means, text, first.seen)
 
-    def asked_whole(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for the first tokens of the answer, as a whole, with more fields."""
+    def asked_whole(self) -> dict[str, Any]:
+        """The request for the first tokens of the answer, as a whole."""
         tokens = self.between.rule.min_gear_duration
         lengths = {name: min(tokens, length) for name, length in lengths_of(self.body).items()}
         kept = {name: value for name, value in self.body.items() if name not in NOT_JUDGED}
-        return {**kept, **(lengths or {"max_tokens": tokens}), **fields, "stream": False}
+        return {**kept, **(lengths or {"max_tokens": tokens}), "stream": False}
 
     def silent(self, way: Way, part: Part, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
@@ -474,7 +462,7 @@ class ProxyRoute:
         else:
             self.ways = [] if (self.path, way) in self.between.ways.proven else after_silence(self.ways)
 
-    async def learn_from(self, error: Declined, way: Way, without: dict[str, Any]) -> None:
+    async def learn_from(self, error: Declined, way: Way, without: Mapping[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
 
         Args:
@@ -482,18 +470,9 @@ class ProxyRoute:
         """
         if not about_logprobs(error.status, error.said):
             raise error
-        small = self.between.servers[SMALL]
-        try:
-            if without.get("stream"):
-                async with small.events(self.path, without):
-                    pass
-            else:
-                await small.ask(self.path, without)
-        except Failed as failed:
-            self.decision = self.instead_of(SMALL, failed)
-            return
-        self.ways = others(self.ways, way)
-        self.between.ways.keep(self.path, self.ways)
+        async with self.between.servers[SMALL].events(self.path, without):
+            self.ways = others(self.ways, way)
+            self.between.ways.keep(self.path, self.ways)
 
     # The answer.
 
@@ -534,21 +513,10 @@ class ProxyRoute:
 
     def instead_of(self, server: int, error: Failed) -> Decision:
         """The other server answers. Raises Failed where it must not, or failed too."""
-        self.note(server, error)
         self.handed_over = 0
         if not self.between.fallback or len(self.failed) > 1:
             raise Failed("; ".join(self.failed.values())) from error
         return Decision(LARGE if server == SMALL else SMALL, "fallback", reason=str(error))
-
-    def note(self, server: int, error: Failed) -> None:
-        """A server failed, which is to be counted."""
-        self.failed[server] = str(error)
-        self.uncounted.append(server)
-
-
-async def only(answer: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """A whole answer as its only chunk."""
-    yield answer
 
 
 async def after(held: list[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:
