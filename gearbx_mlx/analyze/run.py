@@ -49,9 +49,8 @@ class AnalyzedRun:
 
 
 def run(settings: AnalyzeSettings) -> int:
-    remote = settings.server.server is not None
-    analysis = server.analyzed(settings) if remote else analyzed(settings)
-    terminal.messages.print((server_table if remote else summary_table)(analysis.summary))
+    analysis = analysis_of(settings)
+    terminal.messages.print((server_table if settings.server.server else summary_table)(analysis.summary))
     terminal.messages.print()
     for path in analysis.files:
         print(path)
@@ -61,8 +60,11 @@ def run(settings: AnalyzeSettings) -> int:
 
 def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
     """The content of summary.json, after writing the files."""
-    analysis = analyzed(settings) if settings.server.server is None else server.analyzed(settings)
-    return analysis.checked().summary
+    return analysis_of(settings).checked().summary
+
+
+def analysis_of(settings: AnalyzeSettings) -> Analysis:
+    return analyzed(settings) if settings.server.server is None else server.analyzed(settings)
 
 
 def analyzed(settings: AnalyzeSettings) -> Analysis:
