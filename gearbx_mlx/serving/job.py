@@ -130,11 +130,11 @@ class StopWords:
         self.state = machine.make_state("")
         self.found: str | None = None
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is certain now, and whether a stop word ended it."""
+    def feed(self, text: str) -> str:
+        """The text that is certain now."""
         self.state, segments = TextStateMachine.split(self.state, text)
         self.found = self.state[0] or None
-        return segments[0][1], self.found is not None
+        return str(segments[0][1])
 
     def rest(self) -> str:
         """What is still held back, once the text has ended by itself."""
@@ -222,8 +222,8 @@ class Job:
         self.tokens.append(response.token)
         most = self.asked.request.alternatives
         logprob = None if most is None else self.logprobs(response, most, finish_reason)
-        text, stopped = self.stops.feed(text)
-        if stopped:
+        text = self.stops.feed(text)
+        if self.stops.found is not None:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self.stops.rest()

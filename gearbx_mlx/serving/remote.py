@@ -15,7 +15,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import httpx
-from httpx_sse import EventSource
 from msgspec import Struct
 
 from ..errors import GearbxError, one_line
@@ -310,6 +309,25 @@ def descending(values: Sequence[float]) -> tuple[float, ...]:
 
 # Requests to a server
 
+EVENT_END = re.compile(rb"\r?\n\r?\n")
+LONGEST_END = 4  # bytes
+
+
+def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
+    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
+    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
+    rest += part
+    while found := EVENT_END.search(rest, searched):
+        yield bytes(rest[: found.end()])
+        del rest[: found.end()]
+        searched = 0
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event; nothing where it is a comment."""
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
+
 LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
 BEGINNING = 2**16  # bytes that show what an answer is
 SENT = {"Content-Type": "application/json"}
@@ -392,7 +410,7 @@ class Connection:
         return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
 
     def refused(self, status: int, reply: "Reply") -> RefusedError:
-        reason = refusal(hidden(reply.beginning(), self.api_key))
+        reason = refusal(hidden(reply.text(BEGINNING), self.api_key))
         key = "give --server-api-key"
         remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
@@ -417,24 +435,22 @@ class Connection:
         return self.error(f"cut its answer short ({why})", "look at the server's log and run this again")
 
 
-class Reply(httpx.SyncByteStream):
+class Reply:
     """An answer while it comes: its bytes, as long as there are tokens among them."""
 
     def __init__(self, connection: Connection, response: httpx.Response):
         self.connection, self.response = connection, response
         self.kind = brief(response.headers.get("content-type", "")).partition(";")[0].lower()
         self.clock, self.unheard = Clock(connection.timeout), 0
-        self.stream, response.stream = response.stream, self
 
     def heard(self) -> None:
         """A token came: the time to wait begins again."""
         self.clock.heard()
         self.unheard = 0
 
-    def __iter__(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes]:
         """The bytes as they come. Raises RemoteError where they come, but no token among them."""
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        for part in self.stream:
+        for part in self.response.iter_bytes():
             self.unheard += len(part)
             if self.clock.over:
                 raise self.connection.silent()
@@ -442,22 +458,19 @@ class Reply(httpx.SyncByteStream):
                 raise self.connection.error(f"sends more than {LARGEST} bytes")
             yield part
 
-    def close(self) -> None:
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        self.stream.close()
-
-    def text(self) -> str:
-        """The whole answer."""
-        return self.response.read().decode("utf-8", "replace")
-
-    def beginning(self) -> str:
-        """The first bytes of the answer: enough of an error, or of a page, to say what it is."""
-        return next(self.response.iter_bytes(BEGINNING), b"").decode("utf-8", "replace")
+    def text(self, most: int = LARGEST) -> str:
+        """The whole answer, or about so many bytes of it."""
+        found = bytearray()
+        for part in self.parts():
+            found += part
+            if len(found) >= most:
+                break
+        return found.decode("utf-8", "replace")
 
     def lines(self) -> Iterator[str]:
         """The lines of the answer that are not empty, each as soon as it is there."""
         rest = b""
-        for part in self.response.iter_bytes():
+        for part in self.parts():
             *lines, rest = (rest + part).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines if line.strip())
         if rest.strip():
@@ -465,7 +478,9 @@ class Reply(httpx.SyncByteStream):
 
     def events(self) -> Iterator[str]:
         """The data of its server-sent events."""
-        return (event.data for event in EventSource(self.response).iter_sse() if event.data)
+        rest = bytearray()
+        for part in self.parts():
+            yield from (data.decode("utf-8", "replace") for data in map(data_of, events_in(rest, part)) if data)
 
     def parsed(self, text: str, parse: Callable[[str], T]) -> T:
         """What `parse` makes of a part of the answer; a GearbxError of it becomes a RemoteError with the URL."""
@@ -680,7 +695,7 @@ def is_ollama(connection: Connection) -> bool:
     """Whether a server is Ollama, which says so at its root. Raises RemoteError if it is not there."""
     try:
         with connection.opened(connection.root + "/") as reply:
-            return "Ollama is running" in reply.beginning()
+            return "Ollama is running" in reply.text(BEGINNING)
     except RefusedError:
         return False
 

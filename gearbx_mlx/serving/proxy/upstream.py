@@ -6,8 +6,7 @@ words go to the client as they are. Neither has the API key in it.
 
 import json
 import math
-import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,15 +15,13 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..remote import Clock, brief, failures, hidden, parsed_url, said_in
+from ..remote import Clock, brief, data_of, events_in, failures, hidden, parsed_url, said_in
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
 NOT_OURS = (401, 403, 407)  # the proxy's key is wrong, which a client cannot mend
 HEALTH_PATIENCE = 2.0  # seconds
 EVENTS, JSON = "text/event-stream", "application/json"
-EVENT_END = re.compile(rb"\r?\n\r?\n")
-LONGEST_END = 4  # bytes
 DONE = b"[DONE]"
 
 
@@ -194,7 +191,7 @@ class Upstream:
 
     def event(self, raw: bytes) -> Event:
         """An event by its bytes. Raises Failed for one that reports an error, or has no chunk."""
-        data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+        data = data_of(raw)
         if not data or data == DONE:
             return Event(raw, is_end=data == DONE)
         chunk = self.parsed(data, parse_json, "streams")
@@ -267,16 +264,6 @@ async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
     chunk = answer | {"choices": streamed}
     yield Event(b"data: " + json.dumps(chunk).encode() + b"\n\n", chunk)
     yield Event(b"data: " + DONE + b"\n\n", is_end=True)
-
-
-def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
-    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
-    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
-    rest += part
-    while found := EVENT_END.search(rest, searched):
-        yield bytes(rest[: found.end()])
-        del rest[: found.end()]
-        searched = 0
 
 
 def checked_url(url: str, flag: str) -> str:
