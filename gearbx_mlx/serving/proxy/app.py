@@ -96,7 +96,7 @@ async def models_of(server: Upstream) -> list[dict[str, Any]]:
     try:
         return [row | mark for row in await server.models()]
     except Failed as error:
-        log.warning("%s", escaped(str(error)))
+        log.warning("%s", escaped(error.message))
         return []
 
 
@@ -137,8 +137,6 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     except Declined as error:
         later = {"Retry-After": error.retry_after} if error.retry_after else {}
         return Response(error.said, error.status, {"Content-Type": error.kind, **later})
-    except Failed as error:
-        raise failure(error) from error
     if isinstance(first, bytes):
         return event_stream(events(first, parts))
     async for _ in parts:
@@ -159,6 +157,9 @@ async def counted(route: ProxyRoute, metrics: ProxyMetrics) -> AsyncGenerator[An
         except (asyncio.CancelledError, GeneratorExit):
             metrics.left.inc()
             raise
+        except Failed as error:
+            log.warning("%s", escaped(error.message))
+            raise
 
 
 async def events(first: bytes, parts: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
@@ -169,10 +170,4 @@ async def events(first: bytes, parts: AsyncGenerator[Any, None]) -> AsyncIterato
             async for part in parts:
                 yield part
         except Failed as error:
-            yield b"data: " + msgspec.json.encode(failure(error).body()) + b"\n\n"
-
-
-def failure(error: Failed) -> Refused:
-    """An error of 502, which is logged."""
-    log.warning("%s", escaped(str(error)))
-    return Refused(502, str(error), "server_error", code="bad_gateway")
+            yield b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

@@ -136,36 +136,6 @@ def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:
 # What came.
 
 
-@dataclass(frozen=True)
-class Part:
-    """A chunk of a stream, or a whole answer.
-
-    text: of the answer, without calls of tools and thoughts. bounds: of the entropy of each token, in bits. spoken:
-    whether anything is said. plain: whether `text` is all of that. finish: the reason for which the answer ends here.
-    """
-
-    text: str
-    bounds: tuple[tuple[float, float], ...]
-    spoken: bool
-    plain: bool
-    finish: str | None
-
-
-def part_of(answer: dict[str, Any], vocab_size: int, asked: int) -> Part:
-    """A part of an answer to a request for `asked` log-probabilities of each token.
-
-    Raises:
-        GearbxError: log-probabilities that no distribution has.
-    """
-    choice = next((one for one in choices_of(answer) if one.get("index", 0) == 0), {})
-    message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-    if not isinstance(message, dict) or not isinstance(text := message.get("content") or "", str):
-        raise GearbxError("its answer has no text")
-    more = any(value for name, value in message.items() if name not in ("content", "role"))
-    bounds = reported(answer, vocab_size) or bounds_of(choice.get("logprobs"), vocab_size, asked)
-    return Part(text, bounds, bool(text or more), not more, choice.get("finish_reason"))
-
-
 def choices_of(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     choices = answer.get("choices")
     yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
@@ -205,20 +175,44 @@ def bounds_of(logprobs: Any, vocab_size: int, asked: int) -> tuple[tuple[float, 
 class FirstTokens:
     """The first tokens of the small server, and what follows from them.
 
+    Args:
+        asked: how many log-probabilities of each token were asked for.
+
     seen: tokens. means: bounds of the mean over the window, in bits. choice: SMALL, LARGE, or None where the two bounds
-    would choose differently.
+    would choose differently. text: of the answer; plain: whether there is nothing beside it, such as calls of tools and
+    thoughts. finish: the reason for which the answer has ended.
     """
 
-    def __init__(self, rule: Rule):
-        self.rule, self.seen = rule, 0
+    def __init__(self, rule: Rule, asked: int):
+        self.rule, self.asked, self.seen = rule, asked, 0
         self.means: tuple[float, float] | None = None
         self.choice: int | None = SMALL
+        self.text, self.plain = "", True
+        self.finish: str | None = None
         self._routing = BoundedRouting(
             lambda: pair_monitor(rule.vocab_size, rule.window),
             lambda: pair_gate(rule.threshold, rule.min_gear_duration),
             first=SMALL,
             delay=0,
         )
+
+    def take(self, answer: dict[str, Any]) -> bool:
+        """Take a chunk of a stream, or a whole answer. Returns whether the tokens of what it says can be judged.
+
+        Raises:
+            GearbxError: log-probabilities that no distribution has.
+        """
+        choice = next((one for one in choices_of(answer) if one.get("index", 0) == 0), {})
+        message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        if not isinstance(message, dict) or not isinstance(text := message.get("content") or "", str):
+            raise GearbxError("its answer has no text")
+        more = any(value for name, value in message.items() if name not in ("content", "role"))
+        self.text, self.plain, self.finish = self.text + text, self.plain and not more, choice.get("finish_reason")
+        size = self.rule.vocab_size
+        found = reported(answer, size) or bounds_of(choice.get("logprobs"), size, self.asked)
+        for bounds in found:
+            self.add(bounds)
+        return bool(found) or not (text or more)
 
     def add(self, bounds: tuple[float, float]) -> None:
         """Take the bounds of the next token's entropy, in bits; after the decision they change nothing."""
@@ -354,7 +348,7 @@ class ProxyRoute:
                         yield part
                     return
                 except Failed as error:
-                    self.failed[server] = str(error)
+                    self.failed[server] = error.message
                     self.failures.labels(NAMES[server]).inc()
                     if self.begun:
                         raise
@@ -402,50 +396,41 @@ class ProxyRoute:
         Raises:
             Failed: log-probabilities that no distribution has, too many events, no token for too long, a stream's end.
         """
-        small, first, text, plain = self.between.servers[SMALL], FirstTokens(self.between.rule), "", True
-        clock, size = Clock(small.timeout), 0
+        small, first = self.between.servers[SMALL], FirstTokens(self.between.rule, way.asked)
+        clock, size, seen = Clock(small.timeout), 0, 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
-            finish = "stop" if event.is_end else None
-            if event.chunk is not None:
-                part = self.judged(event.chunk, way)
-                if part.spoken and not part.bounds:
-                    self.silent(way, part, first)
+            try:
+                if not first.take(event.chunk or {}):
+                    self.silent(way, first)
                     return None
-                for bounds in part.bounds:
-                    first.add(bounds)
-                    clock.heard()
-                    self.between.ways.proven.add((self.path, way))
-                text, plain, finish = text + part.text, plain and part.plain, part.finish
-            if finish is not None or first.complete:
-                return self.by(first, text if plain else "", finish)
+            except GearbxError as error:
+                raise small.failed(f"cannot be judged: {one_line(error)}") from error
+            if first.seen > seen:
+                self.between.ways.proven.add((self.path, way))
+                seen = first.seen
+                clock.heard()
+            if event.is_end or first.finish is not None or first.complete:
+                return self.by(first)
             if clock.over:
                 raise small.failed(f"sent no token for {clock.seconds:g} s")
             if size > LARGEST_ANSWER:
                 raise small.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
         raise small.failed("cut its stream short")
 
-    def judged(self, chunk: dict[str, Any], way: Way) -> Part:
-        """A part of the small server's answer. Raises Failed for log-probabilities that no distribution has."""
-        try:
-            return part_of(chunk, self.between.rule.vocab_size, way.asked)
-        except GearbxError as error:
-            raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
-
-    def by(self, first: FirstTokens, text: str, finish: str | None) -> Decision:
+    def by(self, first: FirstTokens) -> Decision:
         """What the first tokens have decided; an answer that ended before has no need of another server.
 
-        Args:
-            finish: the reason for which the answer ends. "length" is no end, unless the client wants no more.
+        "length" is no end, unless the client wants no more.
         """
         if not first.complete:
             wanted = min(lengths_of(self.body).values(), default=first.rule.min_gear_duration + 1)
-            if finish != "length" or wanted <= first.rule.min_gear_duration:
+            if first.finish != "length" or wanted <= first.rule.min_gear_duration:
                 return Decision(SMALL, "finished", first.means)
             return Decision(LARGE, "no logprobs", first.means)
         server, why = (LARGE, "undecided") if first.choice is None else (first.choice, "entropy")
-        return Decision(server, why, first.means, text, first.seen)
+        return Decision(server, why, first.means, first.text if first.plain else "", first.seen)
 
     def asked_whole(self) -> dict[str, Any]:
         """The request for the first tokens of the answer, as a whole."""
@@ -454,9 +439,9 @@ class ProxyRoute:
         kept = {name: value for name, value in self.body.items() if name not in NOT_JUDGED}
         return {**kept, **(lengths or {"max_tokens": tokens}), "stream": False}
 
-    def silent(self, way: Way, part: Part, first: FirstTokens) -> None:
+    def silent(self, way: Way, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
-        if part.plain and not first.seen:
+        if first.plain and not first.seen:
             self.ways = after_silence(self.ways)
             self.between.ways.keep(self.path, self.ways)
         else:
@@ -516,7 +501,7 @@ class ProxyRoute:
         self.handed_over = 0
         if not self.between.fallback or len(self.failed) > 1:
             raise Failed("; ".join(self.failed.values())) from error
-        return Decision(LARGE if server == SMALL else SMALL, "fallback", reason=str(error))
+        return Decision(LARGE if server == SMALL else SMALL, "fallback", reason=error.message)
 
 
 async def after(held: list[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:

@@ -16,6 +16,7 @@ import httpx
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
 from ..remote import Clock, brief, data_of, events_in, failures, hidden, parsed_url, said_in
+from ..web import Refused
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -25,7 +26,7 @@ EVENTS, JSON = "text/event-stream", "application/json"
 DONE = b"[DONE]"
 
 
-class Failed(Exception):
+class Failed(Refused):
     """A server gave no answer that can be used; the message is one line.
 
     Args:
@@ -33,7 +34,7 @@ class Failed(Exception):
     """
 
     def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
+        super().__init__(502, message, "server_error", code="bad_gateway")
         self.status = status
 
 
@@ -238,7 +239,7 @@ class Upstream:
         try:
             status, _ = await self.get(self.base.removesuffix("/v1") + "/health")
         except Failed as error:
-            return str(error)
+            return error.message
         return f"the {self.name} server answers {status}" if status >= 500 else None
 
     async def get(self, url: str) -> tuple[int, bytes]:
