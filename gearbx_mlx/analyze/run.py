@@ -5,7 +5,7 @@ A server shows a few log-probabilities of each token, which give bounds of its e
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from ..cli.flags import output_path
 from ..cli.gate import Routing, check_routing, initial_gear, route_fields, routing_for
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
-from ..cli.prompt import PromptSettings, check_prompt, encode_prompt, read_prompts
+from ..cli.prompt import check_prompt, encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears
 from ..cli.tables import server_table, summary_table
 from ..decoding.route import Route, TelemetryOnly
@@ -183,7 +183,11 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) ->
     check_routing(settings.routing, ladder)
     fingerprint = partial(model_fingerprint, model)
     routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
-    prompts = prompts_of(settings, texts, tokenizer, config, ladder)
+    prompts = []
+    for text in texts:
+        tokens = encode_prompt(settings.prompt, tokenizer, text)
+        length = room_for(config, len(tokens), settings.prompt.max_tokens)
+        prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
     observer = Observer(model, ladder, dtype=settings.model.dtype)
     mode = TelemetryOnly(**routing).settled(observer, tokenizer, prompts[0].tokens)
     thresholds = mode.bits(observer)
@@ -195,17 +199,6 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) ->
     begun = len({entry["prompt"] for entry in found.records})
     found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
     return found
-
-
-def prompts_of(
-    settings: AnalyzeSettings, texts: Iterable[str], tokenizer: Any, config: dict, ladder: Ladder
-) -> list[AnalyzedPrompt]:
-    prompts = []
-    for text in texts:
-        tokens = encode_prompt(settings.prompt, tokenizer, text)
-        length = room_for(config, len(tokens), settings.prompt.max_tokens)
-        prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
-    return prompts
 
 
 # Of a model behind a server.
@@ -281,8 +274,10 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
     """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
     check_routing(settings.routing, ladder)
-    questions = [question_of(settings.prompt, text) for text in texts]
-    given = settings.server
+    given, chat, keywords = settings.server, settings.prompt, settings.prompt.template_keywords()
+    for text in texts:
+        check_prompt(text)
+    questions = [Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
     assert given.server is not None
     with Connection(given.server, given.key, given.server_timeout) as connection:
         server = RemoteServer(connection, given.server_model, given.server_api)
@@ -300,11 +295,6 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
         found.record(out, questions)
     found.write(out, found.summed_up(), found.routing.thresholds)
     return found
-
-
-def question_of(settings: PromptSettings, text: str) -> Question:
-    check_prompt(text)
-    return Question(text, not settings.ignore_chat_template, settings.system_prompt, settings.template_keywords())
 
 
 def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> tuple[int, str]:

@@ -91,8 +91,8 @@ class Metrics:
         said = f"Tokens of answers per second, over the last {WINDOW} seconds"
         Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
         self.tally = tally = Tally(defaultdict(int), {})
-        acceptance.labels("draft").set_function(lambda: share(tally.accepted, tally.drafted))
-        acceptance.labels("lookup").set_function(lambda: share(tally.from_lookup, tally.looked_up))
+        acceptance.labels("draft").set_function(lambda: tally.accepted / max(1, tally.drafted))
+        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request.
@@ -138,10 +138,6 @@ class Metrics:
     def text(self) -> bytes:
         """Everything that was counted, in Prometheus's text format."""
         return generate_latest(self.registry)
-
-
-def share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)

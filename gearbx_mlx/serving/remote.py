@@ -582,9 +582,9 @@ def ways_to_ask(chat: bool, openai: bool = True, ollama: bool = False) -> list[W
     return own + [Way(asked, form, streamed) for asked in ASK for form in forms for streamed in (True, False) if openai]
 
 
-def others(ways: Sequence[Way], refused: Way) -> list[Way]:
-    """Those that ask with other fields than one that was refused."""
-    return [way for way in ways if (way.asked, way.form) != (refused.asked, refused.form)]
+def others(ways: Sequence[Way]) -> list[Way]:
+    """Those to try after the first, which was refused: they ask with other fields."""
+    return [way for way in ways if (way.asked, way.form) != (ways[0].asked, ways[0].form)]
 
 
 def after_silence(ways: Sequence[Way]) -> list[Way]:
@@ -654,7 +654,7 @@ class RemoteServer:
             except RefusedError as error:
                 if not about_logprobs(error.status, error.reason):
                     raise
-                ways, words = others(ways, ways[0]), f" ({error.reason})"
+                ways, words = others(ways), f" ({error.reason})"
         raise self.connection.error(
             f"gives no log-probabilities for {self.model}{words}", "start it with them, or use another server"
         )

@@ -51,11 +51,6 @@ class ProxyMetrics:
 router = APIRouter()
 
 
-def between_of(request: Request) -> Between:
-    between: Between = request.app.state.between
-    return between
-
-
 @router.post("/chat/completions")
 @router.post("/v1/chat/completions")
 async def answer_a_chat(request: Request, body: dict[str, Any]) -> Response:
@@ -70,7 +65,7 @@ async def go_on_with_a_text(request: Request, body: dict[str, Any]) -> Response:
 @router.get("/health")
 async def check_both_servers(request: Request) -> Response:
     """Well while a request can be answered: with `fallback` one server is enough."""
-    between = between_of(request)
+    between: Between = request.app.state.between
     reasons = await asyncio.gather(*(server.why_not_well() for server in between.servers))
     down = sum(reason is not None for reason in reasons)
     well = down == 0 or (down == 1 and between.fallback)
@@ -84,7 +79,7 @@ async def check_both_servers(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def list_models_of_both(request: Request) -> Response:
-    rows = [row for server in between_of(request).servers for row in await models_of(server)]
+    rows = [row for server in request.app.state.between.servers for row in await models_of(server)]
     return JSONResponse({"object": "list", "data": rows})
 
 
@@ -130,7 +125,7 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
     metrics = request.app.state.metrics
-    route = ProxyRoute(between_of(request), metrics.failures, path, body)
+    route = ProxyRoute(request.app.state.between, metrics.failures, path, body)
     parts = counted(route, metrics)
     try:
         first = await anext(parts)

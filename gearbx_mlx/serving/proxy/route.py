@@ -211,16 +211,12 @@ class FirstTokens:
         size = self.rule.vocab_size
         found = reported(answer, size) or bounds_of(choice.get("logprobs"), size, self.asked)
         for bounds in found:
-            self.add(bounds)
+            if not self.complete:
+                routed = self._routing.update(bounds)
+                self.means = routed.means
+                self.choice = min(routed.possible) if len(routed.possible) == 1 else None
+            self.seen += 1
         return bool(found) or not (text or more)
-
-    def add(self, bounds: tuple[float, float]) -> None:
-        """Take the bounds of the next token's entropy, in bits; after the decision they change nothing."""
-        if not self.complete:
-            found = self._routing.update(bounds)
-            self.means = found.means
-            self.choice = min(found.possible) if len(found.possible) == 1 else None
-        self.seen += 1
 
     @property
     def complete(self) -> bool:
@@ -379,7 +375,7 @@ class ProxyRoute:
             events = await self.open.enter_async_context(small.events(self.path, {**body, **way.fields}))
             decision = await self.decide(events, held, way)
         except Declined as error:
-            await self.learn_from(error, way, body)
+            await self.learn_from(error, body)
             decision = None
         if streamed and decision is not None and decision.server == SMALL:
             self.held = after(held, events)
@@ -447,7 +443,7 @@ class ProxyRoute:
         else:
             self.ways = [] if (self.path, way) in self.between.ways.proven else after_silence(self.ways)
 
-    async def learn_from(self, error: Declined, way: Way, without: Mapping[str, Any]) -> None:
+    async def learn_from(self, error: Declined, without: Mapping[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
 
         Args:
@@ -456,7 +452,7 @@ class ProxyRoute:
         if not about_logprobs(error.status, error.said):
             raise error
         async with self.between.servers[SMALL].events(self.path, without):
-            self.ways = others(self.ways, way)
+            self.ways = others(self.ways)
             self.between.ways.keep(self.path, self.ways)
 
     # The answer.

@@ -142,7 +142,7 @@ class Upstream:
     async def check(self, response: httpx.Response) -> None:
         """Raises Failed or Declined for what is not an answer."""
         status = response.status_code
-        self.heard(response)
+        self.software = response.headers.get("server", "").lower()
         if status < 300:
             return
         if status < 400:
@@ -246,11 +246,8 @@ class Upstream:
         """Status and content. Raises Failed."""
         with failures(self.described):
             async with self.client.stream("GET", url, timeout=HEALTH_PATIENCE) as response:
-                self.heard(response)
+                self.software = response.headers.get("server", "").lower()
                 return response.status_code, await self.whole(response, HEALTH_PATIENCE)
-
-    def heard(self, response: httpx.Response) -> None:
-        self.software = response.headers.get("server", "").lower()
 
 
 def kind_of(response: httpx.Response) -> str:
