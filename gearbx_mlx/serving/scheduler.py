@@ -198,7 +198,8 @@ class Scheduler(ResponseGenerator):
                 writer.step()
             except Exception as error:
                 writer.fail(error)
-            self.computing.pop()
+            finally:
+                self.computing.pop()
             if writer.is_over:
                 del self.writers[which]
 

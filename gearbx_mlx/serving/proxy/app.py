@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
-from ..web import Guard, Refused, application, escaped, event_stream, page
+from ..web import Guard, Refused, application, escaped, event_stream, front
 from .route import CHAT, TEXT, Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
 
@@ -49,6 +49,7 @@ class ProxyMetrics:
 
 
 router = APIRouter()
+router.include_router(front)
 
 
 @router.post("/chat/completions")
@@ -98,12 +99,6 @@ async def models_of(server: Upstream) -> list[dict[str, Any]]:
 @router.get("/metrics")
 async def show_what_was_counted(request: Request) -> Response:
     return Response(generate_latest(request.app.state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.head("/", include_in_schema=False)
-@router.get("/")
-async def show_the_page() -> Response:
-    return page()
 
 
 def proxy_application(guard: Guard, between: Between) -> FastAPI:

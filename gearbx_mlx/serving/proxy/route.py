@@ -23,8 +23,7 @@ from ...errors import GearbxError, one_line
 from ...files.reading import typed
 from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
-from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, NAMES, SMALL, pair_gate, pair_monitor
-from .. import ASSUMED_VOCABULARY
+from ...routing.pair import LARGE, NAMES, SMALL, pair_gate, pair_monitor
 from ..remote import Clock, Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
 from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
 
@@ -67,9 +66,9 @@ class Rule:
     """
 
     threshold: float
-    window: int = DEFAULT_WINDOW
-    min_gear_duration: int = DEFAULT_MIN_DURATION
-    vocab_size: int = ASSUMED_VOCABULARY
+    window: int
+    min_gear_duration: int
+    vocab_size: int
 
 
 def typed_last(body: dict[str, Any]) -> str:
@@ -256,7 +255,7 @@ class Between:
         fallback: whether one server answers for the other one that fails.
     """
 
-    def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool = True):
+    def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool):
         self.servers = small, large
         self.rule, self.fallback = rule, fallback
         self.ways = Ways()
