@@ -153,7 +153,7 @@ def said_of(provider: GearedProvider) -> str:
     """What is served, in a few words."""
     served = provider.served
     if served is None:
-        return f"serving {', '.join(provider.shelf)}, each when it is asked for"
+        return f"serving {', '.join(provider.catalogue)}, each when it is asked for"
     return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
 
 

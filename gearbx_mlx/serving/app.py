@@ -304,11 +304,10 @@ def route_of(path: str) -> str:
 def about_models(here: Service) -> list[dict[str, Any]]:
     """The models that may be asked for; of the one that is loaded, its gears too."""
     provider = here.scheduler.provider
-    names = [provider.name] * provider.has_own + list(provider.shelf)
     key, served = provider.model_key, provider.served
     loaded = None if key is None else provider.name_of(key)
     found = []
-    for name in dict.fromkeys(names):
+    for name in provider.catalogue:
         about = {"id": name, "object": "model", "created": provider.created, "owned_by": "gearbx-mlx"}
         if served is not None and name == loaded:
             gears = {"modes": served.modes, "gears": served.gears, "bits": served.bits, "mode": served.default_mode}

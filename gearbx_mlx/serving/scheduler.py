@@ -171,15 +171,25 @@ class Scheduler(ResponseGenerator):
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
-        """A request's answer, with how many tokens it may have. Raises Refused for a prompt that does not fit."""
-        prompt = asked.prompt
+        """A request's answer, with how many tokens it may have.
+
+        Raises:
+            Refused: a prompt without tokens or longer than the context, tokens that the vocabulary does not have.
+        """
+        request, prompt = asked.request, asked.prompt
         if prompt is None or prompt.served is not served:
-            prompt = prompt_of(self, asked.request, served)
-        if not prompt.tokens:
+            prompt = prompt_of(self, request, served)
+        size, most = len(prompt.tokens), request.most_tokens or self.cli_args.max_tokens
+        if not size:
             raise Refused(400, "the prompt becomes no token", param="prompt")
-        check_tokens(asked.request, served)
-        most = asked.request.most_tokens or self.cli_args.max_tokens
-        most = room(served, len(prompt.tokens), most)
+        given = request.tokens if isinstance(request, TextRequest) else []
+        for token in (*given, *map(int, request.logit_bias or {})):
+            if token >= served.vocabulary:
+                raise Refused(400, f"token {token} is not in the vocabulary, which has {served.vocabulary}")
+        if served.context is not None:
+            if size >= served.context:
+                raise too_long(f"is {size} tokens, and the model's context {served.context}")
+            most = min(most, served.context - size)
         return Job(asked, prompt, mode, most, self.prompt_cache, self.provider.model_key)
 
     def shared(self, job: Job) -> Any:
@@ -262,30 +272,15 @@ def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served)
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 
 
-def room(served: Served, prompt: int, most: int) -> int:
-    """How many tokens may follow a prompt of so many, `most` at most. Raises Refused where the context is full."""
-    if served.context is None:
-        return most
-    if prompt >= served.context:
-        why = f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it"
-        raise Refused(400, why, code="context_length_exceeded")
-    return min(most, served.context - prompt)
-
-
-def check_tokens(request: AnyRequest, served: Served) -> None:
-    """Raises Refused for tokens that the vocabulary does not have."""
-    given = request.tokens if isinstance(request, TextRequest) else []
-    for token in (*given, *map(int, request.logit_bias or {})):
-        if token >= served.vocabulary:
-            raise Refused(400, f"token {token} is not in the vocabulary, which has {served.vocabulary}")
+def too_long(why: str) -> Refused:
+    return Refused(400, f"the prompt {why}; shorten it", code="context_length_exceeded")
 
 
 def check_length(served: Served, texts: Any) -> None:
     """Raises Refused for a text that cannot fit the context, before seconds go by to make tokens of it."""
     length = sum(map(len, texts_in(texts)))
     if served.context is not None and length > served.context * served.longest_token:
-        why = f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it"
-        raise Refused(400, why, code="context_length_exceeded")
+        raise too_long(f"has {length} characters, and the model's context {served.context} tokens")
 
 
 def texts_in(value: Any) -> Iterator[str]:
