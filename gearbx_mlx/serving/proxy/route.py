@@ -32,7 +32,6 @@ FORGET = 60.0  # seconds after which what a server could not do is tried again: 
 SEVERAL_TEXTS = ("echo", "suffix", "best_of")  # whose logprobs would be of more than one answer
 NOT_JUDGED = ("stream", "stream_options", "n", *SEVERAL_TEXTS)
 LENGTHS = ("max_tokens", "max_completion_tokens")
-LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
 ASKED = {"continue_final_message": True, "add_generation_prompt": False}
 # Who a server says that owns its models -> the fields that make it go on with the assistant's message.
 CONTINUES: dict[str, dict[str, bool]] = {"vllm": ASKED, "sglang": ASKED, "llamacpp": {}}
@@ -293,7 +292,7 @@ class Between:
             try:
                 owners = [str(row.get("owned_by")).lower() for row in await self.servers[LARGE].models()]
             except Failed as error:
-                if error.status not in LISTING:  # it is loading, or not there; it is asked again
+                if error.status != 404:  # it has a list, and is loading, or not there; it is asked again
                     return ""
                 owners = []
             self._owner = next((owner for owner in owners if owner in CONTINUES), "")
