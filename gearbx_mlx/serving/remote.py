@@ -7,11 +7,11 @@ how to ask a server for log-probabilities; which one it understands is found out
 import json
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, TypeVar
 
 import httpx
@@ -209,6 +209,18 @@ class OpenAIAnswer(Struct, frozen=True):
     choices: list[Choice] = []
     error: Any = None
 
+    def chunk(self, asked: int) -> Chunk:
+        if not self.choices:  # such as the last event with the usage
+            return Chunk()
+        choice = self.choices[0]
+        message = choice.delta or choice.message
+        written = message.text if message else choice.text or ""
+        tokens = tokens_of(choice.logprobs, asked) if choice.logprobs else []
+        if choice.delta is None:
+            texts = spelled([token.text for token in tokens], written)
+            tokens = [replace(token, text=text) for token, text in zip(tokens, texts)]
+        return Chunk(written, tuple(tokens), choice.finish_reason is not None)
+
 
 class OllamaAnswer(Struct, frozen=True):
     message: Message | None = None
@@ -217,9 +229,13 @@ class OllamaAnswer(Struct, frozen=True):
     logprobs: list[Entry] | None = None
     error: Any = None
 
+    def chunk(self, asked: int) -> Chunk:
+        tokens = tuple(token_of(entry, asked) for entry in self.logprobs or ())
+        return Chunk(self.message.text if self.message else self.response, tokens, self.done)
 
-def openai_chunk(text: str, asked: int) -> Chunk:
-    """An event of a stream, or a whole answer, of an OpenAI-style server.
+
+def chunk_of(text: str, kind: type[OpenAIAnswer] | type[OllamaAnswer], asked: int) -> Chunk:
+    """An event or a line of a stream, or a whole answer.
 
     Args:
         asked: how many log-probabilities of each token were asked for.
@@ -227,43 +243,19 @@ def openai_chunk(text: str, asked: int) -> Chunk:
     Raises:
         GearbxError: no such answer, or an error that the server reports in it.
     """
-    answer = typed(parse_python_json(text), OpenAIAnswer)
-    check_error(answer.error)
-    if not answer.choices:  # such as the last event with the usage
-        return Chunk()
-    choice = answer.choices[0]
-    message = choice.delta or choice.message
-    written = message.text if message else choice.text or ""
-    tokens = tokens_of(choice.logprobs, asked) if choice.logprobs else []
-    if choice.delta is None:
-        texts = spelled([token.text for token in tokens], written)
-        tokens = [replace(token, text=text) for token, text in zip(tokens, texts)]
-    return Chunk(written, tuple(tokens), choice.finish_reason is not None)
-
-
-def ollama_chunk(text: str, asked: int) -> Chunk:
-    """A line of an answer of Ollama's own API; arguments and errors as for `openai_chunk`."""
-    answer = typed(parse_python_json(text), OllamaAnswer)
-    check_error(answer.error)
-    tokens = tuple(token_of(entry, asked) for entry in answer.logprobs or ())
-    return Chunk(answer.message.text if answer.message else answer.response, tokens, answer.done)
-
-
-def check_error(error: Any) -> None:
-    if error:
-        raise GearbxError(f"it reports an error: {brief(said_in(error))}")
+    answer = typed(parse_python_json(text), kind)
+    if answer.error:
+        raise GearbxError(f"it reports an error: {brief(said_in(answer.error))}")
+    return answer.chunk(asked)
 
 
 def tokens_of(logprobs: Logprobs, asked: int) -> list[RemoteToken]:
     """The tokens of either format."""
     if logprobs.content is not None:
         return [token_of(entry, asked) for entry in logprobs.content]
-    names, tops = logprobs.tokens or [], logprobs.top_logprobs or []
-    found = []
-    for place, name in enumerate(names):
-        top = (tops[place] if place < len(tops) else None) or {}
-        found.append(RemoteToken(name, descending(list(top.values())), unlisted_of_text(name, top, asked)))
-    return found
+    found = zip(logprobs.tokens or (), chain(logprobs.top_logprobs or (), repeat(None)))
+    listed = ((name, top or {}) for name, top in found)
+    return [RemoteToken(name, descending(top.values()), unlisted_of_text(name, top, asked)) for name, top in listed]
 
 
 def token_of(entry: Entry, asked: int) -> RemoteToken:
@@ -291,7 +283,7 @@ def unlisted_of_text(name: str, top: dict[str, float], asked: int) -> float:
     Tokens with the same text are one key of its object, and the chosen token may be there beyond those asked for. So a
     list that the chosen token ends can lack a more likely one.
     """
-    ranked = descending(list(top.values()))
+    ranked = descending(top.values())
     if len(ranked) > 1 and top.get(name) == ranked[-1] and len(ranked) <= asked:
         return UNKNOWN
     return limit(ranked, asked)
@@ -302,7 +294,7 @@ def limit(ranked: Sequence[float], asked: int) -> float:
     return ranked[asked - 1] if len(ranked) >= asked else UNKNOWN
 
 
-def descending(values: Sequence[float]) -> tuple[float, ...]:
+def descending(values: Iterable[float]) -> tuple[float, ...]:
     """Sorted, the largest first; NaN, which has no place, stays for the check of the numbers."""
     return tuple(sorted(values, reverse=True))
 
@@ -561,14 +553,14 @@ class Way:
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
         """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
         ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
-        read, unit = (ollama_chunk, "line") if ollama else (openai_chunk, "event")
+        kind, unit = (OllamaAnswer, "line") if ollama else (OpenAIAnswer, "event")
         # Without events it is a whole answer, asked for or not; or a page.
         parts = reply.lines() if ollama else reply.events() if streamed else [reply.text()]
         finished = not (ollama or streamed)
         for part in parts:
             if part.strip() == DONE:
                 return
-            chunk = reply.parsed(part, lambda text: read(text, self.asked))
+            chunk = reply.parsed(part, lambda text: chunk_of(text, kind, self.asked))
             finished = finished or chunk.finished
             yield chunk
         if not finished:
