@@ -260,32 +260,6 @@ class Between:
         self.ways = Ways()
         self._owner: str | None = None
 
-    async def going_on(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
-        """The request by which the large server goes on with `text` of the small one; None where it starts again.
-
-        A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
-        answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server
-        leaves the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it
-        and begin a new turn.
-
-        Args:
-            tokens: of the text.
-        """
-        if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
-            return None
-        shorter = {name: length - tokens for name, length in lengths_of(body).items()}
-        if any(length < 1 for length in shorter.values()):
-            return None
-        owner = await self.owner()
-        prompt, messages = body.get("prompt"), body.get("messages")
-        if path == TEXT:
-            trims = self.servers[LARGE].software.startswith(TRIMMING)
-            return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
-        if owner not in CONTINUES or not isinstance(messages, list):
-            return None
-        going_on = [*messages, {"role": "assistant", "content": text}]
-        return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
-
     async def owner(self) -> str:
         """Who the large server says that owns its models, for which it is asked once; "" where it does not say."""
         if self._owner is None:
@@ -457,9 +431,7 @@ class ProxyRoute:
 
     async def answer_of(self, decision: Decision) -> Parts:
         """The answer of a server, which goes on with the text of the small one if it can."""
-        going_on = None
-        if decision.server == LARGE:
-            going_on = await self.between.going_on(self.path, self.body, decision.text, decision.tokens)
+        going_on = await self.going_on(decision) if decision.server == LARGE else None
         if going_on:
             self.handed_over = decision.tokens
             try:
@@ -470,6 +442,30 @@ class ProxyRoute:
                 self.handed_over = 0
         async for part in self.request(decision, self.body):
             yield part
+
+    async def going_on(self, decision: Decision) -> dict[str, Any] | None:
+        """The request by which the large server goes on with the small one's text; None where it starts again.
+
+        A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
+        answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server
+        leaves the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it
+        and begin a new turn.
+        """
+        body, text = self.body, decision.text
+        if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
+            return None
+        shorter = {name: length - decision.tokens for name, length in lengths_of(body).items()}
+        if any(length < 1 for length in shorter.values()):
+            return None
+        owner = await self.between.owner()  # which also says what software it is
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if self.path == TEXT:
+            trims = self.between.servers[LARGE].software.startswith(TRIMMING)
+            return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
+        if owner not in CONTINUES or not isinstance(messages, list):
+            return None
+        going_on = [*messages, {"role": "assistant", "content": text}]
+        return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
 
     async def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> Parts:
         """The answer of a server as the client receives it. Raises Failed for a stream that ends too early."""
