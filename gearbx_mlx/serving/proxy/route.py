@@ -70,6 +70,9 @@ class Rule:
     vocab_size: int
 
 
+# What a client asks for.
+
+
 def typed_last(body: dict[str, Any]) -> str:
     """The last message of a user, or the prompt of a text completion; "" where there is no text."""
     messages = body.get("messages")
@@ -89,32 +92,6 @@ def texts(content: Any) -> Iterator[str]:
             yield text
 
 
-# How to ask for tokens that can be judged.
-
-
-class Ways:
-    """The ways to ask that are not known to fail, for each path of a server.
-
-    proven: paths and ways by which some answer had log-probabilities, so that one without them says nothing of the
-    server.
-    """
-
-    def __init__(self) -> None:
-        self._left: dict[str, tuple[float, list[Way]]] = {}
-        self.proven: set[tuple[str, Way]] = set()
-
-    def known(self, path: str) -> list[Way]:
-        """The ways that are left, the best first."""
-        since, left = self._left.get(path, (-FORGET, []))
-        if time.monotonic() - since < FORGET:
-            return list(left)
-        return ways_to_ask(chat=path == CHAT)
-
-    def keep(self, path: str, left: Sequence[Way]) -> None:
-        """Learn that no others work."""
-        self._left[path] = time.monotonic(), [way for way in self.known(path) if way in left]
-
-
 def judged_by_stream(body: Mapping[str, Any]) -> bool:
     """Whether the stream that a client asks for can be judged, and given to it then."""
     one = body.get("n") in (None, 1) and not any(body.get(name) for name in SEVERAL_TEXTS)
@@ -123,12 +100,8 @@ def judged_by_stream(body: Mapping[str, Any]) -> bool:
 
 def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:
     """The most tokens that a client wants, under each name; 50.0 is 50."""
-    found = {name: body.get(name) for name in LENGTHS}
-    return {
-        name: int(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
-    }
+    found = {name: body[name] for name in LENGTHS if name in body}
+    return {name: int(value) for name, value in found.items() if type(value) in (int, float) and value % 1 == 0}
 
 
 # What came.
@@ -248,17 +221,30 @@ class Decision:
 
 
 class Between:
-    """Two servers, and the rule between them.
+    """Two servers, the rule between them, and what is known of them.
 
     Args:
         fallback: whether one server answers for the other one that fails.
+
+    proven: paths and ways by which some answer of the small server had log-probabilities, so that one without them says
+    nothing of the server.
     """
 
     def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool):
         self.servers = small, large
         self.rule, self.fallback = rule, fallback
-        self.ways = Ways()
+        self.proven: set[tuple[str, Way]] = set()
+        self._ways: dict[str, tuple[float, list[Way]]] = {}
         self._owner: str | None = None
+
+    def ways(self, path: str) -> list[Way]:
+        """The ways to ask the small server for log-probabilities that are not known to fail, the best first."""
+        since, left = self._ways.get(path, (-FORGET, []))
+        return list(left) if time.monotonic() - since < FORGET else ways_to_ask(chat=path == CHAT)
+
+    def keep(self, path: str, left: Sequence[Way]) -> None:
+        """Learn that no other ways work."""
+        self._ways[path] = time.monotonic(), [way for way in self.ways(path) if way in left]
 
     async def owner(self) -> str:
         """Who the large server says that owns its models, for which it is asked once; "" where it does not say."""
@@ -305,7 +291,7 @@ class ProxyRoute:
         """
         async with AsyncExitStack() as self.open:
             self.decision = self.without_tokens()
-            self.ways = self.between.ways.known(self.path)
+            self.ways = self.between.ways(self.path)
             while True:
                 server = SMALL
                 try:
@@ -376,7 +362,7 @@ class ProxyRoute:
             except GearbxError as error:
                 raise small.failed(f"cannot be judged: {one_line(error)}") from error
             if first.seen > seen:
-                self.between.ways.proven.add((self.path, way))
+                self.between.proven.add((self.path, way))
                 seen = first.seen
                 clock.heard()
             if event.is_end or first.finish is not None or first.complete:
@@ -411,9 +397,9 @@ class ProxyRoute:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
         if first.plain and not first.seen:
             self.ways = after_silence(self.ways)
-            self.between.ways.keep(self.path, self.ways)
+            self.between.keep(self.path, self.ways)
         else:
-            self.ways = [] if (self.path, way) in self.between.ways.proven else after_silence(self.ways)
+            self.ways = [] if (self.path, way) in self.between.proven else after_silence(self.ways)
 
     async def learn_from(self, error: Declined, without: Mapping[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
@@ -425,7 +411,7 @@ class ProxyRoute:
             raise error
         async with self.between.servers[SMALL].events(self.path, without):
             self.ways = others(self.ways)
-            self.between.ways.keep(self.path, self.ways)
+            self.between.keep(self.path, self.ways)
 
     # The answer.
 
