@@ -54,9 +54,9 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     """
     choice = geared.loaded.resolved.mode
     wanted = options.mode or mode_of_options(options, mode_class(default_mode))
-    if wanted is not None and wanted not in modes:
-        raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
     if wanted is not None:
+        if wanted not in modes:
+            raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
         choice = replace(choice, mode=wanted, asked=True)
     kind = mode_class(wanted or default_mode)
     if options.gear is not None:
