@@ -7,9 +7,8 @@ import pytest
 from fastapi import APIRouter
 from page_in_browser import QUESTION, Page, chunk
 
-from gearbx_mlx.serving.app import show_the_page
 from gearbx_mlx.serving.listening import Server
-from gearbx_mlx.serving.web import Gatekeeper, Guard, application
+from gearbx_mlx.serving.web import Gatekeeper, Guard, application, front
 
 pytestmark = pytest.mark.browser
 
@@ -116,7 +115,7 @@ def test_even_a_script_in_the_page_would_not_run(page):
 
 def test_a_server_that_has_gone(driver):
     router = APIRouter()
-    router.add_api_route("/", show_the_page)
+    router.include_router(front)
 
     @router.get("/v1/models")
     async def models():  # of a server that has no gears

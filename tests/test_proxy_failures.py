@@ -39,17 +39,17 @@ def late(path, body):
 BAD = {
     "down": (None, "is not there"),
     "slow": (late, "sent nothing for 0.8 s"),
-    "HTML": (always(Answer([b"<html>hello</html>"], kind="text/html")), "text/html|not JSON"),
+    "HTML": (always(Answer([b"<html>hello</html>"], kind="text/html")), "not JSON"),
     "500": (always(answer({"error": "broken"}, 500)), "answers 500"),
     "401": (always(refused("wrong key sk-secret", 401)), "answers 401, so check its key"),
     "redirect": (always(answer({}, 302)), "redirects"),
-    "cut": (always(Answer([b'{"choices": [{"mess'], length=400)), "short|in place of a stream"),
-    "no JSON": (always(Answer([b"{"])), "not JSON|in place of a stream"),
-    "a list": (always(answer([1])), "not a JSON object|in place of a stream"),
-    "no choices": (always(answer({"choices": None})), "without choices|in place of a stream"),
+    "cut": (always(Answer([b'{"choices": [{"mess'], length=400)), "short"),
+    "no JSON": (always(Answer([b"{"])), "not JSON"),
+    "a list": (always(answer([1])), "not a JSON object"),
+    "no choices": (always(answer({"choices": None})), "without choices"),
     "an error with 200": (
         always(answer({"error": {"message": "out of memory"}})),
-        "out of memory|in place of a stream",
+        "out of memory",
     ),
 }
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..cli.flags import ModelSettings
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.gears import LadderSettings
-from ..cli.prompt import PromptSettings
+from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.settings import Settings, command_settings, flag, flag_of, given, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError
@@ -55,12 +55,7 @@ class AnalyzedServerSettings(Settings):
         if prompt.max_tokens == -1:
             raise GearbxError("--max-tokens is -1, and the context of a server is not known; give 1 or more")
         if prompt.ignore_chat_template:
-            for name in ("system_prompt", "chat_template_config"):
-                if getattr(prompt, name) is not None:
-                    raise GearbxError(
-                        f"{flag_of(name)} goes into the chat template, which --ignore-chat-template leaves out; "
-                        f"leave {flag_of(name)} out"
-                    )
+            check_untemplated(prompt)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""See which gears a file of prompts would use, without changing the model."""
+"""See which gears a file of prompts would use: of a model, which stays as it is, or of one behind a server.
+
+A server shows a few log-probabilities of each token, which give bounds of its entropy.
+"""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -10,23 +14,133 @@ from typing import Any
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.gate import check_routing, initial_gear, route_fields
+from ..cli.flags import output_path
+from ..cli.gate import Routing, check_routing, initial_gear, route_fields, routing_for
 from ..cli.gears import LayoutSettings
 from ..cli.loaded import load_model, room_for
-from ..cli.prompt import encode_prompt, read_prompts
+from ..cli.prompt import check_prompt, encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears
 from ..cli.tables import server_table, summary_table
 from ..decoding.route import Route, TelemetryOnly
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
+from ..errors import GearbxError
+from ..files.writing import write_text
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..gears.in_place import own_codes
-from ..gears.ladder import Ladder
+from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..loading import model_name
-from ..telemetry.summary import Tally
+from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
+from ..serving import ASSUMED_VOCABULARY
+from ..serving.remote import Connection, Question, RemoteError, RemoteServer, RemoteToken
+from ..telemetry.report import PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot, interval_record
+from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
-from . import AnalyzeSettings, server
-from .report import Analysis, check_output, make_output, write_report
+from . import AnalyzeSettings
+
+TRACE, SUMMARY = "trace.jsonl", "summary.json"
+
+
+def run(settings: AnalyzeSettings) -> int:
+    analysis = analysis_of(settings)
+    terminal.messages.print((server_table if settings.server.server else summary_table)(analysis.summary))
+    terminal.messages.print()
+    for path in analysis.files:
+        print(path)
+    analysis.checked()
+    return 0
+
+
+def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
+    """The content of summary.json, after writing the files."""
+    return analysis_of(settings).checked()
+
+
+def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
+    """Run the prompts, and write trace, summary and pictures: as far as they came, where something ended them early."""
+    texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
+    out = Path(settings.analysis.out)
+    check_output(out)
+    return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out)
+
+
+# The files.
+
+
+def check_output(out: Path) -> None:
+    """Raises GearbxError for a directory that the report cannot be written to, or without matplotlib."""
+    get_pyplot()
+    with directory_errors(out):
+        if out.exists() and not out.is_dir():
+            raise GearbxError(f"{out}: is a file; --out names a directory")
+        if out.is_dir():
+            for name in (TRACE, SUMMARY, *PICTURES):
+                output_path(out / name)
+
+
+@contextlib.contextmanager
+def directory_errors(out: Path) -> Iterator[None]:
+    """Turns what the system says of a directory into a GearbxError."""
+    try:
+        yield
+    except OSError as error:
+        raise GearbxError(f"{out}: cannot be made ({error.strerror}); choose another directory") from error
+
+
+@dataclass(kw_only=True)
+class AnalyzedRun:
+    """What was recorded, of every prompt so far, and what was written of it; `error` ended it early."""
+
+    ladder: Ladder
+    records: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+    error: RemoteError | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    files: Sequence[Path] = ()
+
+    def entries(self, number: int, prompt: Any) -> Iterator[dict[str, Any]]:
+        """The records of the tokens after a prompt, as they come; prompts are numbered from 0."""
+        raise NotImplementedError
+
+    def record(self, out: Path, prompts: Sequence[Any]) -> None:
+        """Write the trace as it comes, into a directory that has no pictures of an earlier run."""
+        with directory_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            for name in PICTURES:
+                (out / name).unlink(missing_ok=True)
+        with (
+            contextlib.suppress(KeyboardInterrupt),
+            TraceWriter(output_path(out / TRACE)) as writer,
+            terminal.progress_bar() as progress,
+        ):
+            try:
+                for number, prompt in enumerate(progress.track(prompts, description="prompts")):
+                    for entry in self.entries(number, prompt):
+                        self.records.append(entry)
+                        writer.write(entry)
+                self.complete = True
+            except RemoteError as error:
+                self.error = error
+
+    def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
+        """Write summary and pictures beside the trace, if there are records."""
+        self.summary = summary
+        write_text(out / SUMMARY, as_json(summary))
+        gears = [gear.name for gear in self.ladder]
+        pictures = draw_report(self.records, gears, thresholds, out) if self.records else []
+        self.files = [out / TRACE, out / SUMMARY, *pictures]
+
+    def checked(self) -> dict[str, Any]:
+        """The summary. Raises what ended the run early, if something did; what was recorded is written."""
+        if self.error is not None:
+            raise self.error
+        if not self.complete:
+            raise KeyboardInterrupt
+        return self.summary
+
+
+# Of a model that is loaded here.
 
 
 @dataclass(frozen=True)
@@ -38,92 +152,180 @@ class AnalyzedPrompt:
     gear: str
 
 
-@dataclass
-class AnalyzedRun:
-    """What was recorded, of every prompt so far."""
+@dataclass(kw_only=True)
+class RunHere(AnalyzedRun):
+    """What the model wrote, and how fast."""
 
+    observer: Observer
+    tokenizer: Any
+    mode: Route
     tally: Tally
     speed: RunSpeed = field(default_factory=RunSpeed)
-    records: list[dict[str, Any]] = field(default_factory=list)
-    complete: bool = False
+
+    def entries(self, number: int, prompt: AnalyzedPrompt) -> Iterator[dict[str, Any]]:
+        model, last = self.observer.model, None
+        mode = replace(self.mode, initial_gear=prompt.gear)
+        responses = stream_generate(
+            model, self.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=self.observer
+        )
+        for index, last in enumerate(responses):
+            self.tally.add(last)
+            yield record(index, last, {"prompt": number})
+        self.speed.add(last)
 
 
-def run(settings: AnalyzeSettings) -> int:
-    remote = settings.server.server is not None
-    analysis = server.analyzed(settings) if remote else analyzed(settings)
-    terminal.messages.print((server_table if remote else summary_table)(analysis.summary))
-    terminal.messages.print()
-    for path in analysis.files:
-        print(path)
-    analysis.checked()
-    return 0
-
-
-def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
-    """The content of summary.json, after writing the files."""
-    analysis = analyzed(settings) if settings.server.server is None else server.analyzed(settings)
-    return analysis.checked().summary
-
-
-def analyzed(settings: AnalyzeSettings) -> Analysis:
-    """Run the prompts, and write trace, summary and pictures; an interrupt writes them as far as they came."""
+def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:
+    """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     asked = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears)).ladder
-    texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
-    out = Path(settings.analysis.out)
-    check_output(out)
     model, tokenizer, config = load_model(settings.model)
     codes = own_codes(model)
     ladder = asked if codes is None or settings.ladder.gears is not None else codes.watched(asked)
     check_routing(settings.routing, ladder)
     fingerprint = partial(model_fingerprint, model)
     routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
-    prompts = prompts_of(settings, texts, tokenizer, config, ladder)
-    observer = Observer(model, ladder, dtype=settings.model.dtype)
-    mode = TelemetryOnly(**routing).settled(observer, tokenizer, prompts[0].tokens)
-    thresholds = mode.bits(observer)
-    trace = make_output(out)
-    mx.reset_peak_memory()
-    found = record_prompts(prompts, observer, tokenizer, mode, trace)
-    result = summary_of(model_name(settings.model.model), observer, mode, found.tally, found.speed)
-    result |= {
-        "prompts": len({entry["prompt"] for entry in found.records}),
-        "thresholds": list(thresholds),
-    }
-    files = write_report(out, result, found.records, [gear.name for gear in ladder], thresholds)
-    return Analysis(result, files, found.complete)
-
-
-def prompts_of(
-    settings: AnalyzeSettings, texts: Iterable[str], tokenizer: Any, config: dict, ladder: Ladder
-) -> list[AnalyzedPrompt]:
     prompts = []
     for text in texts:
         tokens = encode_prompt(settings.prompt, tokenizer, text)
         length = room_for(config, len(tokens), settings.prompt.max_tokens)
         prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
-    return prompts
-
-
-def record_prompts(
-    prompts: Sequence[AnalyzedPrompt], observer: Observer, tokenizer: Any, mode: Route, trace: Path
-) -> AnalyzedRun:
-    """Generate after each prompt, and write the trace as it comes."""
-    found = AnalyzedRun(Tally.of([gear.name for gear in observer.ladder]))
-    model = observer.model
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        TraceWriter(trace) as writer,
-        terminal.progress_bar() as progress,
-    ):
-        for number, prompt in enumerate(progress.track(prompts, description="prompts")):
-            last = None
-            own = replace(mode, initial_gear=prompt.gear)
-            responses = stream_generate(model, tokenizer, prompt.tokens, prompt.length, mode=own, gearbox=observer)
-            for index, response in enumerate(responses):
-                found.records.append(record(index, response, {"prompt": number}))
-                writer.write(found.records[-1])
-                found.tally.add(response)
-                last = response
-            found.speed.add(last)
-        found.complete = True
+    observer = Observer(model, ladder, dtype=settings.model.dtype)
+    mode = TelemetryOnly(**routing).settled(observer, tokenizer, prompts[0].tokens)
+    thresholds = mode.bits(observer)
+    tally = Tally.of([gear.name for gear in ladder])
+    found = RunHere(ladder=ladder, observer=observer, tokenizer=tokenizer, mode=mode, tally=tally)
+    mx.reset_peak_memory()
+    found.record(out, prompts)
+    result = summary_of(model_name(settings.model.model), observer, mode, tally, found.speed)
+    begun = len({entry["prompt"] for entry in found.records})
+    found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
     return found
+
+
+# Of a model behind a server.
+
+
+@dataclass(kw_only=True)
+class RunThere(AnalyzedRun):
+    """What a server answered.
+
+    vocab_size, source: V, and where that comes from. prompts: how many were asked.
+    """
+
+    settings: AnalyzeSettings
+    server: RemoteServer
+    routing: Routing
+    vocab_size: int
+    source: str
+    tally: IntervalTally
+    prompts: int = 0
+    seconds: float = 0.0
+
+    def entries(self, number: int, prompt: Question) -> Iterator[dict[str, Any]]:
+        """Raises RemoteError as `tokens_of` and `bounds`."""
+        self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
+        gate = BoundedRouting(
+            lambda: Monitor(self.vocab_size, routing.window),
+            lambda: ThresholdGate(routing.thresholds, routing.hysteresis, routing.min_gear_duration),
+            self.ladder.find(initial_gear(self.settings.routing, self.ladder, prompt.prompt)).index,
+        )
+        for index, token in enumerate(tokens_of(self.server, prompt, self.settings.prompt.max_tokens)):
+            entropies = self.bounds(token, f"prompt {number + 1}, token {index + 1}")
+            seen = gate.update(entropies)
+            low, high = (self.ladder[gear].name for gear in seen.gears)
+            gear = UNDECIDED if len(seen.possible) > 1 else low
+            pairs = {"entropy": entropies, "mean_entropy": seen.means, "gear": (low, high)}
+            last = before and before["gear"]
+            entry = interval_record(number, index, token.number, token.text, gear, pairs, last)
+            self.tally.add(entry, before)
+            self.seconds += time.monotonic() - started
+            yield entry
+            before, started = entry, time.monotonic()
+
+    def bounds(self, token: RemoteToken, place: str) -> tuple[float, float]:
+        """The bounds of a token's entropy in bits. Raises RemoteError for impossible log-probabilities."""
+        try:
+            return entropy_bounds(token.logprobs, self.vocab_size, rounding_of(token.logprobs), token.unlisted)
+        except GearbxError as error:
+            remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if that is right, use another server"
+            raise self.server.connection.error(f"{place}: {error}", remedy) from error
+
+    def summed_up(self) -> dict[str, Any]:
+        """The object of summary.json."""
+        assert self.server.way is not None
+        return {
+            "model": self.server.model,
+            "mode": "telemetry-only",
+            "server": self.server.connection.shown,
+            "api": self.server.way.api,
+            "top_logprobs": self.server.way.asked,
+            "vocab_size": self.vocab_size,
+            "vocab_size_source": self.source,
+            "ladder": [{"name": one.name, "bits": one.bits, "bytes_per_weight": one.bits / 8} for one in self.ladder],
+            **self.tally.summary(),
+            "tokens_per_second": self.tally.tokens / self.seconds if self.seconds else 0.0,
+            "prompts": self.prompts,
+            "thresholds": list(self.routing.thresholds),
+            "complete": self.complete,
+            "error": None if self.error is None else str(self.error),
+        }
+
+
+def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunThere:
+    """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
+    ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
+    check_routing(settings.routing, ladder)
+    given, chat, keywords = settings.server, settings.prompt, settings.prompt.template_keywords()
+    for text in texts:
+        check_prompt(text)
+    questions = [Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
+    assert given.server is not None
+    with Connection(given.server, given.key, given.server_timeout) as connection:
+        server = RemoteServer(connection, given.server_model, given.server_api)
+        size, source = vocabulary_of(settings, server)
+        found = RunThere(
+            ladder=ladder,
+            settings=settings,
+            server=server,
+            routing=routing_for(settings.routing, settings.gate, ladder, size, str),
+            vocab_size=size,
+            source=source,
+            tally=IntervalTally.of([gear.name for gear in ladder]),
+        )
+        server.way = server.learn(questions[0])
+        found.record(out, questions)
+    found.write(out, found.summed_up(), found.routing.thresholds)
+    return found
+
+
+def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> tuple[int, str]:
+    """The size that is given, else the server's, else that of the thresholds, else an assumption, with a note."""
+    if settings.server.vocab_size is not None:
+        return settings.server.vocab_size, "--vocab-size"
+    size = server.vocab_size()
+    if size is not None:
+        return size, "the server"
+    if isinstance(settings.routing.source, ThresholdFile):
+        return settings.routing.source.vocab_size, "the thresholds"
+    terminal.note(
+        f"the server does not say how large the vocabulary is: {ASSUMED_VOCABULARY} is assumed, which makes upper "
+        "bounds too high rather than too low; --vocab-size makes them tight"
+    )
+    return ASSUMED_VOCABULARY, "assumed"
+
+
+def tokens_of(server: RemoteServer, question: Question, max_tokens: int) -> Iterator[RemoteToken]:
+    """The tokens of an answer, `max_tokens` at most, whatever the server does.
+
+    Raises:
+        RemoteError: the server fails, or gives text without log-probabilities.
+    """
+    count = 0
+    with contextlib.closing(server.answer(question, max_tokens)) as chunks:
+        for chunk in chunks:
+            if chunk.text and not chunk.tokens and not chunk.finished:
+                raise server.connection.error(f"gives no log-probabilities for {chunk.text!r}", "use another server")
+            for token in chunk.tokens:
+                yield token
+                count += 1
+                if count == max_tokens:
+                    return

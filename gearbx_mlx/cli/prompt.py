@@ -159,7 +159,7 @@ def encode_prompt(
     return tokens
 
 
-def check_untemplated(settings: PromptSettings, prefill: str | None) -> None:
+def check_untemplated(settings: PromptSettings, prefill: str | None = None) -> None:
     """Raises GearbxError for flags that do nothing without a chat template."""
     given = {
         "--system-prompt": settings.system_prompt,

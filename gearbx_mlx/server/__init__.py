@@ -219,16 +219,10 @@ class ServerSettings:
         """Raises GearbxError for flags of a model that is served here."""
         kept = "listen", "routing", "gate", "proxy"
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in kept]
-        for group in groups:
-            for name in given(group, type(group)()):
-                raise GearbxError(
-                    f"{flag_of(name)} is for a model that is served here; leave it out with --small-server"
-                )
-        for name in ("allow_models", "models", "keep_alive"):
-            if getattr(self.listen, name) not in (False, None):
-                raise GearbxError(
-                    f"{flag_of(name)} is for models that are served here; leave it out with --small-server"
-                )
+        refused = {name: "a model that is" for group in groups for name in given(group, type(group)())}
+        several = [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
+        for name, what in (refused | dict.fromkeys(several, "models that are")).items():
+            raise GearbxError(f"{flag_of(name)} is for {what} served here; leave it out with --small-server")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

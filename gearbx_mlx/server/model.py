@@ -54,9 +54,9 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     """
     choice = geared.loaded.resolved.mode
     wanted = options.mode or mode_of_options(options, mode_class(default_mode))
-    if wanted is not None and wanted not in modes:
-        raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
     if wanted is not None:
+        if wanted not in modes:
+            raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
         choice = replace(choice, mode=wanted, asked=True)
     kind = mode_class(wanted or default_mode)
     if options.gear is not None:
@@ -139,7 +139,10 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
         scheduler = Scheduler(provider, kept)
-        server.serves = said_of(provider)
+        served = provider.served
+        server.serves = f"serving {', '.join(provider.catalogue)}, each when it is asked for"
+        if served is not None:
+            server.serves = f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
         try:
             server.start(server_application(guard, scheduler))
             yield server
@@ -147,14 +150,6 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             scheduler.stop_and_join()
             server.stop()
             provider.forget()
-
-
-def said_of(provider: GearedProvider) -> str:
-    """What is served, in a few words."""
-    served = provider.served
-    if served is None:
-        return f"serving {', '.join(provider.shelf)}, each when it is asked for"
-    return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
 
 
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:

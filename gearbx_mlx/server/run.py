@@ -4,7 +4,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
 from ..cli.flags import turns_of
@@ -38,8 +38,7 @@ def run(settings: ServerSettings) -> int:
     return terminal.INTERRUPTED
 
 
-@contextmanager
-def serving(settings: ServerSettings) -> Iterator[Server]:
+def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
     """A server that answers while the context lasts.
 
     Raises:
@@ -48,13 +47,10 @@ def serving(settings: ServerSettings) -> Iterator[Server]:
     guard = guard_of(settings)
     if settings.proxy.wanted:
         address = settings.listen.host, settings.listen.port
-        with serving_proxy(settings.proxy, settings.routing, settings.gate, guard, address) as server:
-            yield server
-    else:
-        from . import model  # needs mlx-lm, for which a proxy need not wait
+        return serving_proxy(settings.proxy, settings.routing, settings.gate, guard, address)
+    from . import model  # needs mlx-lm, for which a proxy need not wait
 
-        with model.serving(settings, guard) as server:
-            yield server
+    return model.serving(settings, guard)
 
 
 @contextmanager

@@ -9,10 +9,11 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mlx_lm.generate import TextStateMachine
 from mlx_lm.server import get_system_fingerprint
+from pydantic import BaseModel, BeforeValidator, Field, Json
 from typing_extensions import NotRequired, TypedDict
 
 from ..telemetry.summary import Tally
@@ -96,22 +97,18 @@ class TextCompletion(AnyCompletion):
 # The answer.
 
 
-def call_of(call: Any) -> dict[str, Any]:
-    """A call with its arguments as JSON. Raises ValueError or TypeError for what is not a call."""
-    name = call.get("name") if isinstance(call, dict) else None
-    if not isinstance(name, str) or not name:
-        raise ValueError("it names no function")
-    arguments = call.get("arguments") or {}
-    if isinstance(arguments, str):  # some models write the JSON as text
-        arguments = json.loads(arguments)
-    if not isinstance(arguments, dict):
-        raise ValueError("its arguments are not an object")
-    identity = call.get("id")
-    return {
-        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)},
-        "type": "function",
-        "id": identity if isinstance(identity, str) and identity else str(uuid.uuid4()),
-    }
+class WrittenCall(BaseModel):
+    """A call of a tool as a model's parser reads it. Some models write the JSON of the arguments as text."""
+
+    name: Annotated[str, Field(min_length=1)]
+    arguments: Annotated[dict[str, Any] | Json[dict[str, Any]], BeforeValidator(lambda given: given or {})] = {}
+    id: Any = None
+
+    def as_chat(self) -> dict[str, Any]:
+        """A call as OpenAI has it. Raises ValueError for arguments that JSON does not have."""
+        arguments = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
+        identity = self.id if isinstance(self.id, str) and self.id else str(uuid.uuid4())
+        return {"function": {"name": self.name, "arguments": arguments}, "type": "function", "id": identity}
 
 
 class Writing:
@@ -182,7 +179,8 @@ class Writing:
             return []
         try:
             parsed = self.parse(text, self.request.shown_tools)
-            return [call_of(call) for call in (parsed if isinstance(parsed, list) else [parsed])]
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [WrittenCall.model_validate(call).as_chat() for call in calls]
         except Exception as error:  # a parser reads what a model wrote, and raises what it likes
             log.debug("what should be a call of a tool cannot be read: %s", type(error).__name__)
             return []

@@ -38,7 +38,7 @@ from .messages import (
 from .requests import AnyRequest, ChatRequest, TextRequest
 from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
-from .web import Guard, Refused, application, event_stream, page, refusal
+from .web import Guard, Refused, also, application, event_stream, front, refusal
 
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
@@ -91,8 +91,8 @@ class Metrics:
         said = f"Tokens of answers per second, over the last {WINDOW} seconds"
         Gauge("tokens_per_second", said, **own).set_function(self.tokens_per_second)
         self.tally = tally = Tally(defaultdict(int), {})
-        acceptance.labels("draft").set_function(lambda: share(tally.accepted, tally.drafted))
-        acceptance.labels("lookup").set_function(lambda: share(tally.from_lookup, tally.looked_up))
+        acceptance.labels("draft").set_function(lambda: tally.accepted / max(1, tally.drafted))
+        acceptance.labels("lookup").set_function(lambda: tally.from_lookup / max(1, tally.looked_up))
 
     def answered(self, route: str, status: int) -> None:
         """Count an answered request.
@@ -138,10 +138,6 @@ class Metrics:
     def text(self) -> bytes:
         """Everything that was counted, in Prometheus's text format."""
         return generate_latest(self.registry)
-
-
-def share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
 
 
 @dataclass(frozen=True)
@@ -197,19 +193,14 @@ def failing(error: Any) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": error, "description": "Why there is no answer"} for status in ("4XX", "5XX")}
 
 
-def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    return {200: {"content": {media_type: {"schema": schema}}}}
-
-
 EVENT = {  # of a stream; its data is JSON, or [DONE]
     "type": "object",
     "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
     "required": ["data"],
 }
 STREAMED = also("text/event-stream", EVENT)
-router = APIRouter(responses=failing(Error))
+router = APIRouter()
 keyed = APIRouter(
-    responses=failing(Error),
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
 theirs = APIRouter(responses=failing(MessagesError), dependencies=keyed.dependencies)
@@ -276,17 +267,14 @@ async def show_what_was_counted(here: Here) -> Response:
     return Response(here.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.head("/", include_in_schema=False)
-@router.get("/", response_class=Response, responses=also("text/html", {"type": "string"}))
-async def show_the_page() -> Response:
-    return page()
+PARTS = front, router, keyed, theirs
 
 
 def server_application(guard: Guard, scheduler: Scheduler | None = None) -> FastAPI:
     """The server of one model; without a scheduler, what describes it."""
     routes = APIRouter()
-    for part in (router, keyed, theirs):
-        routes.include_router(part)
+    for part in PARTS:
+        routes.include_router(part, responses=failing(Error))
     metrics = Metrics(scheduler)
     app = application(
         routes,
@@ -303,7 +291,7 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
     return app
 
 
-ROUTES = {route.path for part in (router, keyed, theirs) for route in part.routes}  # type: ignore[attr-defined]
+ROUTES = {route.path for part in PARTS for route in part.routes}  # type: ignore[attr-defined]
 
 
 def route_of(path: str) -> str:
@@ -316,11 +304,10 @@ def route_of(path: str) -> str:
 def about_models(here: Service) -> list[dict[str, Any]]:
     """The models that may be asked for; of the one that is loaded, its gears too."""
     provider = here.scheduler.provider
-    names = [provider.name] * provider.has_own + list(provider.shelf)
     key, served = provider.model_key, provider.served
     loaded = None if key is None else provider.name_of(key)
     found = []
-    for name in dict.fromkeys(names):
+    for name in provider.catalogue:
         about = {"id": name, "object": "model", "created": provider.created, "owned_by": "gearbx-mlx"}
         if served is not None and name == loaded:
             gears = {"modes": served.modes, "gears": served.gears, "bits": served.bits, "mode": served.default_mode}

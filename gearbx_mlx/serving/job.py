@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import TextStateMachine, make_stop_sequences
-from mlx_lm.models.cache import can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors
 from mlx_lm.server import Vision
 
@@ -130,11 +130,11 @@ class StopWords:
         self.state = machine.make_state("")
         self.found: str | None = None
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is certain now, and whether a stop word ended it."""
+    def feed(self, text: str) -> str:
+        """The text that is certain now."""
         self.state, segments = TextStateMachine.split(self.state, text)
         self.found = self.state[0] or None
-        return segments[0][1], self.found is not None
+        return str(segments[0][1])
 
     def rest(self) -> str:
         """What is still held back, once the text has ended by itself."""
@@ -147,6 +147,7 @@ class Job:
     Args:
         asked: the request, and where its answer goes.
         max_tokens: of the answer.
+        kept: KV caches of finished texts, by models, which `model` is one of, and by the lowest gears that read them.
 
     `cached` tokens of its prompt have a KV cache already; the lowest gear that read any of them is `cached_by`.
 
@@ -154,9 +155,9 @@ class Job:
         GearbxError: a response_format that no text can have, a tool_choice that nothing enforces.
     """
 
-    def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, max_tokens: int):
+    def __init__(self, asked: Asked, prompt: Prompt, mode: Mode, max_tokens: int, kept: LRUPromptCache, model: Any):
         self.asked, self.prompt, self.mode, self.max_tokens = asked, prompt, mode, max_tokens
-        self.served = prompt.served
+        self.served, self.kept, self.model = prompt.served, kept, model
         self.cached, self.cached_by = 0, ""
         self.stops = StopWords(asked.request.stop_words)
         self.tokens: list[int] = []  # of the answer
@@ -167,6 +168,42 @@ class Job:
         thinking = prompt.state == "reasoning"
         request, tokenizer = asked.request, self.served.tokenizer
         self.constraint = constraint_for(tokenizer, request.response_format, thinking, request.must_call)
+
+    def fetch(self) -> list[Any] | None:
+        """The longest KV cache that the text may go on from, and of those the most precise; notes what it has.
+
+        With a seed it is one of the text's own gear of prompts, so that the text does not depend on earlier requests.
+        """
+        found, tokens, gears = None, self.prompt.key, self.served.keys(self.mode)
+        for gear in gears if self.asked.request.seed is None else gears[-1:]:
+            if self.cached == len(tokens) - 1:  # a cache is copied when it is looked for
+                break
+            cache, rest = self.kept.fetch_nearest_cache((self.model, gear), tokens)
+            if cache is not None and not rest:  # the last token is left to be computed
+                rest = tokens[-1:]
+                cache = cache if can_trim_prompt_cache(cache) and trim_prompt_cache(cache, 1) else None
+            if cache is not None and len(tokens) - len(rest) > self.cached:
+                found, self.cached, self.cached_by = cache, len(tokens) - len(rest), gear
+        return found
+
+    def keep(self, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
+        """Keep the KV cache of these tokens, the first of the text: a system prompt, a user's or an assistant's text.
+
+        It is copied out of the arrays of a batch now: until then it has all of them in memory.
+        """
+        mx.eval([part.state for part in cache])
+        gear = self.cached_by if len(tokens) <= self.cached else self.served.keys(self.mode)[-1]
+        self.kept.insert_cache((self.model, gear), tokens, cache, cache_type=kind)
+
+    def keep_text(self, cache: list[Any]) -> None:
+        """Keep what later texts may go on from of an answer that has ended."""
+        key = self.prompt.key
+        tokens = (key + self.tokens)[: self.served.kept(self.mode, len(key), len(self.tokens))]
+        beyond = length(cache) - len(tokens)
+        if beyond > 0 and can_trim_prompt_cache(cache):
+            trim_prompt_cache(cache, beyond)
+        if tokens and length(cache) == len(tokens):
+            self.keep(tokens, cache)
 
     @property
     def seed(self) -> int:
@@ -185,8 +222,8 @@ class Job:
         self.tokens.append(response.token)
         most = self.asked.request.alternatives
         logprob = None if most is None else self.logprobs(response, most, finish_reason)
-        text, stopped = self.stops.feed(text)
-        if stopped:
+        text = self.stops.feed(text)
+        if self.stops.found is not None:
             finish_reason = "stop"
         elif finish_reason is not None:
             text += self.stops.rest()
@@ -281,21 +318,6 @@ def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
 
 # What computes them.
 
-Keep = Callable[..., None]
-"""Takes a job, the first tokens of its text, their KV cache, and what kind of text it is: system, user or assistant,
-which it is without one."""
-
-
-def keep_text(job: Job, cache: list[Any], keep: Keep) -> None:
-    """Hand over what later texts may go on from: the first tokens of an answer that has ended, and their entries."""
-    key = job.prompt.key
-    tokens = (key + job.tokens)[: job.served.kept(job.mode, len(key), len(job.tokens))]
-    beyond = length(cache) - len(tokens)
-    if beyond > 0 and can_trim_prompt_cache(cache):
-        trim_prompt_cache(cache, beyond)
-    if tokens and length(cache) == len(tokens):
-        keep(job, tokens, cache)
-
 
 class Left(Exception):
     """The client has gone while its prompt was read."""
@@ -305,29 +327,19 @@ class Single:
     """An answer in the making, alone.
 
     Args:
-        cache: KV cache that has the prompt's first tokens already, `cached` of them; None: there is none.
+        cache: of the prompt's first tokens, as many as `job.cached`; None: there is none.
         settings: mlx-lm's flags.
-        keep: takes the KV cache that later requests may go on from.
         meanwhile: called between two parts of the prompt; returns whether the server stops.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        cache: list[Any] | None,
-        cached: int,
-        settings: Any,
-        keep: Keep,
-        meanwhile: Callable[["Single"], bool],
-    ):
-        self.job, self.keep, self.meanwhile = job, keep, meanwhile
-        self.computing = self.is_over = False
+    def __init__(self, job: Job, cache: list[Any] | None, settings: Any, meanwhile: Callable[["Single"], bool]):
+        self.job, self.meanwhile, self.is_over = job, meanwhile, False
         self.cache = cache or job.served.make_cache(settings.max_kv_size)
         self.random = OwnRandomState(job.seed)
         self.responses: Any = stream_generate(
             job.served.model,
             job.served.tokenizer,
-            job.prompt.tokens[cached:],
+            job.prompt.tokens[job.cached :],
             job.max_tokens,
             mode=job.mode,
             gearbox=job.served.gearbox,
@@ -335,7 +347,7 @@ class Single:
             prompt_progress_callback=self.progress,
             sampler=job.sampler(settings),
             logits_processors=job.logits_processors(),
-            **keywords_of(job, cached, settings),
+            **keywords_of(job, settings),
         )
 
     def progress(self, done: int, total: int) -> None:
@@ -352,16 +364,12 @@ class Single:
     def step(self) -> None:
         """Compute one token and send it on; after the last one, keep what later texts may go on from."""
         response = None
-        self.computing = True
-        try:
-            with suppress(Left), self.random.drawn():
-                response = None if self.job.asked.left.is_set() else next(self.responses, None)
-        finally:
-            self.computing = False
+        with suppress(Left), self.random.drawn():
+            response = None if self.job.asked.left.is_set() else next(self.responses, None)
         if response is not None and not self.job.emit(response, response.text, response.finish_reason):
             return
         self.close()
-        keep_text(self.job, self.cache, self.keep)
+        self.job.keep_text(self.cache)
         self.job.asked.put(self.job.failed)
 
     def fail(self, error: Exception) -> None:
@@ -376,7 +384,7 @@ class Single:
         self.responses.close()
 
 
-def keywords_of(job: Job, cached: int, settings: Any) -> dict[str, Any]:
+def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
     """Keywords of stream_generate that the server's flags, and images, add."""
     served = job.served
     names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears", "kv_gear")
@@ -386,8 +394,8 @@ def keywords_of(job: Job, cached: int, settings: Any) -> dict[str, Any]:
     if served.controller is not None:
         keywords["controller"] = served.controller
     vision = job.prompt.vision
-    if vision is not None and (pixels := vision.pixel_values[sum(start < cached for start in vision.starts) :]):
-        embeddings = served.model.embed_inputs(mx.array(job.prompt.tokens[cached:]), pixel_values=pixels)
+    if vision is not None and (pixels := vision.pixel_values[sum(start < job.cached for start in vision.starts) :]):
+        embeddings = served.model.embed_inputs(mx.array(job.prompt.tokens[job.cached :]), pixel_values=pixels)
         mx.eval(embeddings)  # the prompt is read on another stream
         keywords["input_embeddings"] = embeddings
     return keywords
@@ -399,13 +407,10 @@ class Batch:
     Args:
         mode: of the first of them; each brings its own.
         settings: mlx-lm's flags, and the batch's policy.
-        keep: takes KV caches that later requests may go on from.
     """
 
-    computing = False
-
-    def __init__(self, served: Served, mode: Mode, settings: Any, keep: Keep):
-        self.settings, self.keep = settings, keep
+    def __init__(self, served: Served, mode: Mode, settings: Any):
+        self.settings = settings
         self.jobs: dict[int, Job] = {}
         self.is_over = False
         self.generator = mode.batch_generator(
@@ -424,14 +429,14 @@ class Batch:
         """How many answers are in the making."""
         return len(self.jobs)
 
-    def add(self, job: Job, cache: list[Any] | None, cached: int) -> None:
-        """Begin an answer; `cache` has the prompt's first tokens, `cached` of them."""
-        segments, kinds = rest_of(job.prompt, cached)
+    def add(self, job: Job, cache: list[Any] | None) -> None:
+        """Begin an answer; `cache` has the prompt's first tokens, as many as `job.cached`."""
+        segments, kinds = rest_of(job.prompt, job.cached)
         (uid,) = self.generator.insert_segments(
             segments=[segments],
             max_tokens=[job.max_tokens],
             caches=[cache],
-            all_tokens=[job.prompt.tokens[:cached]],
+            all_tokens=[job.prompt.tokens[: job.cached]],
             samplers=[job.sampler(self.settings)],
             logits_processors=[job.logits_processors()],
             stop_sequences=[make_stop_sequences(job.served.tokenizer)],
@@ -463,12 +468,7 @@ class Batch:
         """Keep the KV caches of prompts' parts that have just been read."""
         uids = [uid for uid in uids if self.jobs[uid].unread]
         for uid, (cache, tokens) in self.generator.extract_cache(uids).items():
-            self.store(self.jobs[uid], tokens[:], cache, self.jobs[uid].unread.pop())
-
-    def store(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
-        """Keep a KV cache. It is copied out of the batch's arrays now: until then it has all of them in memory."""
-        mx.eval([part.state for part in cache])
-        self.keep(job, tokens, cache, kind)
+            self.jobs[uid].keep(tokens[:], cache, self.jobs[uid].unread.pop())
 
     def emit(self, token: BatchGearResponse) -> None:
         """Send a token on, and end its answer where it is the last. Raises what the token failed of."""
@@ -484,7 +484,7 @@ class Batch:
         if not job.emit(response, job.detokenizer.last_segment, token.finish_reason):
             return
         if token.finish_reason is not None:
-            keep_text(job, token.prompt_cache or [], self.store)
+            job.keep_text(token.prompt_cache or [])
         self.remove([token.uid])
         job.asked.put(job.failed)
 

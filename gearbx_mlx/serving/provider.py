@@ -222,14 +222,18 @@ class GearedProvider(ModelProvider):
         self.served: Served | None = None
         if models is None or name is not None:
             self.load_key(self.own_key)
-        elif not self.shelf:
+        elif not self.catalogue:
             raise GearbxError(f"--models {models}: no folder in it has a config.json; give one that has checkpoints")
 
     @property
-    def shelf(self) -> dict[str, str]:
-        """The checkpoints of the directory of models: name and path. Looked up again each time: they come and go."""
+    def catalogue(self) -> dict[str, tuple[str | None, str | None]]:
+        """The models that requests may name: path and adapter of each.
+
+        Those of the directory of models are looked up again each time: they come and go.
+        """
         configs = sorted(Path(self.models).glob("*/config.json")) if self.models is not None else []
-        return {config.parent.name: str(config.parent) for config in configs}
+        own = {self.name: self.own_key} if self.has_own else {}
+        return own | {config.parent.name: (str(config.parent), None) for config in configs}
 
     @property
     def has_own(self) -> bool:
@@ -251,22 +255,22 @@ class GearedProvider(ModelProvider):
         Raises:
             Refused: a model or an adapter that the server was not started with.
         """
-        own = not model or model in self.names
-        if model in (shelf := self.shelf) and adapters is None:
-            return shelf[model], None
+        own, catalogue = not model or model in self.names, self.catalogue
+        if model in catalogue and adapters is None:
+            return catalogue[model]
         if own and not self.has_own:
-            raise Refused(400, f"name a model; {', '.join(shelf)} are served here", param="model")
+            raise Refused(400, f"name a model; {', '.join(catalogue)} are served here", param="model")
         if own and adapters in (None, self.own_key[1]):
             return self.own_key
         if not self.allow_models:
             what = f"the adapter {adapters[:200]!a}" if own and adapters else f"the model {str(model)[:200]!a}"
-            here = ", ".join([self.name] * self.has_own + list(shelf))
-            raise Refused(404, f"{what} is not served here; {here} is", param="model", code="model_not_found")
+            why = f"{what} is not served here; {', '.join(catalogue)} is"
+            raise Refused(404, why, param="model", code="model_not_found")
         return (self.own_key[0] if own else model), adapters
 
     def name_of(self, key: tuple[str | None, str | None]) -> str:
         """The name of a model as answers have it."""
-        return next((name for name, path in self.shelf.items() if path == key[0]), self.name)
+        return next((name for name, (path, _) in self.catalogue.items() if path == key[0]), self.name)
 
     def current(self, key: tuple[str | None, str | None]) -> Served | None:
         """The model, if it is the one that is loaded."""

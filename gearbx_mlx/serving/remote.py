@@ -7,15 +7,14 @@ how to ask a server for log-probabilities; which one it understands is found out
 import json
 import re
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any, TypeVar
 
 import httpx
-from httpx_sse import EventSource
 from msgspec import Struct
 
 from ..errors import GearbxError, one_line
@@ -210,6 +209,18 @@ class OpenAIAnswer(Struct, frozen=True):
     choices: list[Choice] = []
     error: Any = None
 
+    def chunk(self, asked: int) -> Chunk:
+        if not self.choices:  # such as the last event with the usage
+            return Chunk()
+        choice = self.choices[0]
+        message = choice.delta or choice.message
+        written = message.text if message else choice.text or ""
+        tokens = tokens_of(choice.logprobs, asked) if choice.logprobs else []
+        if choice.delta is None:
+            texts = spelled([token.text for token in tokens], written)
+            tokens = [replace(token, text=text) for token, text in zip(tokens, texts)]
+        return Chunk(written, tuple(tokens), choice.finish_reason is not None)
+
 
 class OllamaAnswer(Struct, frozen=True):
     message: Message | None = None
@@ -218,9 +229,13 @@ class OllamaAnswer(Struct, frozen=True):
     logprobs: list[Entry] | None = None
     error: Any = None
 
+    def chunk(self, asked: int) -> Chunk:
+        tokens = tuple(token_of(entry, asked) for entry in self.logprobs or ())
+        return Chunk(self.message.text if self.message else self.response, tokens, self.done)
 
-def openai_chunk(text: str, asked: int) -> Chunk:
-    """An event of a stream, or a whole answer, of an OpenAI-style server.
+
+def chunk_of(text: str, kind: type[OpenAIAnswer] | type[OllamaAnswer], asked: int) -> Chunk:
+    """An event or a line of a stream, or a whole answer.
 
     Args:
         asked: how many log-probabilities of each token were asked for.
@@ -228,43 +243,19 @@ def openai_chunk(text: str, asked: int) -> Chunk:
     Raises:
         GearbxError: no such answer, or an error that the server reports in it.
     """
-    answer = typed(parse_python_json(text), OpenAIAnswer)
-    check_error(answer.error)
-    if not answer.choices:  # such as the last event with the usage
-        return Chunk()
-    choice = answer.choices[0]
-    message = choice.delta or choice.message
-    written = message.text if message else choice.text or ""
-    tokens = tokens_of(choice.logprobs, asked) if choice.logprobs else []
-    if choice.delta is None:
-        texts = spelled([token.text for token in tokens], written)
-        tokens = [replace(token, text=text) for token, text in zip(tokens, texts)]
-    return Chunk(written, tuple(tokens), choice.finish_reason is not None)
-
-
-def ollama_chunk(text: str, asked: int) -> Chunk:
-    """A line of an answer of Ollama's own API; arguments and errors as for `openai_chunk`."""
-    answer = typed(parse_python_json(text), OllamaAnswer)
-    check_error(answer.error)
-    tokens = tuple(token_of(entry, asked) for entry in answer.logprobs or ())
-    return Chunk(answer.message.text if answer.message else answer.response, tokens, answer.done)
-
-
-def check_error(error: Any) -> None:
-    if error:
-        raise GearbxError(f"it reports an error: {brief(said_in(error))}")
+    answer = typed(parse_python_json(text), kind)
+    if answer.error:
+        raise GearbxError(f"it reports an error: {brief(said_in(answer.error))}")
+    return answer.chunk(asked)
 
 
 def tokens_of(logprobs: Logprobs, asked: int) -> list[RemoteToken]:
     """The tokens of either format."""
     if logprobs.content is not None:
         return [token_of(entry, asked) for entry in logprobs.content]
-    names, tops = logprobs.tokens or [], logprobs.top_logprobs or []
-    found = []
-    for place, name in enumerate(names):
-        top = (tops[place] if place < len(tops) else None) or {}
-        found.append(RemoteToken(name, descending(list(top.values())), unlisted_of_text(name, top, asked)))
-    return found
+    found = zip(logprobs.tokens or (), chain(logprobs.top_logprobs or (), repeat(None)))
+    listed = ((name, top or {}) for name, top in found)
+    return [RemoteToken(name, descending(top.values()), unlisted_of_text(name, top, asked)) for name, top in listed]
 
 
 def token_of(entry: Entry, asked: int) -> RemoteToken:
@@ -292,7 +283,7 @@ def unlisted_of_text(name: str, top: dict[str, float], asked: int) -> float:
     Tokens with the same text are one key of its object, and the chosen token may be there beyond those asked for. So a
     list that the chosen token ends can lack a more likely one.
     """
-    ranked = descending(list(top.values()))
+    ranked = descending(top.values())
     if len(ranked) > 1 and top.get(name) == ranked[-1] and len(ranked) <= asked:
         return UNKNOWN
     return limit(ranked, asked)
@@ -303,12 +294,31 @@ def limit(ranked: Sequence[float], asked: int) -> float:
     return ranked[asked - 1] if len(ranked) >= asked else UNKNOWN
 
 
-def descending(values: Sequence[float]) -> tuple[float, ...]:
+def descending(values: Iterable[float]) -> tuple[float, ...]:
     """Sorted, the largest first; NaN, which has no place, stays for the check of the numbers."""
     return tuple(sorted(values, reverse=True))
 
 
 # Requests to a server
+
+EVENT_END = re.compile(rb"\r?\n\r?\n")
+LONGEST_END = 4  # bytes
+
+
+def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
+    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
+    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
+    rest += part
+    while found := EVENT_END.search(rest, searched):
+        yield bytes(rest[: found.end()])
+        del rest[: found.end()]
+        searched = 0
+
+
+def data_of(event: bytes) -> bytes:
+    """The data of an event; nothing where it is a comment."""
+    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
+
 
 LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
 BEGINNING = 2**16  # bytes that show what an answer is
@@ -392,7 +402,7 @@ class Connection:
         return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
 
     def refused(self, status: int, reply: "Reply") -> RefusedError:
-        reason = refusal(hidden(reply.beginning(), self.api_key))
+        reason = refusal(hidden(reply.text(BEGINNING), self.api_key))
         key = "give --server-api-key"
         remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
@@ -417,24 +427,22 @@ class Connection:
         return self.error(f"cut its answer short ({why})", "look at the server's log and run this again")
 
 
-class Reply(httpx.SyncByteStream):
+class Reply:
     """An answer while it comes: its bytes, as long as there are tokens among them."""
 
     def __init__(self, connection: Connection, response: httpx.Response):
         self.connection, self.response = connection, response
         self.kind = brief(response.headers.get("content-type", "")).partition(";")[0].lower()
         self.clock, self.unheard = Clock(connection.timeout), 0
-        self.stream, response.stream = response.stream, self
 
     def heard(self) -> None:
         """A token came: the time to wait begins again."""
         self.clock.heard()
         self.unheard = 0
 
-    def __iter__(self) -> Iterator[bytes]:
+    def parts(self) -> Iterator[bytes]:
         """The bytes as they come. Raises RemoteError where they come, but no token among them."""
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        for part in self.stream:
+        for part in self.response.iter_bytes():
             self.unheard += len(part)
             if self.clock.over:
                 raise self.connection.silent()
@@ -442,22 +450,19 @@ class Reply(httpx.SyncByteStream):
                 raise self.connection.error(f"sends more than {LARGEST} bytes")
             yield part
 
-    def close(self) -> None:
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        self.stream.close()
-
-    def text(self) -> str:
-        """The whole answer."""
-        return self.response.read().decode("utf-8", "replace")
-
-    def beginning(self) -> str:
-        """The first bytes of the answer: enough of an error, or of a page, to say what it is."""
-        return next(self.response.iter_bytes(BEGINNING), b"").decode("utf-8", "replace")
+    def text(self, most: int = LARGEST) -> str:
+        """The whole answer, or about so many bytes of it."""
+        found = bytearray()
+        for part in self.parts():
+            found += part
+            if len(found) >= most:
+                break
+        return found.decode("utf-8", "replace")
 
     def lines(self) -> Iterator[str]:
         """The lines of the answer that are not empty, each as soon as it is there."""
         rest = b""
-        for part in self.response.iter_bytes():
+        for part in self.parts():
             *lines, rest = (rest + part).split(b"\n")
             yield from (line.decode("utf-8", "replace") for line in lines if line.strip())
         if rest.strip():
@@ -465,7 +470,9 @@ class Reply(httpx.SyncByteStream):
 
     def events(self) -> Iterator[str]:
         """The data of its server-sent events."""
-        return (event.data for event in EventSource(self.response).iter_sse() if event.data)
+        rest = bytearray()
+        for part in self.parts():
+            yield from (data.decode("utf-8", "replace") for data in map(data_of, events_in(rest, part)) if data)
 
     def parsed(self, text: str, parse: Callable[[str], T]) -> T:
         """What `parse` makes of a part of the answer; a GearbxError of it becomes a RemoteError with the URL."""
@@ -546,14 +553,14 @@ class Way:
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
         """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
         ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
-        read, unit = (ollama_chunk, "line") if ollama else (openai_chunk, "event")
+        kind, unit = (OllamaAnswer, "line") if ollama else (OpenAIAnswer, "event")
         # Without events it is a whole answer, asked for or not; or a page.
         parts = reply.lines() if ollama else reply.events() if streamed else [reply.text()]
         finished = not (ollama or streamed)
         for part in parts:
             if part.strip() == DONE:
                 return
-            chunk = reply.parsed(part, lambda text: read(text, self.asked))
+            chunk = reply.parsed(part, lambda text: chunk_of(text, kind, self.asked))
             finished = finished or chunk.finished
             yield chunk
         if not finished:
@@ -567,9 +574,9 @@ def ways_to_ask(chat: bool, openai: bool = True, ollama: bool = False) -> list[W
     return own + [Way(asked, form, streamed) for asked in ASK for form in forms for streamed in (True, False) if openai]
 
 
-def others(ways: Sequence[Way], refused: Way) -> list[Way]:
-    """Those that ask with other fields than one that was refused."""
-    return [way for way in ways if (way.asked, way.form) != (refused.asked, refused.form)]
+def others(ways: Sequence[Way]) -> list[Way]:
+    """Those to try after the first, which was refused: they ask with other fields."""
+    return [way for way in ways if (way.asked, way.form) != (ways[0].asked, ways[0].form)]
 
 
 def after_silence(ways: Sequence[Way]) -> list[Way]:
@@ -639,7 +646,7 @@ class RemoteServer:
             except RefusedError as error:
                 if not about_logprobs(error.status, error.reason):
                     raise
-                ways, words = others(ways, ways[0]), f" ({error.reason})"
+                ways, words = others(ways), f" ({error.reason})"
         raise self.connection.error(
             f"gives no log-probabilities for {self.model}{words}", "start it with them, or use another server"
         )
@@ -680,7 +687,7 @@ def is_ollama(connection: Connection) -> bool:
     """Whether a server is Ollama, which says so at its root. Raises RemoteError if it is not there."""
     try:
         with connection.opened(connection.root + "/") as reply:
-            return "Ollama is running" in reply.beginning()
+            return "Ollama is running" in reply.text(BEGINNING)
     except RefusedError:
         return False
 

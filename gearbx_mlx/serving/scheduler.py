@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_lm.models.cache import LRUPromptCache, can_trim_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import CompletionRequest, ResponseGenerator
 from transformers import PreTrainedTokenizerBase
 
@@ -45,6 +45,7 @@ class Scheduler(ResponseGenerator):
     def __init__(self, provider: GearedProvider, prompt_cache: LRUPromptCache):
         self.provider = provider
         self.writers: dict[Any, Single | Batch] = {}  # batches by what their answers share, others by their jobs
+        self.computing: list[Single | Batch] = []  # from the top of the stack down
         self.waiting: Asked | None = None  # for another model
         self.closed = False
         self.busy = time.monotonic()  # when something was last computed
@@ -156,30 +157,40 @@ class Scheduler(ResponseGenerator):
         self.busy = time.monotonic()
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
-        cache = self.fetch(job)
-        cached = job.cached
+        cache = job.fetch()
         which = self.shared(job)
         if which is None:
-            self.writers[job] = Single(job, cache, cached, self.cli_args, self.keep, self.meanwhile)
+            self.writers[job] = Single(job, cache, self.cli_args, self.meanwhile)
         else:
             batch = self.writers.get(which)
             if not isinstance(batch, Batch):
-                batch = self.writers[which] = Batch(served, mode, self.cli_args, self.keep)
-            batch.add(job, cache, cached)
+                batch = self.writers[which] = Batch(served, mode, self.cli_args)
+            batch.add(job, cache)
         machine = text_machine(self, served.tokenizer)
-        asked.put(Begun(job.prompt, mode, cached, machine, self.provider.name_of(key)))
+        asked.put(Begun(job.prompt, mode, job.cached, machine, self.provider.name_of(key)))
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
-        """A request's answer, with how many tokens it may have. Raises Refused for a prompt that does not fit."""
-        prompt = asked.prompt
+        """A request's answer, with how many tokens it may have.
+
+        Raises:
+            Refused: a prompt without tokens or longer than the context, tokens that the vocabulary does not have.
+        """
+        request, prompt = asked.request, asked.prompt
         if prompt is None or prompt.served is not served:
-            prompt = prompt_of(self, asked.request, served)
-        if not prompt.tokens:
+            prompt = prompt_of(self, request, served)
+        size, most = len(prompt.tokens), request.most_tokens or self.cli_args.max_tokens
+        if not size:
             raise Refused(400, "the prompt becomes no token", param="prompt")
-        check_tokens(asked.request, served)
-        most = asked.request.most_tokens or self.cli_args.max_tokens
-        return Job(asked, prompt, mode, room(served, len(prompt.tokens), most))
+        given = request.tokens if isinstance(request, TextRequest) else []
+        for token in (*given, *map(int, request.logit_bias or {})):
+            if token >= served.vocabulary:
+                raise Refused(400, f"token {token} is not in the vocabulary, which has {served.vocabulary}")
+        if served.context is not None:
+            if size >= served.context:
+                raise too_long(f"is {size} tokens, and the model's context {served.context}")
+            most = min(most, served.context - size)
+        return Job(asked, prompt, mode, most, self.prompt_cache, self.provider.model_key)
 
     def shared(self, job: Job) -> Any:
         """What the answer has in common with those in the making with which it shares its passes; None: it is alone."""
@@ -187,20 +198,18 @@ class Scheduler(ResponseGenerator):
         plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
         return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None
 
-    def keep(self, job: Job, tokens: list[int], cache: list[Any], kind: str = "assistant") -> None:
-        """Keep a KV cache for texts that go on from these tokens."""
-        key = job.cached_by if len(tokens) <= job.cached else job.served.keys(job.mode)[-1]
-        self.prompt_cache.insert_cache((self.provider.model_key, key), tokens, cache, cache_type=kind)
-
     def step_all(self) -> None:
         """One token for every answer, but for those that are being computed further down the stack."""
         for which, writer in list(self.writers.items()):
-            if writer.is_over or writer.computing:  # it may have ended while another one read its prompt
+            if writer.is_over or writer in self.computing:  # it may have ended while another one read its prompt
                 continue
+            self.computing.append(writer)
             try:
                 writer.step()
             except Exception as error:
                 writer.fail(error)
+            finally:
+                self.computing.pop()
             if writer.is_over:
                 del self.writers[which]
 
@@ -213,30 +222,6 @@ class Scheduler(ResponseGenerator):
         if gearbox is not None and gear is not None:
             gearbox.shift(gear)  # in which the prompt is being read
         return self._stop
-
-    def fetch(self, job: Job) -> list[Any] | None:
-        """The longest KV cache that a text may go on from, and of those the most precise; the job notes what it has.
-
-        With a seed it is one of the text's own gear of prompts, so that the text does not depend on earlier requests.
-        """
-        found, whole, keys = None, len(job.prompt.key) - 1, job.served.keys(job.mode)
-        for key in keys if job.asked.request.seed is None else keys[-1:]:
-            if job.cached == whole:  # a cache is copied when it is looked for
-                break
-            cache, cached = self.nearest(key, job.prompt.key)
-            if cache is not None and cached > job.cached:
-                found, job.cached, job.cached_by = cache, cached, key
-        return found
-
-    def nearest(self, key: str, tokens: list[int]) -> tuple[list[Any] | None, int]:
-        """A KV cache of the first tokens, and how many it has: all but the last one at most."""
-        cache, rest = self.prompt_cache.fetch_nearest_cache((self.provider.model_key, key), tokens)
-        if cache is None or rest:
-            return cache, len(tokens) - len(rest)
-        if len(tokens) > 1 and can_trim_prompt_cache(cache):
-            trim_prompt_cache(cache, 1)
-            return cache, len(tokens) - 1
-        return None, 0
 
     def close_writers(self) -> None:
         for writer in self.writers.values():
@@ -287,30 +272,15 @@ def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served)
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 
 
-def room(served: Served, prompt: int, most: int) -> int:
-    """How many tokens may follow a prompt of so many, `most` at most. Raises Refused where the context is full."""
-    if served.context is None:
-        return most
-    if prompt >= served.context:
-        why = f"the prompt is {prompt} tokens, and the model's context {served.context}; shorten it"
-        raise Refused(400, why, code="context_length_exceeded")
-    return min(most, served.context - prompt)
-
-
-def check_tokens(request: AnyRequest, served: Served) -> None:
-    """Raises Refused for tokens that the vocabulary does not have."""
-    given = request.tokens if isinstance(request, TextRequest) else []
-    for token in (*given, *map(int, request.logit_bias or {})):
-        if token >= served.vocabulary:
-            raise Refused(400, f"token {token} is not in the vocabulary, which has {served.vocabulary}")
+def too_long(why: str) -> Refused:
+    return Refused(400, f"the prompt {why}; shorten it", code="context_length_exceeded")
 
 
 def check_length(served: Served, texts: Any) -> None:
     """Raises Refused for a text that cannot fit the context, before seconds go by to make tokens of it."""
     length = sum(map(len, texts_in(texts)))
     if served.context is not None and length > served.context * served.longest_token:
-        why = f"the prompt has {length} characters, and the model's context {served.context} tokens; shorten it"
-        raise Refused(400, why, code="context_length_exceeded")
+        raise too_long(f"has {length} characters, and the model's context {served.context} tokens")
 
 
 def texts_in(value: Any) -> Iterator[str]:

@@ -321,7 +321,20 @@ def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
     return StreamingResponse(events, headers=headers)
 
 
+def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """What the description says of an answer that is not JSON."""
+    return {200: {"content": {media_type: {"schema": schema}}}}
+
+
 # The page.
+
+front = APIRouter()
+
+
+@front.head("/", include_in_schema=False)
+@front.get("/", response_class=Response, responses=also("text/html", {"type": "string"}))
+async def show_the_page() -> Response:
+    return page()
 
 
 @functools.cache

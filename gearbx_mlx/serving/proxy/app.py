@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from ...routing.pair import NAMES
-from ..web import Guard, Refused, application, escaped, event_stream, page
+from ..web import Guard, Refused, application, escaped, event_stream, front
 from .route import CHAT, TEXT, Between, ProxyRoute
 from .upstream import Declined, Failed, Upstream
 
@@ -44,22 +44,12 @@ class ProxyMetrics:
         self.answers.labels(server, decision.why).inc()
         self.handed_over.inc(route.handed_over)
         self.first.observe(seconds)
-        self.failed(route)
         reason = f" ({escaped(decision.reason)})" if decision.reason else ""
         log.info("the %s server answers: %s%s; %d tokens handed over", server, decision.why, reason, route.handed_over)
 
-    def failed(self, route: ProxyRoute) -> None:
-        """Count the servers that failed since the last call."""
-        while route.uncounted:
-            self.failures.labels(NAMES[route.uncounted.pop()]).inc()
-
 
 router = APIRouter()
-
-
-def between_of(request: Request) -> Between:
-    between: Between = request.app.state.between
-    return between
+router.include_router(front)
 
 
 @router.post("/chat/completions")
@@ -76,7 +66,7 @@ async def go_on_with_a_text(request: Request, body: dict[str, Any]) -> Response:
 @router.get("/health")
 async def check_both_servers(request: Request) -> Response:
     """Well while a request can be answered: with `fallback` one server is enough."""
-    between = between_of(request)
+    between: Between = request.app.state.between
     reasons = await asyncio.gather(*(server.why_not_well() for server in between.servers))
     down = sum(reason is not None for reason in reasons)
     well = down == 0 or (down == 1 and between.fallback)
@@ -90,7 +80,7 @@ async def check_both_servers(request: Request) -> Response:
 
 @router.get("/v1/models")
 async def list_models_of_both(request: Request) -> Response:
-    rows = [row for server in between_of(request).servers for row in await models_of(server)]
+    rows = [row for server in request.app.state.between.servers for row in await models_of(server)]
     return JSONResponse({"object": "list", "data": rows})
 
 
@@ -102,19 +92,13 @@ async def models_of(server: Upstream) -> list[dict[str, Any]]:
     try:
         return [row | mark for row in await server.models()]
     except Failed as error:
-        log.warning("%s", escaped(str(error)))
+        log.warning("%s", escaped(error.message))
         return []
 
 
 @router.get("/metrics")
 async def show_what_was_counted(request: Request) -> Response:
     return Response(generate_latest(request.app.state.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.head("/", include_in_schema=False)
-@router.get("/")
-async def show_the_page() -> Response:
-    return page()
 
 
 def proxy_application(guard: Guard, between: Between) -> FastAPI:
@@ -135,15 +119,14 @@ async def complete(request: Request, path: str, body: dict[str, Any]) -> Respons
     """The answer of one of the servers, as a stream or whole; or what a server says of a request that it refuses."""
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
-    route = ProxyRoute(between_of(request), path, body)
-    parts = counted(route, request.app.state.metrics)
+    metrics = request.app.state.metrics
+    route = ProxyRoute(request.app.state.between, metrics.failures, path, body)
+    parts = counted(route, metrics)
     try:
         first = await anext(parts)
     except Declined as error:
         later = {"Retry-After": error.retry_after} if error.retry_after else {}
         return Response(error.said, error.status, {"Content-Type": error.kind, **later})
-    except Failed as error:
-        raise failure(error) from error
     if isinstance(first, bytes):
         return event_stream(events(first, parts))
     async for _ in parts:
@@ -164,8 +147,9 @@ async def counted(route: ProxyRoute, metrics: ProxyMetrics) -> AsyncGenerator[An
         except (asyncio.CancelledError, GeneratorExit):
             metrics.left.inc()
             raise
-        finally:
-            metrics.failed(route)
+        except Failed as error:
+            log.warning("%s", escaped(error.message))
+            raise
 
 
 async def events(first: bytes, parts: AsyncGenerator[Any, None]) -> AsyncIterator[bytes]:
@@ -176,10 +160,4 @@ async def events(first: bytes, parts: AsyncGenerator[Any, None]) -> AsyncIterato
             async for part in parts:
                 yield part
         except Failed as error:
-            yield b"data: " + msgspec.json.encode(failure(error).body()) + b"\n\n"
-
-
-def failure(error: Failed) -> Refused:
-    """An error of 502, which is logged."""
-    log.warning("%s", escaped(str(error)))
-    return Refused(502, str(error), "server_error", code="bad_gateway")
+            yield b"data: " + msgspec.json.encode(error.body()) + b"\n\n"

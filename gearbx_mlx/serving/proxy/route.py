@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
+from prometheus_client import Counter
 
 from ...errors import GearbxError, one_line
 from ...files.reading import typed
 from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
-from ...routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, LARGE, NAMES, SMALL, pair_gate, pair_monitor
-from .. import ASSUMED_VOCABULARY
+from ...routing.pair import LARGE, NAMES, SMALL, pair_gate, pair_monitor
 from ..remote import Clock, Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
 from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
 
@@ -32,7 +32,6 @@ FORGET = 60.0  # seconds after which what a server could not do is tried again: 
 SEVERAL_TEXTS = ("echo", "suffix", "best_of")  # whose logprobs would be of more than one answer
 NOT_JUDGED = ("stream", "stream_options", "n", *SEVERAL_TEXTS)
 LENGTHS = ("max_tokens", "max_completion_tokens")
-LISTING = (200, 404)  # the answers of a server that has its models listed, or has no list
 ASKED = {"continue_final_message": True, "add_generation_prompt": False}
 # Who a server says that owns its models -> the fields that make it go on with the assistant's message.
 CONTINUES: dict[str, dict[str, bool]] = {"vllm": ASKED, "sglang": ASKED, "llamacpp": {}}
@@ -66,9 +65,12 @@ class Rule:
     """
 
     threshold: float
-    window: int = DEFAULT_WINDOW
-    min_gear_duration: int = DEFAULT_MIN_DURATION
-    vocab_size: int = ASSUMED_VOCABULARY
+    window: int
+    min_gear_duration: int
+    vocab_size: int
+
+
+# What a client asks for.
 
 
 def typed_last(body: dict[str, Any]) -> str:
@@ -90,32 +92,6 @@ def texts(content: Any) -> Iterator[str]:
             yield text
 
 
-# How to ask for tokens that can be judged.
-
-
-class Ways:
-    """The ways to ask that are not known to fail, for each path of a server.
-
-    proven: paths and ways by which some answer had log-probabilities, so that one without them says nothing of the
-    server.
-    """
-
-    def __init__(self) -> None:
-        self._left: dict[str, tuple[float, list[Way]]] = {}
-        self.proven: set[tuple[str, Way]] = set()
-
-    def known(self, path: str) -> list[Way]:
-        """The ways that are left, the best first."""
-        since, left = self._left.get(path, (-FORGET, []))
-        if time.monotonic() - since < FORGET:
-            return list(left)
-        return ways_to_ask(chat=path == CHAT)
-
-    def keep(self, path: str, left: Sequence[Way]) -> None:
-        """Learn that no others work."""
-        self._left[path] = time.monotonic(), [way for way in self.known(path) if way in left]
-
-
 def judged_by_stream(body: Mapping[str, Any]) -> bool:
     """Whether the stream that a client asks for can be judged, and given to it then."""
     one = body.get("n") in (None, 1) and not any(body.get(name) for name in SEVERAL_TEXTS)
@@ -124,45 +100,11 @@ def judged_by_stream(body: Mapping[str, Any]) -> bool:
 
 def lengths_of(body: Mapping[str, Any]) -> dict[str, int]:
     """The most tokens that a client wants, under each name; 50.0 is 50."""
-    found = {name: body.get(name) for name in LENGTHS}
-    return {
-        name: int(value)
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
-    }
+    found = {name: body[name] for name in LENGTHS if name in body}
+    return {name: int(value) for name, value in found.items() if type(value) in (int, float) and value % 1 == 0}
 
 
 # What came.
-
-
-@dataclass(frozen=True)
-class Part:
-    """A chunk of a stream, or a whole answer.
-
-    text: of the answer, without calls of tools and thoughts. bounds: of the entropy of each token, in bits. spoken:
-    whether anything is said. plain: whether `text` is all of that. finish: the reason for which the answer ends here.
-    """
-
-    text: str
-    bounds: tuple[tuple[float, float], ...]
-    spoken: bool
-    plain: bool
-    finish: str | None
-
-
-def part_of(answer: dict[str, Any], vocab_size: int, asked: int) -> Part:
-    """A part of an answer to a request for `asked` log-probabilities of each token.
-
-    Raises:
-        GearbxError: log-probabilities that no distribution has.
-    """
-    choice = next((one for one in choices_of(answer) if one.get("index", 0) == 0), {})
-    message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-    if not isinstance(message, dict) or not isinstance(text := message.get("content") or "", str):
-        raise GearbxError("its answer has no text")
-    more = any(value for name, value in message.items() if name not in ("content", "role"))
-    bounds = reported(answer, vocab_size) or bounds_of(choice.get("logprobs"), vocab_size, asked)
-    return Part(text, bounds, bool(text or more), not more, choice.get("finish_reason"))
 
 
 def choices_of(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -204,14 +146,20 @@ def bounds_of(logprobs: Any, vocab_size: int, asked: int) -> tuple[tuple[float, 
 class FirstTokens:
     """The first tokens of the small server, and what follows from them.
 
+    Args:
+        asked: how many log-probabilities of each token were asked for.
+
     seen: tokens. means: bounds of the mean over the window, in bits. choice: SMALL, LARGE, or None where the two bounds
-    would choose differently.
+    would choose differently. text: of the answer; plain: whether there is nothing beside it, such as calls of tools and
+    thoughts. finish: the reason for which the answer has ended.
     """
 
-    def __init__(self, rule: Rule):
-        self.rule, self.seen = rule, 0
+    def __init__(self, rule: Rule, asked: int):
+        self.rule, self.asked, self.seen = rule, asked, 0
         self.means: tuple[float, float] | None = None
         self.choice: int | None = SMALL
+        self.text, self.plain = "", True
+        self.finish: str | None = None
         self._routing = BoundedRouting(
             lambda: pair_monitor(rule.vocab_size, rule.window),
             lambda: pair_gate(rule.threshold, rule.min_gear_duration),
@@ -219,13 +167,27 @@ class FirstTokens:
             delay=0,
         )
 
-    def add(self, bounds: tuple[float, float]) -> None:
-        """Take the bounds of the next token's entropy, in bits; after the decision they change nothing."""
-        if not self.complete:
-            found = self._routing.update(bounds)
-            self.means = found.means
-            self.choice = min(found.possible) if len(found.possible) == 1 else None
-        self.seen += 1
+    def take(self, answer: dict[str, Any]) -> bool:
+        """Take a chunk of a stream, or a whole answer. Returns whether the tokens of what it says can be judged.
+
+        Raises:
+            GearbxError: log-probabilities that no distribution has.
+        """
+        choice = next((one for one in choices_of(answer) if one.get("index", 0) == 0), {})
+        message = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        if not isinstance(message, dict) or not isinstance(text := message.get("content") or "", str):
+            raise GearbxError("its answer has no text")
+        more = any(value for name, value in message.items() if name not in ("content", "role"))
+        self.text, self.plain, self.finish = self.text + text, self.plain and not more, choice.get("finish_reason")
+        size = self.rule.vocab_size
+        found = reported(answer, size) or bounds_of(choice.get("logprobs"), size, self.asked)
+        for bounds in found:
+            if not self.complete:
+                routed = self._routing.update(bounds)
+                self.means = routed.means
+                self.choice = min(routed.possible) if len(routed.possible) == 1 else None
+            self.seen += 1
+        return bool(found) or not (text or more)
 
     @property
     def complete(self) -> bool:
@@ -259,43 +221,30 @@ class Decision:
 
 
 class Between:
-    """Two servers, and the rule between them.
+    """Two servers, the rule between them, and what is known of them.
 
     Args:
         fallback: whether one server answers for the other one that fails.
+
+    proven: paths and ways by which some answer of the small server had log-probabilities, so that one without them says
+    nothing of the server.
     """
 
-    def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool = True):
+    def __init__(self, small: Upstream, large: Upstream, rule: Rule, fallback: bool):
         self.servers = small, large
         self.rule, self.fallback = rule, fallback
-        self.ways = Ways()
+        self.proven: set[tuple[str, Way]] = set()
+        self._ways: dict[str, tuple[float, list[Way]]] = {}
         self._owner: str | None = None
 
-    async def going_on(self, path: str, body: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any] | None:
-        """The request by which the large server goes on with `text` of the small one; None where it starts again.
+    def ways(self, path: str) -> list[Way]:
+        """The ways to ask the small server for log-probabilities that are not known to fail, the best first."""
+        since, left = self._ways.get(path, (-FORGET, []))
+        return list(left) if time.monotonic() - since < FORGET else ways_to_ask(chat=path == CHAT)
 
-        A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
-        answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server
-        leaves the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it
-        and begin a new turn.
-
-        Args:
-            tokens: of the text.
-        """
-        if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
-            return None
-        shorter = {name: length - tokens for name, length in lengths_of(body).items()}
-        if any(length < 1 for length in shorter.values()):
-            return None
-        owner = await self.owner()
-        prompt, messages = body.get("prompt"), body.get("messages")
-        if path == TEXT:
-            trims = self.servers[LARGE].software.startswith(TRIMMING)
-            return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
-        if owner not in CONTINUES or not isinstance(messages, list):
-            return None
-        going_on = [*messages, {"role": "assistant", "content": text}]
-        return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
+    def keep(self, path: str, left: Sequence[Way]) -> None:
+        """Learn that no other ways work."""
+        self._ways[path] = time.monotonic(), [way for way in self.ways(path) if way in left]
 
     async def owner(self) -> str:
         """Who the large server says that owns its models, for which it is asked once; "" where it does not say."""
@@ -303,7 +252,7 @@ class Between:
             try:
                 owners = [str(row.get("owned_by")).lower() for row in await self.servers[LARGE].models()]
             except Failed as error:
-                if error.status not in LISTING:  # it is loading, or not there; it is asked again
+                if error.status != 404:  # it has a list, and is loading, or not there; it is asked again
                     return ""
                 owners = []
             self._owner = next((owner for owner in owners if owner in CONTINUES), "")
@@ -314,20 +263,19 @@ class Between:
 class ProxyRoute:
     """One request and its answer.
 
-    path: below /v1. body: as the client sent it. uncounted: servers whose failures are still to be counted. ways: to
-    ask for log-probabilities that may still work for it. judged: tokens that were. held: the small server's stream.
+    failures: counts those of servers. path: below /v1. body: as the client sent it. ways: to ask for log-probabilities
+    that may still work for it. held: the small server's stream.
     """
 
     between: Between
+    failures: Counter
     path: str
     body: dict[str, Any]
     decision: Decision | None = None
     handed_over: int = 0
     failed: dict[int, str] = field(default_factory=dict)
-    uncounted: list[int] = field(default_factory=list)
     tags: "Tags | None" = None
     ways: list[Way] = field(default_factory=list)
-    judged: int = 0
     held: AsyncIterator[Event] | None = None
 
     @property
@@ -343,18 +291,20 @@ class ProxyRoute:
         """
         async with AsyncExitStack() as self.open:
             self.decision = self.without_tokens()
-            self.ways = [] if self.decision else self.between.ways.known(self.path)
-            while self.decision is None:
-                await self.judge()
+            self.ways = self.between.ways(self.path)
             while True:
-                server = self.decision.server
+                server = SMALL
                 try:
+                    while self.decision is None:
+                        self.decision = await self.judge()
+                    server = self.decision.server
                     async for part in self.answer_of(self.decision):
                         yield part
                     return
                 except Failed as error:
+                    self.failed[server] = error.message
+                    self.failures.labels(NAMES[server]).inc()
                     if self.begun:
-                        self.note(server, error)
                         raise
                     await self.open.aclose()
                     self.decision = self.instead_of(server, error)
@@ -369,112 +319,89 @@ class ProxyRoute:
 
     # By the first tokens of the small server.
 
-    async def judge(self) -> None:
-        """Ask the small server in the way that is best now, and decide by its first tokens, or learn from its answer.
+    async def judge(self) -> Decision | None:
+        """Ask the small server in the way that is best now, and decide by its first tokens; None: ask in another way.
 
         Where the client asks for a stream, this is the stream that it gets if the small server is to answer.
         """
         if not self.ways:
-            self.decision = Decision(LARGE, "no logprobs")
-            return
+            return Decision(LARGE, "no logprobs")
         way, small = self.ways[0], self.between.servers[SMALL]
         streamed = way.streamed and judged_by_stream(self.body)
+        body, held = (self.body if streamed else self.asked_whole()), list[Event]()
         try:
-            if streamed:
-                events = await self.open.enter_async_context(small.events(self.path, {**self.body, **way.fields}))
-                held: list[Event] = []
-                await self.decide(self.held_chunks(events, held), way)
-                self.held = after(held, events)
-            else:
-                answer = await small.ask(self.path, self.asked_whole(way.fields))
-                await self.decide(only(answer), way)
-        except Failed as error:
-            self.decision = self.instead_of(SMALL, error)
+            events = await self.open.enter_async_context(small.events(self.path, {**body, **way.fields}))
+            decision = await self.decide(events, held, way)
         except Declined as error:
-            await self.learn_from(error, way, self.body if streamed else self.asked_whole({}))
-        if self.decision is None or self.decision.server != SMALL:
-            self.held = None
+            await self.learn_from(error, body)
+            decision = None
+        if streamed and decision is not None and decision.server == SMALL:
+            self.held = after(held, events)
+        else:
             await self.open.aclose()
+        return decision
 
-    async def held_chunks(self, events: AsyncIterator[Event], held: list[Event]) -> AsyncIterator[dict[str, Any]]:
-        """The chunks of a stream, whose events are kept.
+    async def decide(self, events: AsyncIterator[Event], held: list[Event], way: Way) -> Decision | None:
+        """Decide by the first tokens; None where they have no log-probabilities, after which other ways are left.
+
+        Args:
+            held: where the events are kept.
 
         Raises:
-            Failed: the events are too many, no token is seen for too long, or the stream ends.
+            Failed: log-probabilities that no distribution has, too many events, no token for too long, a stream's end.
         """
-        small = self.between.servers[SMALL]
-        clock, seen, size = Clock(small.timeout), 0, 0
+        small, first = self.between.servers[SMALL], FirstTokens(self.between.rule, way.asked)
+        clock, size, seen = Clock(small.timeout), 0, 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
-            if event.chunk is not None:
-                yield event.chunk
-            if self.judged > seen:
-                seen = self.judged
+            try:
+                if not first.take(event.chunk or {}):
+                    self.silent(way, first)
+                    return None
+            except GearbxError as error:
+                raise small.failed(f"cannot be judged: {one_line(error)}") from error
+            if first.seen > seen:
+                self.between.proven.add((self.path, way))
+                seen = first.seen
                 clock.heard()
+            if event.is_end or first.finish is not None or first.complete:
+                return self.by(first)
             if clock.over:
                 raise small.failed(f"sent no token for {clock.seconds:g} s")
             if size > LARGEST_ANSWER:
                 raise small.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
         raise small.failed("cut its stream short")
 
-    async def decide(self, chunks: AsyncIterator[dict[str, Any]], way: Way) -> None:
-        """Decide by the first tokens, unless they have no log-probabilities: then other ways are left.
-
-        Raises:
-            Failed: log-probabilities that no distribution has.
-        """
-        first, text, plain = FirstTokens(self.between.rule), "", True
-        part = None
-        async for chunk in chunks:
-            try:
-                part = part_of(chunk, self.between.rule.vocab_size, way.asked)
-            except GearbxError as error:
-                raise self.between.servers[SMALL].failed(f"cannot be judged: {one_line(error)}") from error
-            if part.spoken and not part.bounds:
-                self.silent(way, part, first)
-                return
-            for bounds in part.bounds:
-                first.add(bounds)
-            if part.bounds:
-                self.between.ways.proven.add((self.path, way))
-            self.judged = first.seen
-            text, plain = text + part.text, plain and part.plain
-            if part.finish is not None or first.complete:
-                break
-        assert part is not None
-        self.decision = self.by(first, text if plain else "", part.finish)
-
-    def by(self, first: FirstTokens, text: str, finish: str | None) -> Decision:
+    def by(self, first: FirstTokens) -> Decision:
         """What the first tokens have decided; an answer that ended before has no need of another server.
 
-        Args:
-            finish: the reason for which the answer ends. "length" is no end, unless the client wants no more.
+        "length" is no end, unless the client wants no more.
         """
         if not first.complete:
             wanted = min(lengths_of(self.body).values(), default=first.rule.min_gear_duration + 1)
-            if finish != "length" or wanted <= first.rule.min_gear_duration:
+            if first.finish != "length" or wanted <= first.rule.min_gear_duration:
                 return Decision(SMALL, "finished", first.means)
             return Decision(LARGE, "no logprobs", first.means)
         server, why = (LARGE, "undecided") if first.choice is None else (first.choice, "entropy")
-        return Decision(server, why, first.means, text, first.seen)
+        return Decision(server, why, first.means, first.text if first.plain else "", first.seen)
 
-    def asked_whole(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The request for the first tokens of the answer, as a whole, with more fields."""
+    def asked_whole(self) -> dict[str, Any]:
+        """The request for the first tokens of the answer, as a whole."""
         tokens = self.between.rule.min_gear_duration
         lengths = {name: min(tokens, length) for name, length in lengths_of(self.body).items()}
         kept = {name: value for name, value in self.body.items() if name not in NOT_JUDGED}
-        return {**kept, **(lengths or {"max_tokens": tokens}), **fields, "stream": False}
+        return {**kept, **(lengths or {"max_tokens": tokens}), "stream": False}
 
-    def silent(self, way: Way, part: Part, first: FirstTokens) -> None:
+    def silent(self, way: Way, first: FirstTokens) -> None:
         """The answer has words without log-probabilities. Only those of plain text say what the server can do."""
-        if part.plain and not first.seen:
+        if first.plain and not first.seen:
             self.ways = after_silence(self.ways)
-            self.between.ways.keep(self.path, self.ways)
+            self.between.keep(self.path, self.ways)
         else:
-            self.ways = [] if (self.path, way) in self.between.ways.proven else after_silence(self.ways)
+            self.ways = [] if (self.path, way) in self.between.proven else after_silence(self.ways)
 
-    async def learn_from(self, error: Declined, way: Way, without: dict[str, Any]) -> None:
+    async def learn_from(self, error: Declined, without: Mapping[str, Any]) -> None:
         """Raises what the server says, unless it is about the log-probabilities that the client did not ask for.
 
         Args:
@@ -482,26 +409,15 @@ class ProxyRoute:
         """
         if not about_logprobs(error.status, error.said):
             raise error
-        small = self.between.servers[SMALL]
-        try:
-            if without.get("stream"):
-                async with small.events(self.path, without):
-                    pass
-            else:
-                await small.ask(self.path, without)
-        except Failed as failed:
-            self.decision = self.instead_of(SMALL, failed)
-            return
-        self.ways = others(self.ways, way)
-        self.between.ways.keep(self.path, self.ways)
+        async with self.between.servers[SMALL].events(self.path, without):
+            self.ways = others(self.ways)
+            self.between.keep(self.path, self.ways)
 
     # The answer.
 
     async def answer_of(self, decision: Decision) -> Parts:
         """The answer of a server, which goes on with the text of the small one if it can."""
-        going_on = None
-        if decision.server == LARGE:
-            going_on = await self.between.going_on(self.path, self.body, decision.text, decision.tokens)
+        going_on = await self.going_on(decision) if decision.server == LARGE else None
         if going_on:
             self.handed_over = decision.tokens
             try:
@@ -512,6 +428,30 @@ class ProxyRoute:
                 self.handed_over = 0
         async for part in self.request(decision, self.body):
             yield part
+
+    async def going_on(self, decision: Decision) -> dict[str, Any] | None:
+        """The request by which the large server goes on with the small one's text; None where it starts again.
+
+        A text completion goes on with any text: it is part of the prompt. But mlx-lm takes the space away with which an
+        answer begins, so that a server made of it cannot go on between two words. A chat goes on only if the server
+        leaves the last message of the assistant open: llama.cpp does, vLLM and SGLang do if asked to; others close it
+        and begin a new turn.
+        """
+        body, text = self.body, decision.text
+        if not text or any(body.get(name) for name in ONE_WRITER) or body.get("n") not in (None, 1):
+            return None
+        shorter = {name: length - decision.tokens for name, length in lengths_of(body).items()}
+        if any(length < 1 for length in shorter.values()):
+            return None
+        owner = await self.between.owner()  # which also says what software it is
+        prompt, messages = body.get("prompt"), body.get("messages")
+        if self.path == TEXT:
+            trims = self.between.servers[LARGE].software.startswith(TRIMMING)
+            return {**body, **shorter, "prompt": prompt + text} if isinstance(prompt, str) and not trims else None
+        if owner not in CONTINUES or not isinstance(messages, list):
+            return None
+        going_on = [*messages, {"role": "assistant", "content": text}]
+        return {**body, **shorter, **CONTINUES[owner], "messages": going_on}
 
     async def request(self, decision: Decision, body: dict[str, Any], text: str = "") -> Parts:
         """The answer of a server as the client receives it. Raises Failed for a stream that ends too early."""
@@ -534,21 +474,10 @@ class ProxyRoute:
 
     def instead_of(self, server: int, error: Failed) -> Decision:
         """The other server answers. Raises Failed where it must not, or failed too."""
-        self.note(server, error)
         self.handed_over = 0
         if not self.between.fallback or len(self.failed) > 1:
             raise Failed("; ".join(self.failed.values())) from error
-        return Decision(LARGE if server == SMALL else SMALL, "fallback", reason=str(error))
-
-    def note(self, server: int, error: Failed) -> None:
-        """A server failed, which is to be counted."""
-        self.failed[server] = str(error)
-        self.uncounted.append(server)
-
-
-async def only(answer: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """A whole answer as its only chunk."""
-    yield answer
+        return Decision(LARGE if server == SMALL else SMALL, "fallback", reason=error.message)
 
 
 async def after(held: list[Event], events: AsyncIterator[Event]) -> AsyncIterator[Event]:

@@ -6,8 +6,7 @@ words go to the client as they are. Neither has the API key in it.
 
 import json
 import math
-import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,19 +15,18 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..remote import Clock, brief, failures, hidden, parsed_url, said_in
+from ..remote import Clock, brief, data_of, events_in, failures, hidden, parsed_url, said_in
+from ..web import Refused
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
 NOT_OURS = (401, 403, 407)  # the proxy's key is wrong, which a client cannot mend
 HEALTH_PATIENCE = 2.0  # seconds
 EVENTS, JSON = "text/event-stream", "application/json"
-EVENT_END = re.compile(rb"\r?\n\r?\n")
-LONGEST_END = 4  # bytes
 DONE = b"[DONE]"
 
 
-class Failed(Exception):
+class Failed(Refused):
     """A server gave no answer that can be used; the message is one line.
 
     Args:
@@ -36,7 +34,7 @@ class Failed(Exception):
     """
 
     def __init__(self, message: str, status: int | None = None):
-        super().__init__(message)
+        super().__init__(502, message, "server_error", code="bad_gateway")
         self.status = status
 
 
@@ -126,13 +124,10 @@ class Upstream:
 
     @asynccontextmanager
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[Event]]:
-        """The server-sent events of an answer, each as soon as it is there. Raises as `ask`."""
+        """The server-sent events of an answer, each as soon as it is there, or of a whole one. Raises as `ask`."""
         async with self.opened(path, body) as response:
-            kind = kind_of(response)
-            if kind not in (EVENTS, JSON):
-                await self.whole(response)
-                raise self.failed(f"answers {kind} in place of a stream")
-            yield self.split(response) if kind == EVENTS else as_events(self.answer(await self.whole(response)))
+            streams = kind_of(response) == EVENTS
+            yield self.split(response) if streams else as_events(self.answer(await self.whole(response)))
 
     @asynccontextmanager
     async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
@@ -147,7 +142,7 @@ class Upstream:
     async def check(self, response: httpx.Response) -> None:
         """Raises Failed or Declined for what is not an answer."""
         status = response.status_code
-        self.heard(response)
+        self.software = response.headers.get("server", "").lower()
         if status < 300:
             return
         if status < 400:
@@ -197,7 +192,7 @@ class Upstream:
 
     def event(self, raw: bytes) -> Event:
         """An event by its bytes. Raises Failed for one that reports an error, or has no chunk."""
-        data = b"\n".join(line[5:].strip() for line in raw.splitlines() if line.startswith(b"data:"))
+        data = data_of(raw)
         if not data or data == DONE:
             return Event(raw, is_end=data == DONE)
         chunk = self.parsed(data, parse_json, "streams")
@@ -244,24 +239,20 @@ class Upstream:
         try:
             status, _ = await self.get(self.base.removesuffix("/v1") + "/health")
         except Failed as error:
-            return str(error)
+            return error.message
         return f"the {self.name} server answers {status}" if status >= 500 else None
 
     async def get(self, url: str) -> tuple[int, bytes]:
         """Status and content. Raises Failed."""
         with failures(self.described):
             async with self.client.stream("GET", url, timeout=HEALTH_PATIENCE) as response:
-                self.heard(response)
+                self.software = response.headers.get("server", "").lower()
                 return response.status_code, await self.whole(response, HEALTH_PATIENCE)
-
-    def heard(self, response: httpx.Response) -> None:
-        self.software = response.headers.get("server", "").lower()
 
 
 def kind_of(response: httpx.Response) -> str:
-    """The media type of an answer, one short line."""
-    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind[:80] if kind.isascii() and kind.isprintable() and kind else "something"
+    """The media type of an answer."""
+    return str(response.headers.get("content-type", "")).partition(";")[0].strip().lower()
 
 
 async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
@@ -271,16 +262,6 @@ async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
     chunk = answer | {"choices": streamed}
     yield Event(b"data: " + json.dumps(chunk).encode() + b"\n\n", chunk)
     yield Event(b"data: " + DONE + b"\n\n", is_end=True)
-
-
-def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
-    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
-    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
-    rest += part
-    while found := EVENT_END.search(rest, searched):
-        yield bytes(rest[: found.end()])
-        del rest[: found.end()]
-        searched = 0
 
 
 def checked_url(url: str, flag: str) -> str:
