@@ -48,9 +48,7 @@ FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show w
 
 
 class Source(ABC):
-    """Makes the module of any layer at any of its bits. reads_disk: whether a use of a layer does."""
-
-    reads_disk: ClassVar[bool] = False
+    """Makes the module of any layer at any of its bits."""
 
     @abstractmethod
     def widths(self, layer: Layer) -> tuple[int, ...]:
@@ -196,12 +194,13 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
 class FromFiles(Source):
     """Reads gears from a geared checkpoint.
 
-    dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
+    dtypes: path to the type of a layer's scales, and of its weight at 16 bits. panels: whether codes may stand in some.
     """
 
     saved: SavedGears
     dtypes: Mapping[str, mx.Dtype]
     compute_dtype: mx.Dtype
+    panels: ClassVar[bool] = True
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         return self.saved.widths(layer)
@@ -215,7 +214,7 @@ class FromFiles(Source):
         return self.saved.manifest.changing[layer.path].rows_at(bits)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, not self.reads_disk)}
+        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, self.panels)}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])
