@@ -27,7 +27,7 @@ from ..ranks.agreement import gathered
 from .adapters import put_modules
 from .manifest import RESTORE, Manifest
 from .saved import SavedGears
-from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, length, misfit, parts_of, shard
+from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, blank, length, misfit, parts_of, shard
 from .tensor_files import ArrayPlace, fingerprint_of, sample
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
@@ -131,7 +131,10 @@ def take_parts(
     modules = dict(model.named_modules())
     whole = {path: copy.copy(modules[path]) for path in parts}
     for path, module in whole.items():  # `shard` divides everything else, and does not touch these weights
-        put_modules(model, tree_unflatten([(path, blank(module, parts[path].whole))]))
+        placed = blank(DENSE_CLASSES[type(module)], mx.zeros(parts[path].whole, mx.bfloat16), module)
+        if "bias" in placed:
+            placed.bias = placed.bias[...]  # which some classes change in its place
+        put_modules(model, tree_unflatten([(path, placed)]))
     shard(model, group)
     sharded = dict(model.named_modules())
     for path, module in whole.items():
@@ -143,15 +146,6 @@ def take_parts(
             del value
         placed = made if parts[path].columns is None else around(made, sharded[path], own[path], group)
         put_modules(model, tree_unflatten([(path, placed)]))
-
-
-def blank(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """A dense layer in the place of another: its bias, and a weight of this shape that is never read."""
-    made = bare(DENSE_CLASSES[type(module)])
-    made.weight = mx.zeros(shape, mx.bfloat16)
-    if "bias" in module:
-        made.bias = module.bias[...]  # which some classes change in its place
-    return made
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:

@@ -125,11 +125,11 @@ def ranges_of(indices: Iterable[int]) -> Ranges:
 
 
 SHARDED = "sharded_over"  # attribute of a model of which each rank has a part
-DENSE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {  # of the layers that can be divided, the dense class
-    **{nn.Linear: nn.Linear, nn.QuantizedLinear: nn.Linear},
-    **{SwitchLinear: SwitchLinear, QuantizedSwitchLinear: SwitchLinear},
-    **{MultiLinear: MultiLinear, QuantizedMultiLinear: MultiLinear},
+QUANTIZED_AS: dict[type[nn.Module], type[nn.Module]] = {  # dense class to the one that mlx-lm quantizes it to
+    **{nn.Linear: nn.QuantizedLinear, SwitchLinear: QuantizedSwitchLinear, MultiLinear: QuantizedMultiLinear}
 }
+# Of the layers that can be divided, the dense class.
+DENSE_CLASSES = {kind: dense for dense, quantized in QUANTIZED_AS.items() for kind in (dense, quantized)}
 
 
 class Sharding(NamedTuple):
@@ -180,8 +180,18 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightP
 
 def dense_shape(module: nn.Module) -> tuple[int, ...]:
     """The shape (..., O, I) of the weight that a stock layer, quantized or not, stands for."""
-    shape = module.weight.shape
+    shape: tuple[int, ...] = module.weight.shape
     return (*shape[:-1], shape[-1] * 32 // module.bits) if "scales" in module else shape
+
+
+def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
+    """A layer of a dense class, with a weight that is never computed with and the bias of the module in its place."""
+    made = bare(kind)
+    made.weight = weight
+    if "bias" in now:
+        made.bias = now.bias
+    made.train(now.training)
+    return made
 
 
 def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
@@ -220,11 +230,8 @@ def sharded_layers(
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})
     modules = dict(other.named_modules())
     for path, weight in weights.items():
-        blank = bare(DENSE_CLASSES[type(modules[path])])
-        blank.weight = weight
-        if "bias" in modules[path]:
-            blank.bias = modules[path].bias
-        put_modules(other, tree_unflatten([(path, blank)]))
+        made = blank(DENSE_CLASSES[type(modules[path])], weight, modules[path])
+        put_modules(other, tree_unflatten([(path, made)]))
     shard(other, group)
     modules = dict(other.named_modules())
     found = {path: modules[path] for path in weights}

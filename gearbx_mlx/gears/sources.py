@@ -21,8 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
 from ..formats.base import Format, WithBase, check_quantized, dense_weight, is_finite, stored_bits
@@ -41,6 +39,7 @@ from .ladder import DENSE, Ladder
 from .layout import Layout
 from .offload import EMPTY, Residency, Resident, hand_back
 from .saved import SavedGears
+from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
@@ -300,9 +299,6 @@ class FromCodes(Source):
         return {bits: ExactTied(linear, linears[top], self.compute_dtype) for bits, linear in linears.items()}
 
 
-AFFINE_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
-
-
 @dataclass(frozen=True)
 class ExternalLowGear(Source):
     """A source whose lowest gear has the modules of another model.
@@ -357,8 +353,9 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
     found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
     for layer in layers:
         module = found.get(layer.path)
-        if module is None or shape_of(module) != shape_of(layer.module):
-            problem = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
+        own = dense_shape(layer.module)
+        if module is None or dense_shape(module) != own:
+            problem = "no such layer" if module is None else f"{dense_shape(module)} in place of {own}"
             raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
         low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
     low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
@@ -370,7 +367,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
     affine = getattr(module, "mode", None) == AFFINE
-    if affine and isinstance(module, AFFINE_LAYERS):
+    if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
             made.bias = module.bias
@@ -411,12 +408,6 @@ def differing(
             after[path] = with_kernels(after[path], type(module) in FUSED.values())
             changed.append(path)
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
-
-
-def shape_of(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a module's dequantized weight."""
-    *rows, width = module.weight.shape
-    return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)
 
 
 Bits = Mapping[str, int]
