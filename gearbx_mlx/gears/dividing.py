@@ -6,10 +6,8 @@ pipeline each rank has some of the layers, and hidden states go from rank to ran
 
 import copy
 import dataclasses
-import errno
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -27,7 +25,7 @@ from ..ranks.agreement import gathered
 from .adapters import put_modules
 from .manifest import RESTORE, Manifest
 from .saved import SavedGears
-from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, blank, length, misfit, parts_of, shard
+from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
 from .tensor_files import ArrayPlace, fingerprint_of, sample
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
@@ -181,6 +179,11 @@ class WholeArray(NamedTuple):
     dtype: mx.Dtype
     shape: tuple[int, ...]
 
+    @property
+    def values(self) -> np.ndarray:
+        """Its numbers, as integers, which the system reads where they are used. Raises OSError as `open`."""
+        return np.memmap(self.place.file, NUMPY[self.dtype.size], "r", self.place.begin, self.shape)
+
 
 Find = Callable[[str], WholeArray]
 """Name of a parameter of a module to its array."""
@@ -209,50 +212,40 @@ class PartReader:
             return self._lists(part, self._starts(part, find(LISTS[name])), stored)
         if name in LISTS.values():
             return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
-        cuts = dict(part.cuts(stored.shape, name.partition(".")[0]))
-        shape = [length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(stored.shape)]
-        return self._numbers(stored, runs(stored.shape, cuts)).reshape(*shape)
+        values = stored.values
+        for axis, ranges in part.cuts(stored.shape, name.partition(".")[0]):
+            pieces = [values[(slice(None),) * axis + (slice(*each),)] for each in ranges]
+            values = np.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]
+        return mx.array(self._read(values)).view(stored.dtype)
 
     def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
         """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
-        rows = part.whole[-2]
+        rows, values = part.whole[-2], offsets.values.reshape(-1)
         stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
         return [
-            [
-                np.array(self._numbers(offsets, [(number * stride + a, b - a + 1)])).astype(np.int64)
-                for a, b in part.rows or ((0, rows),)
-            ]
-            for number in matrices_of(part)
+            [self._read(values[first + a : first + b + 1]).astype(np.int64) for a, b in part.rows or ((0, rows),)]
+            for first in (number * stride for number in matrices_of(part))
         ]
 
     def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
         """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
         own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
         for number, ranges in zip(matrices_of(part), starts):
-            found = []
-            for start in ranges:
-                first, last = int(start[0]), int(start[-1])
+            values, found = stored.values[number] if by_matrix else stored.values, []
+            for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
                 if not 0 <= first <= last <= size:
                     raise GearbxError("its lists lie outside of their array")
-                found.append(self._numbers(stored, [(first + number * size * by_matrix, last - first)]))
-            own.append(mx.concatenate(found))
+                found.append(self._read(values[first:last]))
+            own.append(mx.array(np.concatenate(found)).view(stored.dtype))
         if not by_matrix:
             return padded(mx.concatenate(own), 1)
         longest = max(1, *(each.size for each in own))
         return mx.stack([padded(each, longest) for each in own])
 
-    def _numbers(self, stored: WholeArray, pieces: Iterable[tuple[int, int]]) -> mx.array:
-        """Numbers of an array, (K,). pieces: the first of each run, and how many."""
-        size, parts = stored.dtype.size, []
-        with open(stored.place.file, "rb", buffering=0) as file:
-            for first, count in pieces:
-                file.seek(stored.place.begin + first * size)
-                part = file.read(count * size)
-                if len(part) != count * size:
-                    raise OSError(errno.EIO, "it ends too early")
-                self.bytes_read += len(part)
-                parts.append(part)
-        return mx.array(np.frombuffer(b"".join(parts), NUMPY[size])).view(stored.dtype)
+    def _read(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of a file, in memory."""
+        self.bytes_read += values.nbytes
+        return np.array(values)
 
 
 def matrices_of(part: WeightPart) -> list[int]:
@@ -273,23 +266,6 @@ def offsets_of(starts: list[list[np.ndarray]], by_matrix: bool) -> mx.array:
 def padded(array: mx.array, size: int) -> mx.array:
     """An array (K,) with zeros up to at least this size."""
     return mx.pad(array, [(0, max(0, size - array.size))])
-
-
-def runs(shape: Sequence[int], cuts: dict[int, Ranges]) -> Iterator[tuple[int, int]]:
-    """The first number and the length of each run of numbers without a gap, in the order of the rank's part.
-
-    Args:
-        shape: of the whole array. cuts: axis to ranges, of the axes that are cut.
-    """
-    last = max(cuts, default=0)
-    inner = math.prod(shape[last + 1 :])
-    before = [[index for a, b in cuts.get(axis, ((0, shape[axis]),)) for index in range(a, b)] for axis in range(last)]
-    for place in itertools.product(*before):
-        row = 0
-        for index, size in zip(place, shape):
-            row = row * size + index
-        for a, b in cuts.get(last, ((0, shape[last]),)):
-            yield (row * shape[last] + a) * inner, (b - a) * inner
 
 
 class SavedPart(SavedGears):
