@@ -27,7 +27,6 @@ from .answers import Attempt, Prompt, Task, group_tables, judged, score, until_f
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .replay import Recording, load_shaped
 from .report import (
-    Chance,
     Columns,
     against_chance,
     change_of_kl,
@@ -158,16 +157,15 @@ def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
     return Recording(**chosen)
 
 
-class Blend(Chance):
-    """A random choice between both models along a text: for every share, its expectation is their weighted mean."""
+def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> np.ndarray:
+    """What a random choice between both models is expected to give along a text: their weighted mean.
 
-    def __init__(self, recording: PairRecording):
-        super().__init__([recording.small, recording.large], [0.0, 1.0])
-
-    def at(self, place: float | np.ndarray, name: str) -> np.ndarray:
-        """A field of the recordings (n,), for the large model's share: one for all tokens, or one for each (n,)."""
-        small, large = (getattr(run, name).astype(float) for run in self.runs)
-        return (1 - place) * small + place * large
+    Args:
+        share: of the large model, one for all tokens, or one for each (n,).
+        name: of a field of the recordings (n,).
+    """
+    small, large = (getattr(run, name).astype(float) for run in (recording.small, recording.large))
+    return (1 - share) * small + share * large
 
 
 def share_by_position(gears: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -193,14 +191,14 @@ def sweep(
         window, min_duration: tokens.
         parameters, weight_bytes: of the small and the large model; bytes that one token reads.
     """
-    chance, rows = Blend(recording), []
+    rows = []
     for threshold in thresholds:
         gears = turns(recording, threshold, window, min_duration)
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
         tokens = quality_arguments(run, recording.large.nll)
-        control = against_chance(run, partial(chance.at, share))
+        control = against_chance(run, partial(by_coin, recording, share))
         by_position = share_by_position(gears, run.window)
-        control["perplexity"] = float(np.exp(chance.at(share, "nll").mean()))
+        control["perplexity"] = float(np.exp(by_coin(recording, share, "nll").mean()))
         rows.append(
             {
                 "policy": "pair",
@@ -213,7 +211,7 @@ def sweep(
                 **quality(**tokens),
                 "buckets": by_bucket(recording.top_probability, tokens),
                 "against_random_same_share": control,
-                "against_random_same_positions": against_chance(run, partial(chance.at, by_position)),
+                "against_random_same_positions": against_chance(run, partial(by_coin, recording, by_position)),
             }
         )
     return rows

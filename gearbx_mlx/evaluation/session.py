@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -144,15 +144,6 @@ def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], holder: s
             )
 
 
-class Saved(Protocol):
-    """Results that a file of arrays holds."""
-
-    def save(self, file: Any) -> None: ...
-
-
-S = TypeVar("S", bound=Saved)
-
-
 class EvaluationSession:
     """Keeps what was computed, so that a rerun with the same inputs does not compute it again.
 
@@ -190,10 +181,11 @@ class EvaluationSession:
                 write(place)
         return path
 
-    def recording(self, name: str, make: Callable[[], S], load: Callable[[Path], S]) -> S:
+    def recording(self, name: str, make: Callable[[], Any], load: Callable[[Path], T]) -> T:
         """A recording, made unless it exists.
 
         Args:
+            make: returns what has a method `save`, from a file.
             load: reads what `save` wrote. Raises GearbxError where the file is damaged.
         """
 
