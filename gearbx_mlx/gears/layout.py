@@ -76,19 +76,9 @@ class Layout:
     codes: OwnCodes | None = None
 
     @property
-    def stored_ladder(self) -> tuple[int, ...]:
-        """Bits of all gears that are stored, of which a geared checkpoint may have more than the ladder."""
-        return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
-
-    @property
     def of_codes(self) -> bool:
         """Whether the top gear is what a quantized checkpoint has: loaded from it, or converted."""
         return self.codes is not None or self.format.name == CODES
-
-    @property
-    def drops_originals(self) -> bool:
-        """Whether layers have no weights beside their gears."""
-        return self.saved is not None or self.codes is not None or bool(self.format.ladders)
 
 
 def layout_of(
@@ -161,7 +151,8 @@ def quantized_widths(
         return list(layout.ladder.quantized_bits)
     in_tables = {bits for table in tables.values() for bits in table.values()}
     quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
-    check_ladder(layout.format, layout.stored_ladder, [*in_tables, *widths])
+    stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
+    check_ladder(layout.format, stored, [*in_tables, *widths])
     if quantized and not layers:
         raise none_managed(unmanaged)
     return quantized
@@ -195,7 +186,8 @@ def compute_model_in(
         it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
-    unread = [layer.module for layer in layers if layout.drops_originals]  # unread, or to be dropped
+    drops_originals = (layout.saved or layout.codes) is not None or bool(layout.format.ladders)
+    unread = [layer.module for layer in layers if drops_originals]  # unread, or to be dropped
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):

@@ -28,11 +28,11 @@ Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 if TYPE_CHECKING:
-    Width = int
-    GroupSize = int
-    DtypeName = str
+    Width = GroupSize = Axis = int
+    DtypeName = Kind = str
 else:
-    Width, GroupSize, DtypeName = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES]
+    Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES], Literal[-1, -2]
+    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
@@ -41,10 +41,6 @@ ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's para
 NAME = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
 PlainName = Annotated[str, Meta(pattern=rf"^{NAME}\Z", max_length=255)]
 ShardName = Annotated[str, Meta(pattern=rf"^{NAME}\.safetensors\Z", max_length=255)]
-if TYPE_CHECKING:
-    Axis = int
-else:
-    Axis = Literal[-1, -2]
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -116,11 +112,6 @@ GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it again with python -m gearbx_mlx.convert"
-
-if TYPE_CHECKING:
-    Kind = str
-else:
-    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 class SavedLayer(Struct, frozen=True):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,30 +41,22 @@ def heap_trim() -> Callable[[int], int] | None:
         return None
 
 
-class Residency(Protocol):
+class Residency:
     """Gives up arrays of idle gears, and brings them back before their gear is engaged."""
 
     name: str
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         """Give up the arrays of idle modules, except those that the model uses."""
-        ...
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         """Bring back everything that `leave` took from these modules; if that fails, nothing."""
-        ...
 
 
-class Resident:
+class Resident(Residency):
     """Keeps every gear that was made in memory."""
 
     name = "resident"
-
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        pass
-
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -86,7 +78,7 @@ class Slot:
         return self.array
 
 
-class Host:
+class Host(Residency):
     """Moves idle gears from MLX's allocator into numpy arrays.
 
     On unified memory the arrays change their owner, not their place (GEARBX 14): this frees memory of MLX's pool, not
@@ -128,7 +120,7 @@ class Host:
                 self._inside[id(slot.array)] = slot
 
 
-class Disk:
+class Disk(Residency):
     """Drops idle gears, and reads them again from files when they are entered."""
 
     name = "disk"

@@ -220,18 +220,13 @@ SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the 
 
 def fingerprint(model: nn.Module) -> str:
     """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
-    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
+    return with_adapters(fingerprint_of(samples_of(base_arrays(model))), model)
 
 
 def with_adapters(base: str, model: nn.Module) -> str:
     """The fingerprint of a model with its adapters, from that of the model without them."""
     own = adapter_arrays(model)
-    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
-
-
-def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
-    """The fingerprint of parameters, by name."""
-    return fingerprint_of(samples_of(arrays))
+    return hashlib.sha256(f"{base} {fingerprint_of(samples_of(own))}".encode()).hexdigest()[:32] if own else base
 
 
 Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from ..errors import GearbxError
 
@@ -21,20 +21,6 @@ POWERCAP = Path("/sys/class/powercap")
 PLATFORM = "psys"  # the zone of everything, where there is one
 INSIDE = "dram"  # a zone within a package's that the package's energy leaves out
 POWERMETRICS = ("powermetrics", "--samplers", "cpu_power", "-i", "200", "-f", "plist")
-
-
-class Meter(Protocol):
-    """Counts energy. name: of what."""
-
-    name: str
-
-    def joules(self) -> float:
-        """Since some moment before the first call. Raises OSError where the machine says it no longer."""
-        ...
-
-    def close(self) -> None:
-        """Stop what reads."""
-        ...
 
 
 @dataclass
@@ -62,7 +48,7 @@ class Zone:
 
 
 class Rapl:
-    """The processor's own counters: of the whole platform, or of all packages with their memory.
+    """The processor's own counters: of the whole platform, or of all packages with their memory. name: of which zones.
 
     Args:
         powercap: the directory of the zones.
@@ -86,6 +72,7 @@ class Rapl:
         self.name = " + ".join(zone.name for zone in self._zones)
 
     def joules(self) -> float:
+        """Since some moment before the first call. Raises OSError where the machine says it no longer."""
         return sum(zone.microjoules() for zone in self._zones) / 1e6
 
     def close(self) -> None:
@@ -138,7 +125,7 @@ def samples(stream: IO[bytes]) -> Iterator[float]:
             yield found["processor"]["combined_power"] * found["elapsed_ns"] * 1e-12
 
 
-def this_meter() -> Meter:
+def this_meter() -> PowerMetrics | Rapl:
     """The meter of this machine. Raises GearbxError where there is none that this user may read."""
     return PowerMetrics() if platform.system() == "Darwin" else Rapl()
 
