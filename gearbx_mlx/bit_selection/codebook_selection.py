@@ -255,18 +255,6 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
     return Selection(floors, choices)
 
 
-def component(choice: CodebookChoice) -> str:
-    """The class and the last name of a layer, such as attention q_proj."""
-    return f"{choice.kind} {choice.path.split('.')[-1]}"
-
-
-def grouped_choices(selection: Selection, key) -> dict[str, list[CodebookChoice]]:
-    groups: dict[str, list[CodebookChoice]] = defaultdict(list)
-    for choice in selection.choices:
-        groups[key(choice)].append(choice)
-    return dict(groups)
-
-
 def bits_text(choices: Sequence[CodebookChoice]) -> str:
     """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
     counts = Counter(choice.bits for choice in choices)
@@ -280,7 +268,9 @@ def effective(choices: Sequence[CodebookChoice]) -> float:
 
 def class_rows(selection: Selection) -> list[dict[str, Any]]:
     """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
-    classes = grouped_choices(selection, lambda choice: choice.kind)
+    classes: dict[str, list[CodebookChoice]] = defaultdict(list)
+    for choice in selection.choices:
+        classes[choice.kind].append(choice)
     rows = [class_row(kind, choices, choices[0].floor) for kind, choices in classes.items()]
     return [*rows, class_row("total", selection.choices, None)]
 
@@ -300,7 +290,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
     return [
         {
             "layer": choice.path,
-            "type": component(choice),
+            "type": f"{choice.kind} {choice.path.split('.')[-1]}",  # such as attention q_proj
             "floor": choice.floor,
             "bits": choice.bits,
             "cos_bulk": choice.quality.bulk_cosine,

@@ -132,7 +132,8 @@ class ExactSensitivity:
     def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
         self.gearbox, self.cost = gearbox, Cost()
         self.layers = {layer.path: layer for layer in gearbox.layers}
-        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))
+        once = {id(block): block for block in getattr(gearbox.model, "layers", ())}
+        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(once.values()))
         # An embedding that is the head too is called as an embedding going in, where no gear changes it.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
@@ -284,10 +285,6 @@ class ExactSensitivity:
         self.cost.full_calls += sum(full.values())
         self.cost.full_multiplications += sum(count * self._sizes[path] for path, count in full.items())
         return logits
-
-
-def unique(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    return list({id(module): module for module in modules}.values())
 
 
 CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"

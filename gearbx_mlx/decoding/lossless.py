@@ -76,10 +76,9 @@ class LosslessModel(ModelWrapper):
 
     Args:
         gearbox: of the model; of one gear, the text alone proposes tokens.
-        rule: when to stop drafting; the uncalibrated one if not given.
+        plan: where to look up tokens, where to work in rounds, and when a draft ends. A rule stands for rounds
+            everywhere, which always draft and look nothing up; without either, it is the uncalibrated one.
         draft: the gear that drafts; the lowest if not given.
-        plan: in place of a rule: where to look up tokens and where to draft too, and where to work in rounds at all.
-            Without it rounds everywhere, which always draft, and nothing else.
         sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
@@ -93,10 +92,9 @@ class LosslessModel(ModelWrapper):
     def __init__(
         self,
         gearbox: Gearbox,
-        rule: DraftRule | None = None,
+        plan: DraftPlan | DraftRule | None = None,
         *,
         draft: Gear | str | int | None = None,
-        plan: DraftPlan | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -108,8 +106,9 @@ class LosslessModel(ModelWrapper):
         self.top = gearbox.ladder.top
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
-        rounds = Rounds(bytes_of_passes(gearbox, self.draft), 0) if plan is None else plan.rounds
-        self.plan = plan or DraftPlan(joint_rule(rule or default_rule()), rounds)
+        if not isinstance(plan, DraftPlan):
+            plan = DraftPlan(joint_rule(plan or default_rule()), Rounds(bytes_of_passes(gearbox, self.draft), 0))
+        self.plan, rounds = plan, plan.rounds
         self.plan.stretches.begin()  # a prompt of one token looks like any token
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
@@ -349,7 +348,7 @@ class Lossless(SharedMode):
             ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
         wrapped = LosslessModel(
             gearbox,
-            plan=plan,
+            plan,
             draft=gear,
             sampler=kwargs.get("sampler"),
             logits_processors=kwargs.get("logits_processors") or (),

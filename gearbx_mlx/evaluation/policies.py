@@ -22,26 +22,27 @@ from .replay import Policy, Recording, Reference, positions_of, targets_of
 ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
 
+@dataclass
 class StaticPolicy(Policy):
     """One gear for every token."""
 
-    def __init__(self, gear: Gear):
-        self.gear = gear
+    gear: Gear
 
     def first(self, place: int) -> Gear:
         return self.gear
 
 
+@dataclass
 class Planned(Policy):
     """A gear for every token that is fixed beforehand: at random, or by position alone."""
 
-    def __init__(self, gears: Sequence[Gear]):
-        self.gears = gears
+    gears: Sequence[Gear]
 
     def first(self, place: int) -> Gear:
         return self.gears[place]
 
 
+@dataclass
 class RoutePolicy(Policy):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
@@ -50,8 +51,10 @@ class RoutePolicy(Policy):
         initial_gear: number of the gear to begin in.
     """
 
-    def __init__(self, gears: Sequence[Gear], gate: Gate, monitor: Monitor, initial_gear: int = 0):
-        self.gears, self.gate, self.monitor, self.initial_gear = gears, gate, monitor, initial_gear
+    gears: Sequence[Gear]
+    gate: Gate
+    monitor: Monitor
+    initial_gear: int = 0
 
     def begin(self) -> None:
         self.gate.reset(self.initial_gear)
@@ -128,21 +131,14 @@ def shuffled(gears: Sequence[Gear], seed: int) -> Planned:
     return Planned([gears[i] for i in np.random.default_rng(seed).permutation(len(gears))])
 
 
-ONE_PASS = "one pass per token, in the gear that it is computed in"
-TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
-DRAFTS = "the low passes of all drafts, and one top pass for each verification"
+ONCE = ("static", "random", "route", "position", "schedule", "schedule-route")
+TWICE = ("kickdown", "inverted", "oracle")
 COUNTED = {
-    "static": ONE_PASS,
-    "random": ONE_PASS,
-    "route": ONE_PASS,
-    "position": ONE_PASS,
-    "schedule": ONE_PASS,
-    "schedule-route": ONE_PASS,
-    "kickdown": TWO_PASSES,
-    "inverted": TWO_PASSES,
-    "oracle": TWO_PASSES,
-    "lossless": DRAFTS,
-    "lossless-fixed": DRAFTS,
+    **dict.fromkeys(ONCE, "one pass per token, in the gear that it is computed in"),
+    **dict.fromkeys(TWICE, "a low pass for every token, and a high pass for each that is computed again"),
+    **dict.fromkeys(
+        ("lossless", "lossless-fixed"), "the low passes of all drafts, and one top pass for each verification"
+    ),
     "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
 }
 WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are

@@ -23,7 +23,7 @@ from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..ranks.agreement import gathered
 from .adapters import put_modules
-from .manifest import RESTORE, Manifest
+from .manifest import RESTORE
 from .saved import SavedGears
 from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
 from .tensor_files import ArrayPlace, fingerprint_of, sample
@@ -279,7 +279,9 @@ class SavedPart(SavedGears):
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
-        super().__init__(saved.directory, with_shapes(saved.manifest, parts), saved.hashes)
+        manifest = saved.manifest
+        cut = {p: replace(one, shape=parts[p].shape) for p, one in manifest.layers.items() if p in parts}
+        super().__init__(saved.directory, replace(manifest, layers={**manifest.layers, **cut}), saved.hashes)
         self.parts, self.reader = parts, PartReader()
         self._stored = {
             name: WholeArray(self.hashes.places[name], array.dtype, array.shape) for name, array in self._open().items()
@@ -323,12 +325,6 @@ class SavedPart(SavedGears):
             raise unreadable(self.hashes.places[names[parameter]].file, error) from error
         except GearbxError as error:
             raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
-
-
-def with_shapes(manifest: Manifest, parts: Mapping[str, WeightPart]) -> Manifest:
-    """The manifest of a rank's part."""
-    layers = {path: replace(layer, shape=parts[path].shape) for path, layer in manifest.layers.items() if path in parts}
-    return replace(manifest, layers={**manifest.layers, **layers})
 
 
 def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart:

@@ -181,7 +181,7 @@ class Gearbox:
                 return StreamedFiles(*of_files, self.residency.reader)
             return FromFiles(*of_files)
         if layout.codes is not None:
-            return FromCodes.of(layout.codes, layout.ladder, self.compute_dtype)
+            return FromCodes(layout.codes, layout.ladder, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
         return FromWeights(*settings, self._tables, widths, self.base)

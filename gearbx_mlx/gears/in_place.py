@@ -35,7 +35,7 @@ FOR_MORE = "for more, give the original with --low-model and this model"
 class OwnCodes:
     """The quantized layers of a checkpoint.
 
-    modules: path to the module as loaded; it leaves when its codes are split. bits: those that hold the most weights.
+    modules: path to the module as loaded, which loses its arrays when its codes are split. bits: those of most weights.
     """
 
     modules: dict[str, nn.Module]

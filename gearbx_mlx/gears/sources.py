@@ -128,9 +128,11 @@ class FromWeights(Source):
         dense.weight = dense.weight.astype(self.storage[layer.path])
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-        made = made_over(
-            self.format, dense, bits, self.stored(layer), self.group_size, dtype, self.base.get(layer.path)
-        )
+        stored, base = self.stored(layer), self.base.get(layer.path)
+        if base is not None and isinstance(self.format, WithBase) and (bits == stored[0] or self.format.ladders):
+            made = self.format.over_base(dense, base, stored, dtype)
+        else:
+            made = self.format.modules(dense, bits, stored, self.group_size, dtype)
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
@@ -141,22 +143,6 @@ class FromWeights(Source):
             mx.eval([module.parameters() for module in modules])
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
             check_quantized(path, originals[path], (array for array in fitted if array is not None))
-
-
-def made_over(
-    format: Format,
-    dense: nn.Module,
-    bits: int,
-    stored: Sequence[int],
-    group_size: int,
-    dtype: mx.Dtype,
-    base: Planes | None,
-) -> dict[int, nn.Module]:
-    """Like `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
-    makes_lowest = bits == stored[0] or bool(format.ladders)
-    if base is None or not makes_lowest or not isinstance(format, WithBase):
-        return format.modules(dense, bits, stored, group_size, dtype)
-    return format.over_base(dense, base, stored, dtype)
 
 
 def bytes_of(
@@ -223,31 +209,25 @@ class FromFiles(Source):
 class FromCodes(Source):
     """Splits the codes of a checkpoint that is quantized already (in_place.py).
 
+    codes: its modules lose their arrays when these are split.
     samples: of the arrays that were split, for the model's fingerprint; reading all for it would take memory twice.
     """
 
     codes: OwnCodes
     ladder: Ladder
     compute_dtype: mx.Dtype
-    bits: Mapping[str, int]
-    sizes: Mapping[str, int]
     samples: Samples = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, codes: OwnCodes, ladder: Ladder, compute_dtype: mx.Dtype) -> "FromCodes":
-        bits = {path: module.bits for path, module in codes.modules.items()}
-        sizes = {path: module.group_size for path, module in codes.modules.items()}
-        return cls(codes, ladder, compute_dtype, bits, sizes)
-
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        return widths_in(layer, self.bits[layer.path], [gear.bits for gear in self.ladder])
+        return widths_in(layer, self.codes.modules[layer.path].bits, [gear.bits for gear in self.ladder])
 
     def for_ladder(self, ladder: Ladder) -> "FromCodes":
         return dataclasses.replace(self, ladder=ladder)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         weight = layer.module.weight  # the first plane alone has biases
-        return math.prod(weight.shape) * bits // 8 + 2 * weight.size // self.sizes[layer.path] * weight.dtype.size
+        group_size = self.codes.modules[layer.path].group_size
+        return math.prod(weight.shape) * bits // 8 + 2 * weight.size // group_size * weight.dtype.size
 
     def rows_at(self, layer: Layer, bits: int) -> int:
         return bits
@@ -270,7 +250,7 @@ class FromCodes(Source):
         """
         layers, made = list(layers), dict[str, Gears]()
         for layer in sorted(layers, key=lambda layer: -layer.module.weight.size):
-            stored = self.codes.modules.pop(layer.path)
+            stored = self.codes.modules[layer.path]
             arrays = tree_flatten(stored.parameters())
             self.samples.update(samples_of({f"{layer.path}.{name}": array for name, array in arrays}))
             del arrays
@@ -287,7 +267,8 @@ class FromCodes(Source):
             return {widths[0]: quantized_table(affine, self.compute_dtype)}
         split = split_for_kernels(dense, affine, plane_widths(widths))
         mx.eval(split.arrays)
-        del affine, stored.weight
+        del affine
+        stored.clear()
         *low, top = widths
         lower = [split.prefix(bits) if native else split.prefix(bits).with_biases() for bits in low]
         linears = {bits: planes_module(dense, planes) for bits, planes in zip(low, lower)}
