@@ -108,19 +108,6 @@ class HigherOf(Policy):
             policy.after(logprobs)
 
 
-def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> Planned:
-    """Exactly this share of the tokens in `high`, drawn at random."""
-    chosen = np.zeros(tokens, bool)
-    chosen[np.random.default_rng(seed).permutation(tokens)[: round(share * tokens)]] = True
-    return Planned([high if up else low for up in chosen])
-
-
-def position_plan(low: Gear, high: Gear, share: float, positions: np.ndarray) -> Planned:
-    """The first tokens of every window in `high`; positions (n,) within the windows, up to the quantile."""
-    last = int(np.quantile(positions, share, method="inverted_cdf"))
-    return scheduled_plan(Schedule((high, low), (last,)), positions)
-
-
 def scheduled_plan(schedule: Schedule, positions: np.ndarray) -> Planned:
     """The gears of a schedule, which begins with every window; positions (n,) within the windows."""
     return Planned([schedule.gears[part] for part in np.searchsorted(schedule.ends, positions, side="right")])
@@ -222,17 +209,19 @@ def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | Non
     The policies without a threshold have None.
     """
     low, high, share = setting.low, setting.high, entry.share or 0.0
-    tokens = len(targets_of(setting.windows))
+    tokens, positions = len(targets_of(setting.windows)), positions_of(setting.windows)
     if entry.schedule is not None:
-        plan = scheduled_plan(entry.schedule, positions_of(setting.windows))
+        plan = scheduled_plan(entry.schedule, positions)
         if entry.policy == "schedule":
             return plan, None
         gate, threshold = route_policy(setting, share)
         return HigherOf(plan, gate), threshold
     if entry.policy == "random":
-        return random_plan(low, high, share, tokens, setting.seed), None
-    if entry.policy == "position":
-        return position_plan(low, high, share, positions_of(setting.windows)), None
+        chosen = {*np.random.default_rng(setting.seed).permutation(tokens)[: round(share * tokens)].tolist()}
+        return Planned([high if place in chosen else low for place in range(tokens)]), None
+    if entry.policy == "position":  # the first tokens of every window, up to the quantile
+        last = int(np.quantile(positions, share, method="inverted_cdf"))
+        return scheduled_plan(Schedule((high, low), (last,)), positions), None
     if entry.policy == "route":
         return route_policy(setting, share)
     signal, recorded = signals(setting)[entry.policy]

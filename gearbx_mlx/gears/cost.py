@@ -254,21 +254,6 @@ def whole_model_speedup(managed_share: float, reduction: float) -> float:
     return 1 / ((1 - managed_share) + managed_share / reduction)
 
 
-def dynamic_speedup(
-    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifts: int, shift_seconds: float
-) -> float:
-    """Speed of a run that changes gear relative to one in the top gear (GEARBX 9): N t_top / T_dynamic.
-
-    Args:
-        gear_tokens: tokens computed in each gear.
-        gear_seconds: seconds per token of each gear, `top` among them.
-        shifts: number of shifts.
-        shift_seconds: of one shift.
-    """
-    spent = shifts * shift_seconds + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
-    return sum(gear_tokens.values()) * gear_seconds[top] / spent
-
-
 def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after: float) -> float | None:
     """Tokens after which a faster gear has made up for the shift into it (GEARBX 9).
 

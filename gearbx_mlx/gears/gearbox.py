@@ -39,6 +39,7 @@ from .layout import (
     quantized_widths,
     use_kernels,
 )
+from .offload import Resident
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import WeightPart, sharding_of
@@ -148,6 +149,7 @@ class Gearbox:
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
+        self.keeps_all = isinstance(self.residency, Resident)  # gears stay in memory while another one is engaged
         self._widths = tuple(widths)
         self.base = base or {}
         self.source = self._source(layout, scales, widths)
@@ -269,17 +271,12 @@ class Gearbox:
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
         if gear in self._trees or gear in self._prepared:
             return
-        if self._modules.keeps_all:
+        if self.keeps_all:
             self._prepared.add(gear)
             mx.async_eval([m.parameters() for m in self._modules.make(self._bits_in(gear)).values()])
         else:
             self._complete(gear)
             self._give_up_idle()
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether gears stay in memory while another one is engaged."""
-        return self._modules.keeps_all
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
         """The module of a layer in a gear, if that is made; None for a layer that does not change."""
@@ -337,12 +334,12 @@ class Gearbox:
             self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
             self.making_seconds += time.perf_counter() - start
-        if not self._modules.keeps_all:
+        if not self.keeps_all:
             self._modules.enter(self._bits_in(gear))
 
     def _give_up_idle(self) -> None:
         self._modules.give_up_originals()
-        if not self._modules.keeps_all:
+        if not self.keeps_all:
             self._modules.give_up_idle(self._bits_in(self.gear), self.model)
 
     def _engage(self, gear: Gear) -> None:

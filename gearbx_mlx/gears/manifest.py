@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,8 +28,11 @@ Hash = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 if TYPE_CHECKING:
-    Width = GroupSize = Axis = int
-    DtypeName = Kind = str
+    Width = int
+    GroupSize = int
+    Axis = int
+    DtypeName = str
+    Kind = str
 else:
     Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES], Literal[-1, -2]
     Kind = Literal["linear", "switch", "multi", "embedding", "table"]
@@ -288,11 +291,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise GearbxError(
             f"{file}: of version {version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
         )
-    return read_as(file, lambda text: parse_manifest(parse_json(text)), WHAT, RESTORE)
 
+    def parse(text: str) -> Manifest:
+        manifest = typed(parse_json(text), Manifest)
+        manifest.check()
+        return manifest
 
-def parse_manifest(content: Any) -> Manifest:
-    """A manifest from the content of its JSON. Raises GearbxError for a field that is missing or cannot be."""
-    manifest = typed(content, Manifest)
-    manifest.check()
-    return manifest
+    return read_as(file, parse, WHAT, RESTORE)

@@ -37,7 +37,7 @@ from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
-from .offload import EMPTY, Residency, Resident, hand_back
+from .offload import EMPTY, Residency, hand_back
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
@@ -129,10 +129,7 @@ class FromWeights(Source):
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
         stored, base = self.stored(layer), self.base.get(layer.path)
-        if base is not None and isinstance(self.format, WithBase) and (bits == stored[0] or self.format.ladders):
-            made = self.format.over_base(dense, base, stored, dtype)
-        else:
-            made = self.format.modules(dense, bits, stored, self.group_size, dtype)
+        made = made_over(self.format, dense, bits, stored, self.group_size, dtype, base)
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
@@ -143,6 +140,22 @@ class FromWeights(Source):
             mx.eval([module.parameters() for module in modules])
             fitted = [linear_of(module).get(name) for module in modules for name in FITTED]
             check_quantized(path, originals[path], (array for array in fitted if array is not None))
+
+
+def made_over(
+    format: Format,
+    dense: nn.Module,
+    bits: int,
+    stored: Sequence[int],
+    group_size: int,
+    dtype: mx.Dtype,
+    base: Planes | None,
+) -> dict[int, nn.Module]:
+    """Like `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
+    makes_lowest = bits == stored[0] or bool(format.ladders)
+    if base is None or not makes_lowest or not isinstance(format, WithBase):
+        return format.modules(dense, bits, stored, group_size, dtype)
+    return format.over_base(dense, base, stored, dtype)
 
 
 def bytes_of(
@@ -416,7 +429,6 @@ class GearModules:
     ):
         self.layers, self.source, self.residency, self.kernels = layers, source, residency, kernels
         self.has_originals = made is None
-        self.keeps_all = isinstance(residency, Resident)
         self.made: dict[str, dict[int, nn.Module]] = {
             layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }

@@ -25,8 +25,9 @@ class Range:
     read: Mapping[int, int]
     weights: int = 0
 
-    def bits(self, gear: int, cap: int) -> int:
-        return min(self.gears[gear], cap)
+    def bytes_in(self, gear: int, cap: int) -> int:
+        """The bytes that a token reads in a gear, under a cap."""
+        return self.read[min(self.gears[gear], cap)]
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,7 @@ class CapSchedule:
                 )  # a layer goes down in order, even if the measured costs do not rise
                 costed.append((cost, -after, place, CapStep(layer.path, before, after)))
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
-        saved = [[self._saving(gear, step) for step in self.steps] for gear in range(self.gears)]
-        self._saved = np.array(saved, dtype=float).reshape(self.gears, len(self.steps))
-        self._bytes = self._count()
+        self._bytes = np.array([self._in_gear(gear) for gear in range(self.gears)], dtype=float)
 
     @property
     def last(self) -> int:
@@ -91,16 +90,9 @@ class CapSchedule:
         most = {path: layer.widths[-1] for path, layer in self.layers.items()}
         return most | {step.path: step.after for step in self.steps[:position]}
 
-    def _saving(self, gear: int, step: CapStep) -> int:
-        """The bytes that a step saves for a pass in a gear; 0 where the gear does not have more bits."""
-        layer = self.layers[step.path]
-        return layer.read[layer.bits(gear, step.before)] - layer.read[layer.bits(gear, step.after)]
-
-    def _count(self) -> np.ndarray:
-        """The bytes of a pass, by gear and position."""
-        start = np.full((self.gears, 1), float(self.fixed))
-        for path, cap in self.caps(0).items():
-            layer = self.layers[path]
-            for gear in range(self.gears):
-                start[gear] += layer.read[layer.bits(gear, cap)]
-        return np.concatenate([start, start - np.cumsum(self._saved, axis=1)], axis=1)
+    def _in_gear(self, gear: int) -> list[float]:
+        """The bytes of a pass in a gear, at every position."""
+        most = self.fixed + sum(layer.bytes_in(gear, layer.widths[-1]) for layer in self.layers.values())
+        each = ((self.layers[step.path], step) for step in self.steps)
+        change = (layer.bytes_in(gear, step.after) - layer.bytes_in(gear, step.before) for layer, step in each)
+        return [*itertools.accumulate(change, initial=most)]
