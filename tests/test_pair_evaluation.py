@@ -9,8 +9,8 @@ from conftest import save_model, tiny_model
 
 from gearbx_mlx import stream_generate
 from gearbx_mlx.decoding.pair import Pair
-from gearbx_mlx.evaluation.pair import by_coin, mixed, record_pair, share_by_position, sweep, turns
-from gearbx_mlx.routing.pair import LARGE, Coin, parameter_ratio
+from gearbx_mlx.evaluation.pair import Coin, by_coin, mixed, record_pair, share_by_position, sweep, turns
+from gearbx_mlx.routing.pair import LARGE, parameter_ratio
 
 TOKENS = 4096
 TALE = "Once upon a time there was a king who"

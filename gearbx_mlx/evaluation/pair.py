@@ -6,6 +6,7 @@ Free-running, both write answers to problems, and a coin with the same share of 
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +20,8 @@ import numpy as np
 from ..decoding.pair import Pair
 from ..decoding.stream import stream_generate
 from ..files.reading import Count
-from ..routing.gates import Gate
-from ..routing.pair import LARGE, NAMES, SMALL, Coin, first_model, pair_gate, pair_monitor, parameter_ratio
+from ..routing.gates import Gate, OneGear, Reading
+from ..routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from ..telemetry.report import get_pyplot, save
 from .answers import COLUMNS as SCORES
 from .answers import Attempt, Prompt, Task, group_tables, judged, score, until_finished
@@ -292,6 +293,34 @@ def solve_in_turns(
     by_large = sum(response.gear == NAMES[LARGE] for response in taken)
     caught_up = sum(response.caught_up for response in taken)
     return PairAttempt(**vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up)
+
+
+class Coin(OneGear):
+    """The control: a gate that ignores the text.
+
+    Every `min_duration` tokens a coin decides which model computes the next ones.
+
+    Args:
+        share: of the large model.
+        min_duration: tokens.
+    """
+
+    def __init__(self, share: float, min_duration: int, seed: int = 0):
+        self.share, self.min_duration = share, min_duration
+        self._random = random.Random(seed)
+        self.gear, self.duration = self._toss(), 0
+
+    def _toss(self) -> int:
+        return LARGE if self._random.random() < self.share else SMALL
+
+    def reset(self, gear: int) -> None:
+        self.gear, self.duration = gear, 0
+
+    def update(self, reading: Reading) -> int:
+        self.duration += 1
+        if self.duration >= self.min_duration:
+            self.reset(self._toss())
+        return self.gear
 
 
 def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:
