@@ -148,7 +148,8 @@ class ExactSensitivity:
         for tokens in windows:
             self._windows.append(self._first_pass(tokens))
             progress()
-        self.reference_nll = self._nll([window.logprobs for window in self._windows])
+        chosen = [w.logprobs[np.arange(len(w.logprobs)), w.tokens[1:]] for w in self._windows]
+        self.reference_nll = -float(np.concatenate(chosen).mean())
 
     @property
     def perplexity(self) -> float:
@@ -194,10 +195,6 @@ class ExactSensitivity:
             nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
             count += len(found)
         return Distance(kl / count, 100 * (float(np.exp(nll / count - self.reference_nll)) - 1))
-
-    def _nll(self, logprobs: Sequence[np.ndarray]) -> float:
-        chosen = [p[np.arange(len(p)), window.tokens[1:]] for p, window in zip(logprobs, self._windows)]
-        return -float(np.concatenate(chosen).mean())
 
     def _logits(self, tokens: Sequence[int]) -> mx.array:
         """(T - 1, V) float32: predictions of all tokens but the first."""
@@ -368,17 +365,10 @@ def measure_layers(
         if layer.path not in journal.parts:
             exact.cost = Cost()  # from zero: sums of parts round alike in runs that were stopped anywhere
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
-            found = {width: exact.measure(layer, width) for width in widths}
-            journal.add(layer.path, measured_layer(found, exact.cost))
+            found = {str(width): exact.measure(layer, width) for width in widths}
+            distances = {width: (there.kl, there.perplexity_change) for width, there in found.items()}
+            journal.add(layer.path, MeasuredLayer(distances=distances, cost=[*dataclasses.astuple(exact.cost)]))
         progress()
-
-
-def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
-    """The part of a layer. cost: of this layer."""
-    return {
-        "distances": {str(width): (there.kl, there.perplexity_change) for width, there in found.items()},
-        "cost": [*dataclasses.astuple(cost)],
-    }
 
 
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:

@@ -26,7 +26,7 @@ from .adapters import put_modules
 from .manifest import RESTORE
 from .saved import SavedGears
 from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
-from .tensor_files import ArrayPlace, fingerprint_of, sample
+from .tensor_files import ArrayPlace, Samples, fingerprint_of, sample, samples_of
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
@@ -72,7 +72,7 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
     """
     group = ranks.group
     parts = parts_of(model, group)
-    samples = {}
+    samples: Samples = {}
 
     def take(path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
         own, few = part.of(array, name), sample(array)
@@ -80,9 +80,8 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
         samples[f"{path}.{name}"] = array.shape, np.array(few)
         return own
 
-    for name, array in tree_flatten(model.parameters()):
-        if name.rpartition(".")[0] not in parts:
-            samples[name] = array.shape, np.array(sample(array))
+    others = {name: a for name, a in tree_flatten(model.parameters()) if name.rpartition(".")[0] not in parts}
+    samples |= samples_of(others)
     own = own_parts(parts, group, lambda path: ranks.gather)
     take_parts(model, group, parts, own, take)
     setattr(model, SHARDED, Sharding(group, own, fingerprint_of(samples)))
@@ -399,14 +398,13 @@ def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
     Raises:
         GearbxError: an array of several ranks that they do not have in common.
     """
-    own = {
-        name: [list(array.shape), np.array(sample(array)).tobytes().hex()]
-        for name, array in tree_flatten(model.parameters())
-    }
+    samples = samples_of(dict(tree_flatten(model.parameters())))
+    own = {name: [list(shape), values.tobytes().hex()] for name, (shape, values) in samples.items()}
     every: dict[str, list] = {}
     for rank, arrays in enumerate(gathered(group, own)):
         for name, described in arrays.items():
             if every.setdefault(name, described) != described:
                 raise GearbxError(f"rank {rank} has another {name} than the ranks before it; give all the same model")
-    samples = {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
-    return fingerprint_of({name: (tuple(shape), few) for name, (shape, few) in samples.items()})
+    return fingerprint_of(
+        {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
+    )

@@ -456,20 +456,16 @@ class GearModules:
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
         try:
             self.source.read(unread, {path: self.made[path][DENSE].weight for path in unread if self.has_originals})
-        except BaseException:
-            self._forget(unread)
+        except BaseException:  # other gears are not to wait for modules that could not be read
+            for path, made in unread.items():
+                dropped = {*map(id, made)}
+                self.made[path] = {bits: m for bits, m in self.made[path].items() if id(m) not in dropped}
+                del self._unread[path]
             raise
         for path in unread:
             del self._unread[path]
         self.kernels.measure(modules.values())
         return modules
-
-    def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Drop modules that could not be read, so that other gears do not wait for them."""
-        for path, modules in unread.items():
-            dropped = {*map(id, modules)}
-            self.made[path] = {bits: module for bits, module in self.made[path].items() if id(module) not in dropped}
-            del self._unread[path]
 
     def enter(self, bits: Bits) -> None:
         """Bring modules back into memory that were given up."""
@@ -600,11 +596,6 @@ FEW_IN_GROUP = 16
 FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at most
 
 
-def distinct(values: np.ndarray) -> int:
-    """The number of different values."""
-    return len(np.unique(values))
-
-
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
     """Whether weights have so few different values that they must have been quantized.
 
@@ -620,9 +611,9 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
         rows = weight.reshape(-1, weight.shape[-1])
         sample = np.array(rows[:: max(1, rows.shape[0] // SAMPLED_ROWS)][:SAMPLED_ROWS].astype(mx.float32))
         for row in sample:
-            in_group += [distinct(group) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
+            in_group += [len(np.unique(group)) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
             if len(row) >= LONG_ROW:
-                in_row.append(distinct(row))
+                in_row.append(len(np.unique(row)))
     few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
     return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
 
