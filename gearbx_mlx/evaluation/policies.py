@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Schedule
 from ..routing.calibration import share_thresholds
 from ..routing.gates import Gate, Monitor, ThresholdGate
@@ -168,7 +167,6 @@ class Setting:
     recorded: the low gear alone. gate: window, hysteresis and min_gear_duration of route.
     """
 
-    gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     low: Gear
     high: Gear

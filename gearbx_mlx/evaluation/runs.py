@@ -116,7 +116,7 @@ class Runs:
         recorded = self.recordings[PolicyRow("static", bits=low.bits)]
         if entry.policy.startswith("lossless"):
             return self._drafts(entry.policy, recorded)
-        setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
+        setting = Setting(self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
         first = low if entry.schedule is None else entry.schedule.gears[0]
         return self._driven(policy, self.prompt_gear or first), threshold

@@ -170,12 +170,9 @@ class EvaluationSession:
             write_text(file, json.dumps(inputs, indent=2) + "\n")
         remove_parts(directory / PARTS)
 
-    def path(self, name: str) -> Path:
-        return self.directory / PARTS / name
-
     def file(self, name: str, write: Callable[[Path], object]) -> Path:
         """A file of the session, written by `write` unless it exists."""
-        path = self.path(name)
+        path = self.directory / PARTS / name
         if not path.exists():
             with replacing(path) as place:
                 write(place)
@@ -198,7 +195,7 @@ class EvaluationSession:
 
     def journal(self, name: str, kind: Any) -> Journal:
         """A file of the session that is written part by part. kind: of a part's value."""
-        return Journal(self.path(f"{name}.jsonl"), {"rows": name}, kind)
+        return Journal(self.directory / PARTS / f"{name}.jsonl", {"rows": name}, kind)
 
     def rows(self, name: str, make: Callable[[int], T], kind: type[T], numbers: Iterable[int]) -> list[T]:
         """The values for these numbers: each is made unless it exists, and kept as soon as it is made.

@@ -184,69 +184,6 @@ class WholeArray(NamedTuple):
         return np.memmap(self.place.file, NUMPY[self.dtype.size], "r", self.place.begin, self.shape)
 
 
-Find = Callable[[str], WholeArray]
-"""Name of a parameter of a module to its array."""
-
-
-class PartReader:
-    """Reads parts of arrays. `bytes_read`: so far."""
-
-    def __init__(self) -> None:
-        self.bytes_read = 0
-
-    def read(self, name: str, part: WeightPart, find: Find) -> mx.array:
-        """The rank's part of a parameter.
-
-        Args:
-            name: of the parameter; of planes, with the number of the plane.
-            part: what the rank has of the layer.
-            find: finds this parameter and those beside it.
-
-        Raises:
-            OSError: the file cannot be read.
-            GearbxError: lists that lie outside of their array.
-        """
-        stored = find(name)
-        if name in LISTS:
-            return self._lists(part, self._starts(part, find(LISTS[name])), stored)
-        if name in LISTS.values():
-            return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
-        values = stored.values
-        for axis, ranges in part.cuts(stored.shape, name.partition(".")[0]):
-            pieces = [values[(slice(None),) * axis + (slice(*each),)] for each in ranges]
-            values = np.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]
-        return mx.array(self._read(values)).view(stored.dtype)
-
-    def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
-        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
-        rows, values = part.whole[-2], offsets.values.reshape(-1)
-        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
-        return [
-            [self._read(values[first + a : first + b + 1]).astype(np.int64) for a, b in part.rows or ((0, rows),)]
-            for first in (number * stride for number in matrices_of(part))
-        ]
-
-    def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
-        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
-        own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
-        for number, ranges in zip(matrices_of(part), starts):
-            values, found = stored.values[number] if by_matrix else stored.values, []
-            for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
-                if not 0 <= first <= last <= size:
-                    raise GearbxError("its lists lie outside of their array")
-                found.append(self._read(values[first:last]))
-            own.append(mx.array(np.concatenate(found)).view(stored.dtype))
-        if not by_matrix:
-            return padded(mx.concatenate(own), 1)
-        longest = max(1, *(each.size for each in own))
-        return mx.stack([padded(each, longest) for each in own])
-
-    def _read(self, values: np.ndarray) -> np.ndarray:
-        """Numbers of a file, in memory."""
-        self.bytes_read += values.nbytes
-        return np.array(values)
-
-
 def matrices_of(part: WeightPart) -> list[int]:
     """The numbers of the rank's experts or heads; 0 of a single matrix."""
     if part.matrices is None:
@@ -275,13 +212,15 @@ class SavedPart(SavedGears):
     Args:
         saved: the whole checkpoint.
         parts: path to what the rank has of a layer.
+
+    `bytes_read`: of divided layers, so far.
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
         manifest = saved.manifest
         cut = {p: replace(one, shape=parts[p].shape) for p, one in manifest.layers.items() if p in parts}
         super().__init__(saved.directory, replace(manifest, layers={**manifest.layers, **cut}), saved.hashes)
-        self.parts, self.reader = parts, PartReader()
+        self.parts, self.bytes_read = parts, 0
         self._stored = {
             name: WholeArray(self.hashes.places[name], array.dtype, array.shape) for name, array in self._open().items()
         }
@@ -319,11 +258,56 @@ class SavedPart(SavedGears):
     def _read(self, path: str, parameter: str, names: dict[str, str]) -> mx.array:
         """The rank's part of a parameter. names: parameters of the same module to their arrays."""
         try:
-            return self.reader.read(parameter, self.parts[path], lambda each: self._stored[names[each]])
+            return self._cut(parameter, self.parts[path], {name: self._stored[of] for name, of in names.items()})
         except OSError as error:
             raise unreadable(self.hashes.places[names[parameter]].file, error) from error
         except GearbxError as error:
             raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
+
+    def _cut(self, name: str, part: WeightPart, arrays: Mapping[str, WholeArray]) -> mx.array:
+        """The rank's part of a parameter; of planes the name has the number of the plane. arrays: by parameters.
+
+        Raises GearbxError for lists that lie outside of their array.
+        """
+        stored = arrays[name]
+        if name in LISTS:
+            return self._lists(part, self._starts(part, arrays[LISTS[name]]), stored)
+        if name in LISTS.values():
+            return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
+        values = stored.values
+        for axis, ranges in part.cuts(stored.shape, name.partition(".")[0]):
+            pieces = [values[(slice(None),) * axis + (slice(*each),)] for each in ranges]
+            values = np.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]
+        return mx.array(self._loaded(values)).view(stored.dtype)
+
+    def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
+        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
+        rows, values = part.whole[-2], offsets.values.reshape(-1)
+        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
+        return [
+            [self._loaded(values[first + a : first + b + 1]).astype(np.int64) for a, b in part.rows or ((0, rows),)]
+            for first in (number * stride for number in matrices_of(part))
+        ]
+
+    def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
+        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
+        own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
+        for number, ranges in zip(matrices_of(part), starts):
+            values, found = stored.values[number] if by_matrix else stored.values, []
+            for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
+                if not 0 <= first <= last <= size:
+                    raise GearbxError("its lists lie outside of their array")
+                found.append(self._loaded(values[first:last]))
+            own.append(mx.array(np.concatenate(found)).view(stored.dtype))
+        if not by_matrix:
+            return padded(mx.concatenate(own), 1)
+        longest = max(1, *(each.size for each in own))
+        return mx.stack([padded(each, longest) for each in own])
+
+    def _loaded(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of a file, in memory."""
+        self.bytes_read += values.nbytes
+        return np.array(values)
 
 
 def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart:
