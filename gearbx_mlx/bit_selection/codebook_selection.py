@@ -126,9 +126,9 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
         yield bits, made[0], made[1]
 
 
-def qualities(format: CodebookFormat, weight: mx.array, experts: int = EXPERTS_JUDGED) -> Iterator[Quality]:
+def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """The quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits, ascending."""
-    judged = some_experts(weight, experts)
+    judged = some_experts(weight)
     mask = find_all(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library

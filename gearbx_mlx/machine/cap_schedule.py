@@ -60,9 +60,8 @@ class CapSchedule:
         for place, layer in enumerate(layers):
             cost = -math.inf
             for before, after in itertools.pairwise(reversed(layer.widths)):
-                cost = max(
-                    cost, sensitivity(layer.path, after)
-                )  # a layer goes down in order, even if the measured costs do not rise
+                # A layer goes down in order, even if the measured costs do not rise.
+                cost = max(cost, sensitivity(layer.path, after))
                 costed.append((cost, -after, place, CapStep(layer.path, before, after)))
         self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
         self._bytes = np.array([self._in_gear(gear) for gear in range(self.gears)], dtype=float)

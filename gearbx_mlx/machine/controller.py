@@ -32,9 +32,6 @@ class Gains:
     derivative: float = 0.05
 
 
-GAINS = Gains()
-
-
 class PID:
     """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
 
@@ -44,7 +41,7 @@ class PID:
     time of one sample.)
     """
 
-    def __init__(self, gains: Gains = GAINS):
+    def __init__(self, gains: Gains = Gains()):
         self.gains = gains
         self.integral = 0.0
         self._error = self._slope = 0.0
@@ -72,6 +69,7 @@ THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 ENOUGH_CHARGE = 0.5
 LITTLE_CHARGE = 0.1
 MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
+SMALLEST = 0.02  # change of the budget, except to 0 and to 1
 
 
 def between(value: float, least: float, most: float) -> float:
@@ -105,12 +103,10 @@ class SteadyBudget:
 
     Args:
         patience: readings in a row that have to be higher; their lowest is then the budget.
-        step: the smallest rise, except to 1.
     """
 
-    def __init__(self, patience: int = 5, step: float = 0.02):
+    def __init__(self, patience: int = 5):
         self.patience = patience
-        self.step = step
         self.share = 1.0
         self._higher: list[float] = []
 
@@ -118,21 +114,21 @@ class SteadyBudget:
         share = budget(state)
         if share <= self.share:
             self._higher.clear()
-            if share <= self.share - self.step or share == 0.0:
+            if share <= self.share - SMALLEST or share == 0.0:
                 self.share = share
             return self.share
         self._higher.append(share)
         if len(self._higher) >= self.patience:
             lowest = min(self._higher)
-            if lowest >= self.share + self.step or lowest == 1.0:
+            if lowest >= self.share + SMALLEST or lowest == 1.0:
                 self.share = lowest
             self._higher.clear()
         return self.share
 
 
 EVERY = 10  # tokens between decisions
-DEAD_BAND = 0.05  # share of the target
-LAG = 2  # tokens that mlx-lm has computed ahead, with the caps from before
+DEAD_BAND = 0.05  # an error up to this share of the target is ignored
+LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
 MEMORY = 60  # the most tokens under the same caps that are averaged
 ENOUGH = 5  # the fewest tokens whose spread means something
 SURE = 3.0  # standard errors that may be chance
@@ -180,25 +176,12 @@ class Controller:
     Args:
         schedule: the positions to choose from.
         target: tokens per second; None: the machine's budget alone caps.
-        every: tokens between decisions.
-        dead_band: an error up to this share of the target is ignored.
-        gains: of the PID.
-        lag: tokens after a change of caps that still ran with the caps from before.
 
     Raises:
         GearbxError: a target that is not positive, nothing to cap.
     """
 
-    def __init__(
-        self,
-        schedule: CapSchedule,
-        target: float | None = None,
-        *,
-        every: int = EVERY,
-        dead_band: float = DEAD_BAND,
-        gains: Gains = GAINS,
-        lag: int = LAG,
-    ):
+    def __init__(self, schedule: CapSchedule, target: float | None = None):
         if target is not None and not 0 < target < math.inf:
             raise GearbxError(f"the target is {target} tokens per second; give more than 0")
         if not schedule.last:
@@ -207,10 +190,7 @@ class Controller:
             )
         self.schedule = schedule
         self.target = target
-        self.every = every
-        self.dead_band = dead_band
-        self.lag = lag
-        self.pid = PID(gains)
+        self.pid = PID()
         self.position = 0
         self.tokens = 0
         self.top = np.eye(schedule.gears)[-1]  # one pass in the top gear
@@ -231,7 +211,7 @@ class Controller:
     @property
     def due(self) -> bool:
         """Whether a decision follows the next token."""
-        return (self.tokens + 1) % self.every == 0
+        return (self.tokens + 1) % EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
         """Take one token. Returns a decision every few tokens.
@@ -247,7 +227,7 @@ class Controller:
         elif seconds is not None and seconds > 0:
             self._seen.append((seconds, tuple(passes)))
             self._new = min(self._new + 1, MEMORY)
-        return None if self.tokens % self.every else self._decide(share)
+        return None if self.tokens % EVERY else self._decide(share)
 
     def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
@@ -276,8 +256,8 @@ class Controller:
         speed = f"{measured.tokens_per_second:.3g} tokens/s for a target of {self.target:.3g}"
         if abs(error) <= self._tolerated(measured):
             self._rest()
-            near = abs(error) <= self.dead_band
-            self._settled |= near and measured.chance <= self.dead_band
+            near = abs(error) <= DEAD_BAND
+            self._settled |= near and measured.chance <= DEAD_BAND
             return self.position, f"{speed}: near enough" if near else f"{speed}: may be chance"
         self._settled = False
         read = np.log(self.schedule.read(self._passes()))
@@ -306,8 +286,8 @@ class Controller:
         So a speed near the target has to change more before caps move, and caps do not follow noise up and down.
         """
         if self._settled:
-            return self.dead_band + measured.chance
-        return max(self.dead_band, measured.chance)
+            return DEAD_BAND + measured.chance
+        return max(DEAD_BAND, measured.chance)
 
     def _rest(self) -> None:
         self.pid.rest(float(np.log(self.schedule.read(self._passes())[self.position])))
@@ -343,9 +323,8 @@ class Controller:
             return None
         mean = float(np.mean(seconds))
         error = -math.log(mean * self.target) if self.target else 0.0
-        spread = (
-            float(np.median(self._spreads)) if self._spreads else math.inf
-        )  # a jump shows in one or two of them only
+        # A jump shows in one or two of them only.
+        spread = float(np.median(self._spreads)) if self._spreads else math.inf
         return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
 
     def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
@@ -353,7 +332,7 @@ class Controller:
         after = self.caps
         moved = tuple(CapStep(path, before[path], after[path]) for path in after if before[path] != after[path])
         if moved:
-            self._skip, self._new = self.lag, 0
+            self._skip, self._new = LAG, 0
             self._seen.clear()
         speed = None if measured is None else measured.tokens_per_second
         bits = self.schedule.bits(self.schedule.read(self.top)[position], 1)

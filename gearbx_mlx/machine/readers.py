@@ -5,7 +5,6 @@ delay generation. `Scripted` plays states from a file, for tests and for trying 
 """
 
 import importlib
-import math
 import platform
 import threading
 import time
@@ -46,10 +45,7 @@ class MachineState:
             raise GearbxError(f"charging is {self.charging!r}; give true or false")
         for name in ("battery", "memory"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not 0 <= value <= 1:
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= 1):
                 raise GearbxError(f"{name} is {value!r}; give a fraction, 0 to 1")
 
     @property
@@ -258,22 +254,21 @@ class OwnMemory:
         return MachineState(memory=share(100 * self.bytes() / self.limit))
 
 
-def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
-    """The readers that work on this machine, and for the others, name to reason.
-
-    Args:
-        timeout: seconds that making one reader may take.
-    """
+def this_machine() -> tuple[list[Reader], dict[str, str]]:
+    """The readers that work on this machine, and for the others, name to reason."""
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
     found: list[Reader] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = within(timeout, kind)
+        made = within(MAKING, kind)
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
             found.append(made)
     return found, absent
+
+
+MAKING = 2.0  # seconds that making one reader may take
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
