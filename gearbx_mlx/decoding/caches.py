@@ -237,13 +237,11 @@ def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_
     """Raises GearbxError unless a model runs with caches of so many bits."""
     cache = begun_cache(model, max_kv_size)
     able = [entry for entry in cache if hasattr(entry, "to_quantized")]
-    if not able:
-        raise GearbxError(f"--kv-bits is {bits}, and {type(cache[0]).__name__} cannot be quantized; leave it out")
+    why = None if able else f"{type(cache[0]).__name__} cannot be quantized; leave it out"
     if any(hasattr(entry, "max_size") for entry in able):
-        raise GearbxError(
-            f"--kv-bits is {bits}, and a cache that rotates (--max-kv-size, or a sliding window) cannot be quantized; "
-            "leave one of them out"
-        )
+        why = "a cache that rotates (--max-kv-size, or a sliding window) cannot be quantized; leave one of them out"
+    if why is not None:
+        raise GearbxError(f"--kv-bits is {bits}, and {why}")
     for size in sorted({array.shape[-1] for array in arrays_of(able)}):
         if size % group_size:
             raise GearbxError(

@@ -532,7 +532,9 @@ class Observer:
     def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.model, self.device = model, device_in_use()
-        linear = linear_layers(model)
+        head = tied_head(model)
+        kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
+        linear = {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
         self.compute_dtype = compute_in(model, dtype, quantized=False)
         storage = stored_dtype(model)
         self.storage = {"": storage}
@@ -541,7 +543,7 @@ class Observer:
         read = sum(layer_bytes(module, storage) for module in linear.values())
         weights = sum(weight_count(module) for module in linear.values())
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
-        self._token_bytes = token_bytes(model, {}, self.storage, tied_head(model))
+        self._token_bytes = token_bytes(model, {}, self.storage, head)
         self.gear = self.ladder.top
         self.shifts = 0
         self.shift_seconds = self.making_seconds = 0.0
@@ -574,13 +576,6 @@ class Observer:
 
     def original_bytes_per_token(self) -> int:
         return self._token_bytes
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path to module of the linear layers, packed or not, with a tied output head."""
-    head = tied_head(model)
-    kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
-    return {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
 
 
 def weight_count(module: nn.Module) -> int:

@@ -74,7 +74,8 @@ class Slot:
     def fetch(self) -> mx.array:
         if self.array is None:
             assert self.values is not None
-            self.array, self.values = from_numpy(self.values, self.dtype), None
+            array, self.values = mx.array(self.values), None
+            self.array = array.view(self.dtype) if array.dtype != self.dtype else array
         return self.array
 
 
@@ -264,9 +265,3 @@ def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
 def to_numpy(array: mx.array) -> np.ndarray:
     """A copy outside of MLX. numpy does not have bfloat16, so such bits become integers."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=True)
-
-
-def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """The inverse of `to_numpy`."""
-    array = mx.array(values)
-    return array.view(dtype) if array.dtype != dtype else array

@@ -23,25 +23,22 @@ INSIDE = "dram"  # a zone within a package's that the package's energy leaves ou
 POWERMETRICS = ("powermetrics", "--samplers", "cpu_power", "-i", "200", "-f", "plist")
 
 
-@dataclass
 class Zone:
-    """A RAPL zone (Documentation/power/powercap): a counter in microjoules, which begins again behind its range."""
+    """A RAPL zone (Documentation/power/powercap): a counter in microjoules, which begins again behind its range.
 
-    directory: Path
-    name: str
-    range: int
-    last: int
-    total: int = 0
+    Raises OSError or ValueError where it cannot be read.
+    """
 
-    @classmethod
-    def of(cls, directory: Path) -> "Zone":
-        """Raises OSError or ValueError for a zone that cannot be read."""
-        name = (directory / "name").read_text().strip()
-        numbers = (int((directory / file).read_text()) for file in ("max_energy_range_uj", "energy_uj"))
-        return cls(directory, name, *numbers)
+    def __init__(self, directory: Path):
+        self.directory, self.total = directory, 0
+        self.name = (directory / "name").read_text().strip()
+        self.range, self.last = self._read("max_energy_range_uj"), self._read("energy_uj")
+
+    def _read(self, file: str) -> int:
+        return int((self.directory / file).read_text())
 
     def microjoules(self) -> int:
-        now = int((self.directory / "energy_uj").read_text())
+        now = self._read("energy_uj")
         self.total += now - self.last if now >= self.last else now - self.last + self.range
         self.last = now
         return self.total
@@ -59,7 +56,7 @@ class Rapl:
 
     def __init__(self, powercap: Path = POWERCAP):
         try:
-            zones = [Zone.of(path) for path in sorted(powercap.glob("intel-rapl:*"))]
+            zones = [Zone(path) for path in sorted(powercap.glob("intel-rapl:*"))]
         except PermissionError as error:
             raise GearbxError(f"{error.filename}: only root may read it") from error
         except (OSError, ValueError) as error:
