@@ -45,29 +45,32 @@ from .session import EvaluationSession
 class PairRecording:
     """The predictions of both models for the same n tokens.
 
-    small, large: recordings against the large model, whose KL from itself is 0. top_probability: (n,), of the large
-    model. vocab_size: V, the same for both.
+    both: name of a field of Recording to its array, with (small, large) as a first axis; against the large model, whose
+    KL from itself is 0. top_probability: (n,), of the large model. vocab_size: V, the same for both.
     """
 
-    small: Recording
-    large: Recording
+    both: dict[str, Any]
     top_probability: np.ndarray
     vocab_size: int
 
+    @property
+    def small(self) -> Recording:
+        return Recording(**{name: both[SMALL] for name, both in self.both.items()})
+
+    @property
+    def large(self) -> Recording:
+        return Recording(**{name: both[LARGE] for name, both in self.both.items()})
+
     def save(self, file: Any) -> None:
-        both: dict[str, Any] = {
-            name: np.stack([array, getattr(self.large, name)]) for name, array in vars(self.small).items()
-        }
-        np.savez(file, top_probability=self.top_probability, **both)
+        np.savez(file, top_probability=self.top_probability, **self.both)
 
     @classmethod
     def load(cls, file: Path, tokens: int, vocab_size: int) -> "PairRecording":
         """The recording in a file, with this number of predictions. Raises GearbxError if it is damaged."""
         of_both = {name: (2, *shape) for name, shape in Recording.shapes(tokens, 2).items()}
-        loaded = load_shaped(file, {"top_probability": (tokens,), **of_both})
-        top_probability = loaded.pop("top_probability")
-        small, large = (Recording(**{name: both[gear] for name, both in loaded.items()}) for gear in (SMALL, LARGE))
-        return cls(small, large, top_probability, vocab_size)
+        both = load_shaped(file, {"top_probability": (tokens,), **of_both})
+        top_probability = both.pop("top_probability")
+        return cls(both, top_probability, vocab_size)
 
 
 def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
@@ -104,17 +107,15 @@ def record_window(
     """Both models along a window, from its token `start` on."""
     p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
     targets = np.array(window[start + 1 :])
-    by_small, by_large = compared(p, q, number, targets, SMALL), compared(p, p, number, targets, LARGE)
-    return PairRecording(by_small, by_large, np.exp(p.max(axis=-1)), vocab_size)
+    by_small, by_large = vars(compared(p, q, number, targets, SMALL)), vars(compared(p, p, number, targets, LARGE))
+    both = {name: np.stack([by_small[name], by_large[name]]) for name in by_small}
+    return PairRecording(both, np.exp(p.max(axis=-1)), vocab_size)
 
 
 def joined(parts: Sequence[PairRecording]) -> PairRecording:
     """The recordings of windows as one."""
-    small, large = (
-        Recording(*(np.concatenate(column) for column in zip(*(vars(run).values() for run in runs))))
-        for runs in ([part.small for part in parts], [part.large for part in parts])
-    )
-    return PairRecording(small, large, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
+    both = {name: np.concatenate([part.both[name] for part in parts], axis=1) for name in parts[0].both}
+    return PairRecording(both, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
 
 
 def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> Recording:
@@ -136,14 +137,14 @@ def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gea
 
 def turns(recording: PairRecording, threshold: float, window: int, min_duration: int) -> np.ndarray:
     """Which model computes each token (n,). The gate sees the entropies of the engaged one, as in generation."""
-    entropies = (recording.small.entropy, recording.large.entropy)
+    windows, entropies = recording.both["window"][SMALL], recording.both["entropy"]
     monitor = pair_monitor(recording.vocab_size, window)
     gears: list[int] = []
-    for text in np.unique(recording.small.window):
+    for text in np.unique(windows):
         monitor.reset()
         gate, engaged = pair_gate(threshold, min_duration), first_model(threshold)
         gate.reset(engaged)
-        for place in np.flatnonzero(recording.small.window == text):
+        for place in np.flatnonzero(windows == text):
             gears.append(engaged)
             engaged = gate.update(monitor.update(float(entropies[engaged][place])))
     return np.array(gears)
@@ -151,11 +152,7 @@ def turns(recording: PairRecording, threshold: float, window: int, min_duration:
 
 def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
     """The recording of the two models in turns: each token from the model that computes it; gears (n,)."""
-    chosen = {}
-    for name, small in vars(recording.small).items():
-        large = getattr(recording.large, name)
-        chosen[name] = np.where(gears.reshape(-1, *(1,) * (small.ndim - 1)) == LARGE, large, small)
-    return Recording(**chosen)
+    return Recording(**{name: both[gears, np.arange(len(gears))] for name, both in recording.both.items()})
 
 
 def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> np.ndarray:
@@ -165,7 +162,7 @@ def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> n
         share: of the large model, one for all tokens, or one for each (n,).
         name: of a field of the recordings (n,).
     """
-    small, large = (getattr(run, name).astype(float) for run in (recording.small, recording.large))
+    small, large = recording.both[name].astype(float)
     return (1 - share) * small + share * large
 
 

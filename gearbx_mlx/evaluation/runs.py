@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears
 from ..formats.base import dense_weight
-from ..gears.adapters import layers_of, places_of, put_modules, tree_of
+from ..gears.adapters import layers_of, put_layers
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.acceptance import FixedLength, ProductRule, best_length
@@ -247,12 +247,12 @@ class Noisy(nn.Module):
 def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
     """The top gear with noise on the output of every managed layer; do not shift inside the context."""
     gearbox.shift(gearbox.ladder.top)
-    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
+    modules = layers_of(gearbox.model)
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
     wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
-    put_modules(gearbox.model, tree_of(wrapped, places))
+    put_layers(gearbox.model, wrapped)
     try:
         with gearbox.compiled.aside():
             yield
     finally:
-        put_modules(gearbox.model, tree_of(engaged, places))
+        put_layers(gearbox.model, engaged)

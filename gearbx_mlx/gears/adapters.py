@@ -89,6 +89,11 @@ def put_modules(model: nn.Module, tree: Any) -> None:
             raise KeyError(place)
 
 
+def put_layers(model: nn.Module, modules: Modules) -> None:
+    """Put layers into a model, by their paths without holders."""
+    put_modules(model, tree_of(modules, places_of(model)))
+
+
 def put_adapters_over_gears(model: nn.Module) -> None:
     """Give every adapter of a model the form that works over any gear."""
     made = {path: over_gears(module) for path, module in adapters_of(model).items()}
@@ -159,7 +164,7 @@ def wrap_layers(model: nn.Module, adapter: Adapter, dense: Modules) -> None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise GearbxError(f"cannot be put on this model: {one_line(error)}") from error
-    put_modules(model, tree_of(base, places_of(model)))
+    put_layers(model, base)
 
 
 def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..compat.read_weights import readers
 from ..errors import GearbxError
-from .adapters import layers_of, places_of, put_modules, tree_of
+from .adapters import layers_of, put_layers
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
 from .ladder import DENSE, QUANTIZED, Ladder
 from .ownership import ATTACHED
@@ -161,7 +161,7 @@ def take_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """The layers, the embeddings and path to reason of the others, as `managed_layers`; put into the model."""
     layers, unmanaged = coded_layers(model, codes, manage)
-    put_modules(model, tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
+    put_layers(model, {layer.path: layer.module for layer in layers})
     return [layer for layer in layers if not layer.is_table], [layer for layer in layers if layer.is_table], unmanaged
 
 

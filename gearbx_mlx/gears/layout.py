@@ -15,7 +15,7 @@ from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
-from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
+from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
 from .in_place import OwnCodes, own_codes, take_layers
 from .ladder import (
@@ -131,7 +131,7 @@ def managed_layers(
         wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
         return layers, tables_to_pack(model, *wanted) if layout.format.ladders else [], unmanaged
     layers, tables = layout.saved.layers(model), layout.saved.tables(model)
-    put_modules(model, tree_of({layer.path: layer.module for layer in (*layers, *tables)}, places_of(model)))
+    put_layers(model, {layer.path: layer.module for layer in (*layers, *tables)})
     return layers, tables, dict(layout.saved.manifest.unmanaged)
 
 

@@ -23,7 +23,7 @@ from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, q
 from ..kernels.bit_planes import Planes, side_by_side
 from ..kernels.products import panel_rows
 from .activations import DTYPES
-from .adapters import layers_of, places_of, put_modules, tree_of
+from .adapters import layers_of, put_layers
 from .discovery import Layer
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
@@ -90,7 +90,7 @@ class SavedGears:
             for layer in self.layers(model):
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
-            put_modules(model, tree_of(lowest, places_of(model)))
+            put_layers(model, lowest)
         own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
     def storage(self, path: str = "") -> mx.Dtype:
