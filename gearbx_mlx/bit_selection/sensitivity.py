@@ -173,27 +173,23 @@ class ExactSensitivity:
         depth = self.depth(layer.path)
         if self._recorded != depth:
             self._record(depth)
-        self.gearbox.cap({layer.path: bits})
-        try:
-            return self._distance(partial(self._replayed, layer.path, depth))
-        finally:
-            self.gearbox.cap({})
+        return self._distance({layer.path: bits}, partial(self._replayed, layer.path, depth))
 
     def measure_caps(self, caps: Mapping[str, int]) -> Distance:
         """The distance of the model with these caps; everything is computed."""
+        return self._distance(caps, lambda window: self._logits(window.tokens))
+
+    def _distance(self, caps: Mapping[str, int], read: Callable[[_Window], mx.array]) -> Distance:
+        kl, nll, count = 0.0, 0.0, 0
         self.gearbox.cap(caps)
         try:
-            return self._distance(lambda window: self._logits(window.tokens))
+            for window in self._windows:
+                found = log_softmax(np.array(read(window)))
+                kl += float(kl_divergence(window.logprobs, found).sum())
+                nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
+                count += len(found)
         finally:
             self.gearbox.cap({})
-
-    def _distance(self, read: Callable[[_Window], mx.array]) -> Distance:
-        kl, nll, count = 0.0, 0.0, 0
-        for window in self._windows:
-            found = log_softmax(np.array(read(window)))
-            kl += float(kl_divergence(window.logprobs, found).sum())
-            nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
-            count += len(found)
         return Distance(kl / count, 100 * (float(np.exp(nll / count - self.reference_nll)) - 1))
 
     def _logits(self, tokens: Sequence[int]) -> mx.array:

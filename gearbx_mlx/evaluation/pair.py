@@ -121,8 +121,6 @@ def joined(parts: Sequence[PairRecording]) -> PairRecording:
 def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> Recording:
     """The recording of one window: q against the large model's p, both (n, V)."""
     n = len(targets)
-    passes = np.zeros((n, 2), int)
-    passes[:, gear] = 1
     return Recording(
         np.full(n, window),
         -q[np.arange(n), targets],
@@ -131,7 +129,7 @@ def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gea
         p.argmax(axis=-1) == q.argmax(axis=-1),
         entropy_of_logprobs(q),
         np.full(n, gear),
-        passes,
+        np.eye(2, dtype=int)[np.full(n, gear)],
     )
 
 
