@@ -14,11 +14,9 @@ import numpy as np
 
 from ..gears.ladder import Gear, Schedule
 from ..routing.calibration import share_thresholds
-from ..routing.gates import Gate, Monitor, ThresholdGate
+from ..routing.gates import RUN_AHEAD, Gate, Monitor, ThresholdGate
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .replay import Policy, Recording, Reference, positions_of, targets_of
-
-ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
 
 @dataclass
@@ -58,7 +56,7 @@ class RoutePolicy(Policy):
     def begin(self) -> None:
         self.gate.reset(self.initial_gear)
         self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * ROUTE_DELAY)
+        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
 
     def first(self, place: int) -> Gear:
         return self.coming.popleft()

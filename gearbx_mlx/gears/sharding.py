@@ -44,7 +44,9 @@ class WeightPart:
     def shape(self) -> tuple[int, ...]:
         """The shape of the rank's part."""
         cuts = dict(self.cuts(self.whole))
-        return tuple(length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(self.whole))
+        return tuple(
+            sum(end - start for start, end in cuts.get(axis, ((0, size),))) for axis, size in enumerate(self.whole)
+        )
 
     def cuts(self, shape: tuple[int, ...], name: str = "weight") -> list[tuple[int, Ranges]]:
         """Axis and ranges of what a rank has of an array that belongs to the weight.
@@ -107,10 +109,6 @@ def misfit(part: WeightPart | None, format: Format, group_size: int) -> str | No
     if any(a % span or b % span for a, b in part.columns):
         return f"ranks have columns that end inside of a group of {span}; load with shard_sums 'gather'"
     return None
-
-
-def length(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
 
 
 def ranges_of(indices: Iterable[int]) -> Ranges:

@@ -555,7 +555,8 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
                 else:
                     made[layer.path] = gears
                 if len(gears) > 1:
-                    drop(layer.module)
+                    weight = layer.module.weight
+                    layer.module.weight = mx.zeros(weight.shape, weight.dtype)  # never evaluated
                 advance(layer.module.weight.nbytes)
         if not any(layer.path in made for layer in layers if not layer.is_table):
             raise none_managed(larger)
@@ -583,11 +584,6 @@ def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     source.read({layer.path: gears.values()}, {layer.path: layer.module.weight})
     reason = too_large(linear_of(gears[DENSE]))
     return ({}, reason) if reason else (gears, None)
-
-
-def drop(module: nn.Module) -> None:
-    """Replace a weight by one of the same shape and type that is never evaluated."""
-    module.weight = mx.zeros(module.weight.shape, module.weight.dtype)
 
 
 SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
