@@ -255,12 +255,6 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
     return Selection(floors, choices)
 
 
-def bits_text(choices: Sequence[CodebookChoice]) -> str:
-    """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
-    counts = Counter(choice.bits for choice in choices)
-    return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
-
-
 def effective(choices: Sequence[CodebookChoice]) -> float:
     """Bits per weight."""
     return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
@@ -276,11 +270,15 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None) -> dict[str, Any]:
+    counts = Counter(choice.bits for choice in choices)
+    names = {
+        bits: "dense" if bits == DENSE else f"xfp{bits}" for bits in counts
+    }  # dense: no codebook reaches the floor
     return {
         "component": name,
         "layers": len(choices),
         "floor": floor,
-        "selected": bits_text(choices),
+        "selected": ", ".join(f"{count}×{names[bits]}" for bits, count in sorted(counts.items())),
         "effective_bits": effective(choices),
     }
 

@@ -73,12 +73,6 @@ class PairRecording:
         return cls(both, top_probability, vocab_size)
 
 
-def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Log-probabilities (n - 1, V), float64, of the token after each of a window's n tokens but the last."""
-    logits = model(mx.array([list(window[:-1])]))[0, :, :vocab_size]
-    return log_softmax(np.array(logits.astype(mx.float32)))
-
-
 def record_pair(
     small: nn.Module,
     large: nn.Module,
@@ -105,7 +99,8 @@ def record_window(
     small: nn.Module, large: nn.Module, window: Sequence[int], start: int, number: int, vocab_size: int
 ) -> PairRecording:
     """Both models along a window, from its token `start` on."""
-    p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
+    logits = (model(mx.array([list(window[:-1])]))[0, start:, :vocab_size] for model in (large, small))
+    p, q = (log_softmax(np.array(each.astype(mx.float32))) for each in logits)
     targets = np.array(window[start + 1 :])
     by_small, by_large = vars(compared(p, q, number, targets, SMALL)), vars(compared(p, p, number, targets, LARGE))
     both = {name: np.stack([by_small[name], by_large[name]]) for name in by_small}

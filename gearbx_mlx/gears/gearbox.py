@@ -57,7 +57,7 @@ from .sources import (
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
-from .tensor_files import fingerprint, fingerprint_of, samples_of, with_adapters
+from .tensor_files import fingerprint_of, samples_of, with_adapters
 
 
 class Gearbox:
@@ -520,7 +520,8 @@ def model_fingerprint(model: nn.Module) -> str:
         return gearbox.fingerprint
     if sharding is not None:
         return sharding.fingerprint
-    return fingerprint(model) if saved is None else with_adapters(saved.manifest.fingerprint, model)
+    base = fingerprint_of(samples_of(base_arrays(model))) if saved is None else saved.manifest.fingerprint
+    return with_adapters(base, model)
 
 
 class Observer:

@@ -164,7 +164,10 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightP
     parts = {path: rows_in(module.weight, shapes[path]) for path, module in found.items()}
     narrow = {path for path, module in found.items() if module.weight.shape[-1] < group.size()}
     if narrow:
-        found = sharded_layers(model, group, numbers | {path: numbered_columns(shapes[path]) for path in narrow})
+        for path in narrow:  # a weight of one row; each number is its column's
+            *lead, _, width = shapes[path]
+            numbers[path] = mx.broadcast_to(mx.arange(width), (*lead, 1, width))
+        found = sharded_layers(model, group, numbers)
     for path in narrow:
         weight = found[path].weight
         columns = ranges_of(numbers_in(weight.reshape(-1, weight.shape[-1])[0]))
@@ -196,11 +199,6 @@ def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
     """A weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
     count = mx.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return mx.broadcast_to(count, (*shape[:-1], ranks))
-
-
-def numbered_columns(shape: tuple[int, ...]) -> mx.array:
-    """A weight in the shape (..., O, I) with one row; each number is its column's."""
-    return mx.broadcast_to(mx.arange(shape[-1]), (*shape[:-2], 1, shape[-1]))
 
 
 def rows_in(weight: mx.array, shape: tuple[int, ...]) -> WeightPart:
