@@ -271,9 +271,7 @@ def class_rows(selection: Selection) -> list[dict[str, Any]]:
 
 def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None) -> dict[str, Any]:
     counts = Counter(choice.bits for choice in choices)
-    names = {
-        bits: "dense" if bits == DENSE else f"xfp{bits}" for bits in counts
-    }  # dense: no codebook reaches the floor
+    names = {bits: f"xfp{bits}" for bits in counts} | {DENSE: "dense"}  # where no codebook reaches the floor
     return {
         "component": name,
         "layers": len(choices),
