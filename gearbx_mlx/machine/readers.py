@@ -295,6 +295,7 @@ class Poll(threading.Thread):
     """A thread that reads one reader again and again.
 
     latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
+    stopped: to be set, so that it ends.
     """
 
     def __init__(self, reader: Reader, interval: float):
@@ -304,20 +305,17 @@ class Poll(threading.Thread):
         self.latest: MachineState | None = None
         self.failure: str | None = None
         self.began: float | None = time.monotonic()
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             self.began = time.monotonic()
             try:
                 self.latest, self.failure = self.reader.read(), None
             except Exception as error:  # sensors and their libraries raise anything
                 self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
             self.began = None
-            self._stop.wait(self.interval)
-
-    def stop(self) -> None:
-        self._stop.set()
+            self.stopped.wait(self.interval)
 
 
 class Watch:
@@ -350,7 +348,7 @@ class Watch:
     def close(self) -> None:
         """Let the threads end. They are daemons, so a blocked one ends with the program."""
         for poll in self.polls:
-            poll.stop()
+            poll.stopped.set()
 
     def state(self, seconds: float = 0.0, tokens: int = 0) -> MachineState:
         """The state now, without waiting.
