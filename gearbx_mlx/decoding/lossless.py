@@ -35,7 +35,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, l
 from .batches import BatchText, SharedMode
 from .caches import gears_of
 from .draft_plans import DraftPlan, DraftPlans, bytes_of_passes, drafting_gear, find_file, find_rule
-from .draft_trials import default_depth, depth_here, few_pass_times, times_here
+from .draft_trials import depth_here, few_pass_times, times_here
 from .drafting import Drafter, Proposals, Writer
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
@@ -340,12 +340,7 @@ class Lossless(SharedMode):
         plan, gear = plans.of(1), plans.draft
         if plan.stretches.in_rounds:
             gearbox.make(gear)  # and not in the middle of the text
-        # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
-        ahead = self.draft_ahead
-        if ahead is None and gear == gearbox.ladder.top:
-            ahead = 0
-        elif ahead is None:
-            ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
+        ahead = depth_here(gearbox, gear, plans.rule) if self.draft_ahead is None else self.draft_ahead
         wrapped = LosslessModel(
             gearbox,
             plan,
