@@ -57,7 +57,7 @@ from .sources import (
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
-from .tensor_files import fingerprint_of, samples_of, with_adapters
+from .tensor_files import Samples, fingerprint_of, samples_of, with_adapters
 
 
 class Gearbox:
@@ -128,9 +128,7 @@ class Gearbox:
         coded = set() if layout.codes is None else {*layout.codes.modules}
         self.fingerprint = "" if coded else model_fingerprint(model)
         self.layers, self._embeddings, self.unmanaged = managed_layers(model, layout, manage)
-        arrays = base_arrays(model) if coded else {}
-        # Codes that are split later are sampled then.
-        samples = samples_of({name: a for name, a in arrays.items() if name.rpartition(".")[0] not in coded})
+        samples = samples_beside(model, coded) if coded else {}
         self.head, self._tables = tied_head(model), check_tables(tables or {}, self.ladder, self.layers)
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         if self.format.ladders or self.of_codes:
@@ -511,6 +509,12 @@ def check_attached(gearbox: Any) -> None:
     if attached(gearbox.model) is not gearbox:
         raise GearbxError("another gearbox was put on this model since; use that one")
     check_device(gearbox.device)
+
+
+def samples_beside(model: nn.Module, coded: set[str]) -> Samples:
+    """Samples of the arrays that are not those of the layers with these paths, whose codes are read later."""
+    arrays = base_arrays(model)
+    return samples_of({name: array for name, array in arrays.items() if name.rpartition(".")[0] not in coded})
 
 
 def model_fingerprint(model: nn.Module) -> str:
