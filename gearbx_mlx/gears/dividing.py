@@ -80,8 +80,9 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
         samples[f"{path}.{name}"] = array.shape, np.array(few)
         return own
 
-    others = {name: a for name, a in tree_flatten(model.parameters()) if name.rpartition(".")[0] not in parts}
-    samples |= samples_of(others)
+    samples |= samples_of(
+        {name: a for name, a in tree_flatten(model.parameters()) if name.rpartition(".")[0] not in parts}
+    )
     own = own_parts(parts, group, lambda path: ranks.gather)
     take_parts(model, group, parts, own, take)
     setattr(model, SHARDED, Sharding(group, own, fingerprint_of(samples)))

@@ -555,8 +555,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
                 else:
                     made[layer.path] = gears
                 if len(gears) > 1:
-                    weight = layer.module.weight
-                    layer.module.weight = mx.zeros(weight.shape, weight.dtype)  # never evaluated
+                    layer.module.weight = mx.zeros_like(layer.module.weight)  # never evaluated
                 advance(layer.module.weight.nbytes)
         if not any(layer.path in made for layer in layers if not layer.is_table):
             raise none_managed(larger)
