@@ -292,9 +292,9 @@ class SavedPart(SavedGears):
 
     def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
         """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
-        own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
+        own, by_matrix, size, whole = [], len(stored.shape) == 2, stored.shape[-1], stored.values
         for number, ranges in zip(matrices_of(part), starts):
-            values, found = stored.values[number] if by_matrix else stored.values, []
+            values, found = whole[number] if by_matrix else whole, []
             for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
                 if not 0 <= first <= last <= size:
                     raise GearbxError("its lists lie outside of their array")
