@@ -18,9 +18,8 @@ from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.mode import vocabulary_of
 from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from gearbx_mlx.evaluation.policies import ROUTE_DELAY
 from gearbx_mlx.evaluation.replay import next_logprobs
-from gearbx_mlx.routing.gates import Monitor, OneGear, ThresholdGate, policy_named
+from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, OneGear, ThresholdGate, policy_named
 
 from .lossless import ASSISTANT, encode
 from .studies import HELD_OUT, Found, spread, study, table_here
@@ -37,7 +36,7 @@ class Reader:
     def __init__(self, gearbox, tokens, reference, gate):
         self.gearbox, self.tokens, self.reference, self.gate = gearbox, tokens, reference, gate
         self.monitor, self.cache, self.place = Monitor(vocabulary_of(gearbox)), make_prompt_cache(gearbox.model), 0
-        self.coming = deque([0] * ROUTE_DELAY)
+        self.coming = deque([0] * RUN_AHEAD)
 
     def read(self):
         """KL of the next prediction (nats), and whether its best token is the top gear's."""

@@ -9,7 +9,7 @@ beside mlx-lm's own over the same model with the same kernels.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +27,6 @@ from gearbx_mlx.cli.settings import parse_shares
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear, Ladder
@@ -204,6 +203,21 @@ def seconds_of(gearbox: Gearbox, plan: Sequence[Gear]) -> tuple[float, float]:
         token = gearbox.model(token[None], cache=cache)[:, -1].argmax(-1)
         mx.eval(token)
     return (time.perf_counter() - start) / len(plan), shifting
+
+
+def dynamic_speedup(
+    gear_tokens: Mapping[str, int], gear_seconds: Mapping[str, float], top: str, shifts: int, shift_seconds: float
+) -> float:
+    """Speed of a run that changes gear relative to one in the top gear (GEARBX 9): N t_top / T_dynamic.
+
+    Args:
+        gear_tokens: tokens computed in each gear.
+        gear_seconds: seconds per token of each gear, `top` among them.
+        shifts: number of shifts.
+        shift_seconds: of one shift.
+    """
+    spent = shifts * shift_seconds + sum(count * gear_seconds[gear] for gear, count in gear_tokens.items())
+    return sum(gear_tokens.values()) * gear_seconds[top] / spent
 
 
 def mixture_row(

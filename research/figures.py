@@ -28,7 +28,6 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.rowwise import Rowwise
-from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.gears.discovery import discover, vocabulary
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.offload import Host
@@ -45,7 +44,7 @@ from gearbx_mlx.routing.gates import (
 from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color
 
-from .decoding_costs import engaged, plan_of, seconds_of
+from .decoding_costs import dynamic_speedup, engaged, plan_of, seconds_of
 from .studies import Found, spread, study
 
 SETTINGS = {

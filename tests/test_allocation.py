@@ -24,7 +24,7 @@ from gearbx_mlx.bit_selection.allocation import (
 from gearbx_mlx.bit_selection.precision import LayerPrecision, PrecisionManifest, read_precision
 from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, layer_precisions
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.tensor_files import fingerprint
+from gearbx_mlx.gears.gearbox import model_fingerprint
 
 BITS = (3, 4, 8)
 
@@ -198,7 +198,9 @@ def manifest(tmp_path_factory):
     held = {
         e.path: LayerPrecision("attention", e.module.weight.size, 3, 16, {3: 0.01, 4: 0.002, 8: 0.0}) for e in layers
     }
-    made = PrecisionManifest("exact", "demo", fingerprint(model), "", 0, "affine", 64, "attention", BITS, 1.0, held)
+    made = PrecisionManifest(
+        "exact", "demo", model_fingerprint(model), "", 0, "affine", 64, "attention", BITS, 1.0, held
+    )
     file = tmp_path_factory.mktemp("manifest") / "m.json"
     file.write_text(made.as_json())
     return file

@@ -9,10 +9,9 @@ import pytest
 from gearbx_mlx import Gearbox, Ladder, load
 from gearbx_mlx.benchmark import measuring, token
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.gears.cost import dynamic_speedup
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
-from research.decoding_costs import batch_speed, mixture, plan_of, routing
+from research.decoding_costs import batch_speed, dynamic_speedup, mixture, plan_of, routing
 from research.threads import threads
 
 pytestmark = pytest.mark.usefixtures("compiled")

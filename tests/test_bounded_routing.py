@@ -5,8 +5,8 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gearbx_mlx.routing.bounds import DELAY, BoundedRouting
-from gearbx_mlx.routing.gates import Monitor, ThresholdGate, replay
+from gearbx_mlx.routing.bounds import BoundedRouting
+from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, ThresholdGate, replay
 
 VOCABULARY = 4096
 ENTROPY = st.floats(0, 12) | st.sampled_from([1.0, 1.1, 2.0, 2.1, 3.0, 2.9, 11.9])
@@ -29,7 +29,7 @@ def routing(settings, window: int, first: int) -> tuple[BoundedRouting, Monitor,
 
 def delayed(gears: list[int], first: int) -> list[int]:
     """The gears that compute the tokens, where each decision acts some tokens later."""
-    coming = deque([first] * DELAY)
+    coming = deque([first] * RUN_AHEAD)
     coming.extend(gears)
     return list(coming)[: len(gears)]
 

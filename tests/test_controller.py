@@ -8,8 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.machine.cap_schedule import CapSchedule, Range
-from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, PID, Controller, Gains
+from gearbx_mlx.machine.controller import DEAD_BAND, EVERY, LAG, PID, CapSchedule, Controller, Gains, Range
 
 WIDTHS = (4, 5, 6, 8)
 

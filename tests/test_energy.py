@@ -61,7 +61,7 @@ def test_what_only_root_may_read_is_named(tmp_path, monkeypatch):
     def refused(directory):
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr(energy.Zone, "of", refused)
+    monkeypatch.setattr(energy, "Zone", refused)
     with pytest.raises(GearbxError, match=f"{file}: only root may read it"):
         energy.Rapl(tmp_path)
 

@@ -14,9 +14,10 @@ from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_mo
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
-from gearbx_mlx.gears.cost import break_even_tokens, dynamic_speedup, whole_model_speedup
+from gearbx_mlx.gears.cost import break_even_tokens, whole_model_speedup
 from gearbx_mlx.gears.offload import heap_trim
 from gearbx_mlx.loading import DEMO_MODEL
+from research.decoding_costs import dynamic_speedup
 
 
 class TestDtype:

@@ -9,8 +9,8 @@ from conftest import save_model, tiny_model
 
 from gearbx_mlx import stream_generate
 from gearbx_mlx.decoding.pair import Pair
-from gearbx_mlx.evaluation.pair import Blend, mixed, record_pair, share_by_position, sweep, turns
-from gearbx_mlx.routing.pair import LARGE, Coin, parameter_ratio
+from gearbx_mlx.evaluation.pair import Coin, by_coin, mixed, record_pair, share_by_position, sweep, turns
+from gearbx_mlx.routing.pair import LARGE, parameter_ratio
 
 TOKENS = 4096
 TALE = "Once upon a time there was a king who"
@@ -93,7 +93,7 @@ class TestSweep:
         rng = np.random.default_rng(1)
         n = len(recording.small.kl)
         drawn = [mixed(recording, (rng.random(n) < 0.3).astype(int)).kl.mean() for _ in range(400)]
-        expected = Blend(recording).at(0.3, "kl").mean()
+        expected = by_coin(recording, 0.3, "kl").mean()
         assert np.mean(drawn) == pytest.approx(expected, abs=4 * np.std(drawn) / 20)
 
     def test_shares_by_position_by_hand(self):

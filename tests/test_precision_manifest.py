@@ -19,7 +19,7 @@ from gearbx_mlx.bit_selection.precision import (
     read_precision,
 )
 from gearbx_mlx.gears.discovery import discover
-from gearbx_mlx.gears.tensor_files import fingerprint
+from gearbx_mlx.gears.gearbox import model_fingerprint
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"
 KL = {3: 0.01, 4: 0.0025, 8: 0.0}
@@ -59,7 +59,9 @@ def for_demo() -> dict:
     layers, _ = discover(model, "all", 64)
     held = {e.path: LayerPrecision("mlp", e.module.weight.size, 3, 16, KL) for e in layers}
     bits = {path: 3 + place % 2 for place, path in enumerate(held)}
-    made = manifest(layers=held, fingerprint=fingerprint(model), gears={4: GearTable(bits, "", 4.0, 0.1, 0.1, 0.1)})
+    made = manifest(
+        layers=held, fingerprint=model_fingerprint(model), gears={4: GearTable(bits, "", 4.0, 0.1, 0.1, 0.1)}
+    )
     return content_of(made)
 
 

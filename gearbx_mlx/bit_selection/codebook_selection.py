@@ -126,9 +126,9 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
         yield bits, made[0], made[1]
 
 
-def qualities(format: CodebookFormat, weight: mx.array, experts: int = EXPERTS_JUDGED) -> Iterator[Quality]:
+def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
     """The quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits, ascending."""
-    judged = some_experts(weight, experts)
+    judged = some_experts(weight)
     mask = find_all(judged, format.options)
     share = float(mask.mean())
     match = match_rows if isinstance(format, Codebook) else match_library
@@ -255,24 +255,6 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
     return Selection(floors, choices)
 
 
-def component(choice: CodebookChoice) -> str:
-    """The class and the last name of a layer, such as attention q_proj."""
-    return f"{choice.kind} {choice.path.split('.')[-1]}"
-
-
-def grouped_choices(selection: Selection, key) -> dict[str, list[CodebookChoice]]:
-    groups: dict[str, list[CodebookChoice]] = defaultdict(list)
-    for choice in selection.choices:
-        groups[key(choice)].append(choice)
-    return dict(groups)
-
-
-def bits_text(choices: Sequence[CodebookChoice]) -> str:
-    """How many layers have which bits, such as 233×xfp3, 2×xfp4; dense: no codebook reaches the floor."""
-    counts = Counter(choice.bits for choice in choices)
-    return ", ".join(f"{n}×{'dense' if bits == DENSE else f'xfp{bits}'}" for bits, n in sorted(counts.items()))
-
-
 def effective(choices: Sequence[CodebookChoice]) -> float:
     """Bits per weight."""
     return sum(c.weights * c.effective_bits for c in choices) / sum(c.weights for c in choices)
@@ -280,17 +262,21 @@ def effective(choices: Sequence[CodebookChoice]) -> float:
 
 def class_rows(selection: Selection) -> list[dict[str, Any]]:
     """XFP's table 3: class, layers, floor, selected bits, effective bits per weight; the last row is the total."""
-    classes = grouped_choices(selection, lambda choice: choice.kind)
+    classes: dict[str, list[CodebookChoice]] = defaultdict(list)
+    for choice in selection.choices:
+        classes[choice.kind].append(choice)
     rows = [class_row(kind, choices, choices[0].floor) for kind, choices in classes.items()]
     return [*rows, class_row("total", selection.choices, None)]
 
 
 def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None) -> dict[str, Any]:
+    counts = Counter(choice.bits for choice in choices)
+    names = {bits: f"xfp{bits}" for bits in counts} | {DENSE: "dense"}  # where no codebook reaches the floor
     return {
         "component": name,
         "layers": len(choices),
         "floor": floor,
-        "selected": bits_text(choices),
+        "selected": ", ".join(f"{count}×{names[bits]}" for bits, count in sorted(counts.items())),
         "effective_bits": effective(choices),
     }
 
@@ -300,7 +286,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
     return [
         {
             "layer": choice.path,
-            "type": component(choice),
+            "type": f"{choice.kind} {choice.path.split('.')[-1]}",  # such as attention q_proj
             "floor": choice.floor,
             "bits": choice.bits,
             "cos_bulk": choice.quality.bulk_cosine,

@@ -3,6 +3,7 @@
 A floor is the least cosine between a layer's weights and their quantized values (XFP 4.3).
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -11,7 +12,6 @@ from ..errors import GearbxError
 STRICT, LAZY = 0.98, 0.93
 ACCURACY_THRESHOLD = 0.5  # percent of perplexity that a layer at its fewest bits may add
 EXCHANGES = 16  # tables with an exchange of bits between two layers that are measured, by default
-ENVIRONMENT = {"strict": "XFP_MIN_COS_STRICT", "lazy": "XFP_MIN_COS_LAZY"}
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,11 @@ class Floors:
 
 
 def from_environment(name: str) -> float:
-    variable = ENVIRONMENT[name]
+    variable, default = {"strict": ("XFP_MIN_COS_STRICT", STRICT), "lazy": ("XFP_MIN_COS_LAZY", LAZY)}[name]
     text = os.environ.get(variable)
     if text is None:
-        return {"strict": STRICT, "lazy": LAZY}[name]
-    try:
-        value = float(text)
-    except ValueError:
-        raise GearbxError(f"{variable} is '{text}'; give a cosine between 0 and 1") from None
-    if not 0 < value < 1:
-        raise GearbxError(f"{variable} is {text}; give a cosine between 0 and 1")
-    return value
+        return default
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < 1:
+            return float(text)
+    raise GearbxError(f"{variable} is '{text}'; give a cosine between 0 and 1")

@@ -132,7 +132,8 @@ class ExactSensitivity:
     def __init__(self, gearbox: Gearbox, windows: Sequence[Sequence[int]], progress: Callable[[], None] = lambda: None):
         self.gearbox, self.cost = gearbox, Cost()
         self.layers = {layer.path: layer for layer in gearbox.layers}
-        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(unique(getattr(gearbox.model, "layers", ()))))
+        once = {id(block): block for block in getattr(gearbox.model, "layers", ())}
+        self._blocks: dict[Hashable, nn.Module] = dict(enumerate(once.values()))
         # An embedding that is the head too is called as an embedding going in, where no gear changes it.
         self._heads = [path for path, layer in self.layers.items() if isinstance(layer.module, nn.Embedding)]
         self._linear = {path: layer.module for path, layer in self.layers.items() if path not in self._heads}
@@ -147,7 +148,8 @@ class ExactSensitivity:
         for tokens in windows:
             self._windows.append(self._first_pass(tokens))
             progress()
-        self.reference_nll = self._nll([window.logprobs for window in self._windows])
+        chosen = [w.logprobs[np.arange(len(w.logprobs)), w.tokens[1:]] for w in self._windows]
+        self.reference_nll = -float(np.concatenate(chosen).mean())
 
     @property
     def perplexity(self) -> float:
@@ -171,32 +173,24 @@ class ExactSensitivity:
         depth = self.depth(layer.path)
         if self._recorded != depth:
             self._record(depth)
-        self.gearbox.cap({layer.path: bits})
-        try:
-            return self._distance(partial(self._replayed, layer.path, depth))
-        finally:
-            self.gearbox.cap({})
+        return self._distance({layer.path: bits}, partial(self._replayed, layer.path, depth))
 
     def measure_caps(self, caps: Mapping[str, int]) -> Distance:
         """The distance of the model with these caps; everything is computed."""
+        return self._distance(caps, lambda window: self._logits(window.tokens))
+
+    def _distance(self, caps: Mapping[str, int], read: Callable[[_Window], mx.array]) -> Distance:
+        kl, nll, count = 0.0, 0.0, 0
         self.gearbox.cap(caps)
         try:
-            return self._distance(lambda window: self._logits(window.tokens))
+            for window in self._windows:
+                found = log_softmax(np.array(read(window)))
+                kl += float(kl_divergence(window.logprobs, found).sum())
+                nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
+                count += len(found)
         finally:
             self.gearbox.cap({})
-
-    def _distance(self, read: Callable[[_Window], mx.array]) -> Distance:
-        kl, nll, count = 0.0, 0.0, 0
-        for window in self._windows:
-            found = log_softmax(np.array(read(window)))
-            kl += float(kl_divergence(window.logprobs, found).sum())
-            nll -= float(found[np.arange(len(found)), window.tokens[1:]].sum())
-            count += len(found)
         return Distance(kl / count, 100 * (float(np.exp(nll / count - self.reference_nll)) - 1))
-
-    def _nll(self, logprobs: Sequence[np.ndarray]) -> float:
-        chosen = [p[np.arange(len(p)), window.tokens[1:]] for p, window in zip(logprobs, self._windows)]
-        return -float(np.concatenate(chosen).mean())
 
     def _logits(self, tokens: Sequence[int]) -> mx.array:
         """(T - 1, V) float32: predictions of all tokens but the first."""
@@ -286,10 +280,6 @@ class ExactSensitivity:
         return logits
 
 
-def unique(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    return list({id(module): module for module in modules}.values())
-
-
 CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 
 
@@ -371,17 +361,10 @@ def measure_layers(
         if layer.path not in journal.parts:
             exact.cost = Cost()  # from zero: sums of parts round alike in runs that were stopped anywhere
             widths = [width for width in bits if width in exact.gearbox.widths_of(layer)]
-            found = {width: exact.measure(layer, width) for width in widths}
-            journal.add(layer.path, measured_layer(found, exact.cost))
+            found = {str(width): exact.measure(layer, width) for width in widths}
+            distances = {width: (there.kl, there.perplexity_change) for width, there in found.items()}
+            journal.add(layer.path, MeasuredLayer(distances=distances, cost=[*dataclasses.astuple(exact.cost)]))
         progress()
-
-
-def measured_layer(found: Mapping[int, Distance], cost: Cost) -> MeasuredLayer:
-    """The part of a layer. cost: of this layer."""
-    return {
-        "distances": {str(width): (there.kl, there.perplexity_change) for width, there in found.items()},
-        "cost": [*dataclasses.astuple(cost)],
-    }
 
 
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:

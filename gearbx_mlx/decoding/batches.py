@@ -158,7 +158,8 @@ class BatchGenerator(StagedGenerator):
     ):
         check_settings(settings)
         empty = make_prompt_cache(model)
-        check_mergeable(empty)
+        if kind := unmergeable(empty):
+            raise GearbxError(f"the model's {kind} cannot be shared by several texts; write them one at a time")
         # Recurrent layers, which have a state in place of keys and values.
         self._has_states = any(isinstance(part, ArraysCache) for part in parts(empty))
         self.tokenizer, self.gearbox, self.mode, self.policy = tokenizer, gearbox, mode, policy
@@ -350,12 +351,10 @@ def check_cache(name: str, cache: Sequence[Any], layers: int) -> None:
     """Raises GearbxError for a sequence's KV cache that has another number of layers, or cannot join others."""
     if len(cache) != layers:
         raise GearbxError(f"{name} has {len(cache)} layers, and the model {layers}; make it with this model")
-    for part in cache:
-        if not hasattr(part, "merge"):
-            raise GearbxError(
-                f"{name} has a {type(part).__name__}, which several texts cannot share; write it alone, with "
-                "stream_generate"
-            )
+    if kind := unmergeable(cache):
+        raise GearbxError(
+            f"{name} has a {kind}, which several texts cannot share; write it alone, with stream_generate"
+        )
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
@@ -369,10 +368,6 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             raise GearbxError(f"{name} is {value!r}; give 1 or more")
 
 
-def check_mergeable(cache: Cache) -> None:
-    """Raises GearbxError for KV caches of a model that several texts cannot share."""
-    for part in cache:
-        if not hasattr(part, "merge"):
-            raise GearbxError(
-                f"the model's {type(part).__name__} cannot be shared by several texts; write them one at a time"
-            )
+def unmergeable(cache: Cache) -> str | None:
+    """The class of the first part of a KV cache that several texts cannot share, if there is one."""
+    return next((type(part).__name__ for part in cache if not hasattr(part, "merge")), None)

@@ -237,13 +237,11 @@ def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_
     """Raises GearbxError unless a model runs with caches of so many bits."""
     cache = begun_cache(model, max_kv_size)
     able = [entry for entry in cache if hasattr(entry, "to_quantized")]
-    if not able:
-        raise GearbxError(f"--kv-bits is {bits}, and {type(cache[0]).__name__} cannot be quantized; leave it out")
+    why = None if able else f"{type(cache[0]).__name__} cannot be quantized; leave it out"
     if any(hasattr(entry, "max_size") for entry in able):
-        raise GearbxError(
-            f"--kv-bits is {bits}, and a cache that rotates (--max-kv-size, or a sliding window) cannot be quantized; "
-            "leave one of them out"
-        )
+        why = "a cache that rotates (--max-kv-size, or a sliding window) cannot be quantized; leave one of them out"
+    if why is not None:
+        raise GearbxError(f"--kv-bits is {bits}, and {why}")
     for size in sorted({array.shape[-1] for array in arrays_of(able)}):
         if size % group_size:
             raise GearbxError(
@@ -387,19 +385,15 @@ def put_in_gears(cache: list[Any], gears: KVGears) -> None:
 
 def check_part(part: Any, gears: KVGears) -> None:
     """Raises GearbxError unless the cache of a layer can have these gears."""
-    ladder = shown(gears.ladder)
+    why = None
     if type(part) is NestedKVCache and part.gears.ladder != gears.ladder:
-        theirs = shown(part.gears.ladder)
-        raise GearbxError(
-            f"--kv-gears is {ladder}, and the prompt cache has {theirs}; give these, or read the text again"
-        )
-    if hasattr(part, "max_size"):
-        raise GearbxError(
-            f"--kv-gears is {ladder}, and a cache that rotates (--max-kv-size, or a sliding window) has no gears; "
-            "leave one of them out"
-        )
-    if type(part) not in (KVCache, NestedKVCache):
-        raise GearbxError(f"--kv-gears is {ladder}, and {type(part).__name__} has no gears; {OTHER}")
+        why = f"the prompt cache has {shown(part.gears.ladder)}; give these, or read the text again"
+    elif hasattr(part, "max_size"):
+        why = "a cache that rotates (--max-kv-size, or a sliding window) has no gears; leave one of them out"
+    elif type(part) not in (KVCache, NestedKVCache):
+        why = f"{type(part).__name__} has no gears; {OTHER}"
+    if why is not None:
+        raise GearbxError(f"--kv-gears is {shown(gears.ladder)}, and {why}")
 
 
 def check_heads(model: nn.Module, ladder: tuple[int, ...]) -> None:

@@ -29,6 +29,7 @@ from ..gears.ladder import Gear
 from ..gears.offload import Resident
 from ..kernels.compiler import processor_features
 from ..kernels.dispatch import is_tuning, on_cpu
+from ..ranks.agreement import agreement_of
 from ..routing.acceptance import (
     MOST_DRAFTED,
     AcceptanceCurve,
@@ -176,11 +177,13 @@ def depth_here(gearbox: Gearbox, draft: Gear, rule: DraftRule) -> int:
     """Steps to queue ahead when `draft` drafts, by what was measured here; measured now if that was not done yet.
 
     The times are kept with those of kernels (kernels/tuner.py). Nothing is measured where it would change
-    nothing (a CPU, drafts of a fixed length), where it would read weights from a disk, and with GEARBX_TUNE=0.
+    nothing (a CPU, drafts of a fixed length), where it would read weights from a disk, and with GEARBX_TUNE=0; nor by
+    ranks, which would all have to run the passes at once, and whose caches of times differ.
     """
-    if isinstance(rule, FixedLength):
+    if isinstance(rule, FixedLength) or draft == gearbox.ladder.top:
         return 0
-    if on_cpu() or not is_tuning() or not isinstance(gearbox.residency, Resident):
+    shared = agreement_of(gearbox.model).group is not None
+    if on_cpu() or shared or not is_tuning() or not isinstance(gearbox.residency, Resident):
         return default_depth()
     tuner, name = gearbox.kernel_choices.tuner, name_of(gearbox, draft)
     known = tuner.measured if gearbox.kernels.again else tuner.cache.times

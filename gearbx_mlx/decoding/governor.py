@@ -16,8 +16,7 @@ from ..gears.cost import used_share
 from ..gears.discovery import Layer, default_sensitivity
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
-from ..machine.cap_schedule import CapSchedule, Range, Sensitivity
-from ..machine.controller import CapDecision, Controller, SteadyBudget
+from ..machine.controller import CapDecision, CapSchedule, Controller, Range, Sensitivity, SteadyBudget
 from ..machine.readers import MachineState, Watch
 from .response import Step
 

@@ -35,7 +35,7 @@ from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, l
 from .batches import BatchText, SharedMode
 from .caches import gears_of
 from .draft_plans import DraftPlan, DraftPlans, bytes_of_passes, drafting_gear, find_file, find_rule
-from .draft_trials import default_depth, depth_here, few_pass_times, times_here
+from .draft_trials import depth_here, few_pass_times, times_here
 from .drafting import Drafter, Proposals, Writer
 from .governor import Governor
 from .lossless_batch import LosslessGenerator
@@ -76,10 +76,9 @@ class LosslessModel(ModelWrapper):
 
     Args:
         gearbox: of the model; of one gear, the text alone proposes tokens.
-        rule: when to stop drafting; the uncalibrated one if not given.
+        plan: where to look up tokens, where to work in rounds, and when a draft ends. A rule stands for rounds
+            everywhere, which always draft and look nothing up; without either, it is the uncalibrated one.
         draft: the gear that drafts; the lowest if not given.
-        plan: in place of a rule: where to look up tokens and where to draft too, and where to work in rounds at all.
-            Without it rounds everywhere, which always draft, and nothing else.
         sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
         prompt_tokens: how many tokens the prompt has.
@@ -93,10 +92,9 @@ class LosslessModel(ModelWrapper):
     def __init__(
         self,
         gearbox: Gearbox,
-        rule: DraftRule | None = None,
+        plan: DraftPlan | DraftRule | None = None,
         *,
         draft: Gear | str | int | None = None,
-        plan: DraftPlan | None = None,
         sampler: Callable[[mx.array], mx.array] | None = None,
         logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
         stop_tokens: Collection[int] = (),
@@ -108,8 +106,9 @@ class LosslessModel(ModelWrapper):
         self.top = gearbox.ladder.top
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
-        rounds = Rounds(bytes_of_passes(gearbox, self.draft), 0) if plan is None else plan.rounds
-        self.plan = plan or DraftPlan(joint_rule(rule or default_rule()), rounds)
+        if not isinstance(plan, DraftPlan):
+            plan = DraftPlan(joint_rule(plan or default_rule()), Rounds(bytes_of_passes(gearbox, self.draft), 0))
+        self.plan, rounds = plan, plan.rounds
         self.plan.stretches.begin()  # a prompt of one token looks like any token
         self.stop_tokens = frozenset(stop_tokens)
         self.prompt_tokens = prompt_tokens
@@ -341,15 +340,10 @@ class Lossless(SharedMode):
         plan, gear = plans.of(1), plans.draft
         if plan.stretches.in_rounds:
             gearbox.make(gear)  # and not in the middle of the text
-        # Measuring runs passes, which all ranks would have to do at once; their caches of times differ.
-        ahead = self.draft_ahead
-        if ahead is None and gear == gearbox.ladder.top:
-            ahead = 0
-        elif ahead is None:
-            ahead = depth_here(gearbox, gear, plans.rule) if agreement.group is None else default_depth()
+        ahead = depth_here(gearbox, gear, plans.rule) if self.draft_ahead is None else self.draft_ahead
         wrapped = LosslessModel(
             gearbox,
-            plan=plan,
+            plan,
             draft=gear,
             sampler=kwargs.get("sampler"),
             logits_processors=kwargs.get("logits_processors") or (),

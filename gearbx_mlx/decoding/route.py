@@ -176,11 +176,9 @@ class Route(InEngagedGear):
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         """Like Mode's, of a mode whose initial gear is named, or that has a schedule."""
-        ladder, schedule = gearbox.ladder, self.schedule
-        first = ladder.find(self.initial_gear) if schedule is None else ladder.schedule(schedule).gears[0]
-        return gear_of_prompt(gearbox, self.prompt_gear, first), None
+        return gear_of_prompt(gearbox, self.prompt_gear, self.first_gear(gearbox)), None
 
-    def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> Gear:
+    def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any = None, prompt: Any = "") -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
         ladder = gearbox.ladder
         if self.schedule is not None:

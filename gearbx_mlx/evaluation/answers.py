@@ -12,7 +12,7 @@ problem, solution (with the answer in \boxed{...}), level and type; of MATH-500,
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,7 @@ FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 def final_number(text: str) -> Decimal | None:
     """The number after the first ####, as GSM8K writes its answers: "#### 1,200" is 1200."""
     match = FINAL.search(text.split(NEXT_PROMPT)[0])
-    try:
-        return Decimal(match.group(1).replace(",", "")) if match else None
-    except InvalidOperation:
-        return None
+    return Decimal(match.group(1).replace(",", "")) if match else None
 
 
 def number_finished(text: str) -> bool:

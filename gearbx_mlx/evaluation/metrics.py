@@ -71,12 +71,6 @@ def spread(name: str, values: np.ndarray) -> dict[str, float]:
     }
 
 
-def bucket_names() -> list[str]:
-    """ "0-0.25", "0.25-0.5", ..."""
-    ends = (0.0, *EDGES, 1.0)
-    return [f"{low:g}-{high:g}" for low, high in itertools.pairwise(ends)]
-
-
 def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> list[dict]:
     """`quality` of the tokens whose reference has its top probability between two EDGES (at or above the lower one).
 
@@ -86,10 +80,10 @@ def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> 
     """
     place = np.digitize(top_probability, EDGES)
     rows = []
-    for index, name in enumerate(bucket_names()):
+    for index, (low, high) in enumerate(itertools.pairwise((0.0, *EDGES, 1.0))):
         inside = place == index
         chosen = {key: values[inside] for key, values in tokens.items()}
-        rows.append({"top_probability": name, "tokens": int(inside.sum()), **quality(**chosen)})
+        rows.append({"top_probability": f"{low:g}-{high:g}", "tokens": int(inside.sum()), **quality(**chosen)})
     return rows
 
 

@@ -6,6 +6,7 @@ Free-running, both write answers to problems, and a coin with the same share of 
 """
 
 import math
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,15 +20,14 @@ import numpy as np
 from ..decoding.pair import Pair
 from ..decoding.stream import stream_generate
 from ..files.reading import Count
-from ..routing.gates import Gate
-from ..routing.pair import LARGE, NAMES, SMALL, Coin, first_model, pair_gate, pair_monitor, parameter_ratio
+from ..routing.gates import Gate, OneGear, Reading
+from ..routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
 from ..telemetry.report import get_pyplot, save
 from .answers import COLUMNS as SCORES
 from .answers import Attempt, Prompt, Task, group_tables, judged, score, until_finished
 from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from .replay import Recording, load_shaped
 from .report import (
-    Chance,
     Columns,
     against_chance,
     change_of_kl,
@@ -45,35 +45,32 @@ from .session import EvaluationSession
 class PairRecording:
     """The predictions of both models for the same n tokens.
 
-    small, large: recordings against the large model, whose KL from itself is 0. top_probability: (n,), of the large
-    model. vocab_size: V, the same for both.
+    both: name of a field of Recording to its array, with (small, large) as a first axis; against the large model, whose
+    KL from itself is 0. top_probability: (n,), of the large model. vocab_size: V, the same for both.
     """
 
-    small: Recording
-    large: Recording
+    both: dict[str, Any]
     top_probability: np.ndarray
     vocab_size: int
 
+    @property
+    def small(self) -> Recording:
+        return Recording(**{name: both[SMALL] for name, both in self.both.items()})
+
+    @property
+    def large(self) -> Recording:
+        return Recording(**{name: both[LARGE] for name, both in self.both.items()})
+
     def save(self, file: Any) -> None:
-        both: dict[str, Any] = {
-            name: np.stack([array, getattr(self.large, name)]) for name, array in vars(self.small).items()
-        }
-        np.savez(file, top_probability=self.top_probability, **both)
+        np.savez(file, top_probability=self.top_probability, **self.both)
 
     @classmethod
     def load(cls, file: Path, tokens: int, vocab_size: int) -> "PairRecording":
         """The recording in a file, with this number of predictions. Raises GearbxError if it is damaged."""
         of_both = {name: (2, *shape) for name, shape in Recording.shapes(tokens, 2).items()}
-        loaded = load_shaped(file, {"top_probability": (tokens,), **of_both})
-        top_probability = loaded.pop("top_probability")
-        small, large = (Recording(**{name: both[gear] for name, both in loaded.items()}) for gear in (SMALL, LARGE))
-        return cls(small, large, top_probability, vocab_size)
-
-
-def logprobs_along(model: nn.Module, window: Sequence[int], vocab_size: int) -> np.ndarray:
-    """Log-probabilities (n - 1, V), float64, of the token after each of a window's n tokens but the last."""
-    logits = model(mx.array([list(window[:-1])]))[0, :, :vocab_size]
-    return log_softmax(np.array(logits.astype(mx.float32)))
+        both = load_shaped(file, {"top_probability": (tokens,), **of_both})
+        top_probability = both.pop("top_probability")
+        return cls(both, top_probability, vocab_size)
 
 
 def record_pair(
@@ -102,26 +99,23 @@ def record_window(
     small: nn.Module, large: nn.Module, window: Sequence[int], start: int, number: int, vocab_size: int
 ) -> PairRecording:
     """Both models along a window, from its token `start` on."""
-    p, q = (logprobs_along(model, window, vocab_size)[start:] for model in (large, small))
+    logits = (model(mx.array([list(window[:-1])]))[0, start:, :vocab_size] for model in (large, small))
+    p, q = (log_softmax(np.array(each.astype(mx.float32))) for each in logits)
     targets = np.array(window[start + 1 :])
-    by_small, by_large = compared(p, q, number, targets, SMALL), compared(p, p, number, targets, LARGE)
-    return PairRecording(by_small, by_large, np.exp(p.max(axis=-1)), vocab_size)
+    by_small, by_large = vars(compared(p, q, number, targets, SMALL)), vars(compared(p, p, number, targets, LARGE))
+    both = {name: np.stack([by_small[name], by_large[name]]) for name in by_small}
+    return PairRecording(both, np.exp(p.max(axis=-1)), vocab_size)
 
 
 def joined(parts: Sequence[PairRecording]) -> PairRecording:
     """The recordings of windows as one."""
-    small, large = (
-        Recording(*(np.concatenate(column) for column in zip(*(vars(run).values() for run in runs))))
-        for runs in ([part.small for part in parts], [part.large for part in parts])
-    )
-    return PairRecording(small, large, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
+    both = {name: np.concatenate([part.both[name] for part in parts], axis=1) for name in parts[0].both}
+    return PairRecording(both, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
 
 
 def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gear: int) -> Recording:
     """The recording of one window: q against the large model's p, both (n, V)."""
     n = len(targets)
-    passes = np.zeros((n, 2), int)
-    passes[:, gear] = 1
     return Recording(
         np.full(n, window),
         -q[np.arange(n), targets],
@@ -130,20 +124,20 @@ def compared(p: np.ndarray, q: np.ndarray, window: int, targets: np.ndarray, gea
         p.argmax(axis=-1) == q.argmax(axis=-1),
         entropy_of_logprobs(q),
         np.full(n, gear),
-        passes,
+        np.eye(2, dtype=int)[np.full(n, gear)],
     )
 
 
 def turns(recording: PairRecording, threshold: float, window: int, min_duration: int) -> np.ndarray:
     """Which model computes each token (n,). The gate sees the entropies of the engaged one, as in generation."""
-    entropies = (recording.small.entropy, recording.large.entropy)
+    windows, entropies = recording.both["window"][SMALL], recording.both["entropy"]
     monitor = pair_monitor(recording.vocab_size, window)
     gears: list[int] = []
-    for text in np.unique(recording.small.window):
+    for text in np.unique(windows):
         monitor.reset()
         gate, engaged = pair_gate(threshold, min_duration), first_model(threshold)
         gate.reset(engaged)
-        for place in np.flatnonzero(recording.small.window == text):
+        for place in np.flatnonzero(windows == text):
             gears.append(engaged)
             engaged = gate.update(monitor.update(float(entropies[engaged][place])))
     return np.array(gears)
@@ -151,23 +145,18 @@ def turns(recording: PairRecording, threshold: float, window: int, min_duration:
 
 def mixed(recording: PairRecording, gears: np.ndarray) -> Recording:
     """The recording of the two models in turns: each token from the model that computes it; gears (n,)."""
-    chosen = {}
-    for name, small in vars(recording.small).items():
-        large = getattr(recording.large, name)
-        chosen[name] = np.where(gears.reshape(-1, *(1,) * (small.ndim - 1)) == LARGE, large, small)
-    return Recording(**chosen)
+    return Recording(**{name: both[gears, np.arange(len(gears))] for name, both in recording.both.items()})
 
 
-class Blend(Chance):
-    """A random choice between both models along a text: for every share, its expectation is their weighted mean."""
+def by_coin(recording: PairRecording, share: float | np.ndarray, name: str) -> np.ndarray:
+    """What a random choice between both models is expected to give along a text: their weighted mean.
 
-    def __init__(self, recording: PairRecording):
-        super().__init__([recording.small, recording.large], [0.0, 1.0])
-
-    def at(self, place: float | np.ndarray, name: str) -> np.ndarray:
-        """A field of the recordings (n,), for the large model's share: one for all tokens, or one for each (n,)."""
-        small, large = (getattr(run, name).astype(float) for run in self.runs)
-        return (1 - place) * small + place * large
+    Args:
+        share: of the large model, one for all tokens, or one for each (n,).
+        name: of a field of the recordings (n,).
+    """
+    small, large = recording.both[name].astype(float)
+    return (1 - share) * small + share * large
 
 
 def share_by_position(gears: np.ndarray, window: np.ndarray) -> np.ndarray:
@@ -193,14 +182,14 @@ def sweep(
         window, min_duration: tokens.
         parameters, weight_bytes: of the small and the large model; bytes that one token reads.
     """
-    chance, rows = Blend(recording), []
+    rows = []
     for threshold in thresholds:
         gears = turns(recording, threshold, window, min_duration)
         run, share = mixed(recording, gears), float(np.mean(gears == LARGE))
         tokens = quality_arguments(run, recording.large.nll)
-        control = against_chance(run, partial(chance.at, share))
+        control = against_chance(run, partial(by_coin, recording, share))
         by_position = share_by_position(gears, run.window)
-        control["perplexity"] = float(np.exp(chance.at(share, "nll").mean()))
+        control["perplexity"] = float(np.exp(by_coin(recording, share, "nll").mean()))
         rows.append(
             {
                 "policy": "pair",
@@ -213,7 +202,7 @@ def sweep(
                 **quality(**tokens),
                 "buckets": by_bucket(recording.top_probability, tokens),
                 "against_random_same_share": control,
-                "against_random_same_positions": against_chance(run, partial(chance.at, by_position)),
+                "against_random_same_positions": against_chance(run, partial(by_coin, recording, by_position)),
             }
         )
     return rows
@@ -294,6 +283,34 @@ def solve_in_turns(
     by_large = sum(response.gear == NAMES[LARGE] for response in taken)
     caught_up = sum(response.caught_up for response in taken)
     return PairAttempt(**vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up)
+
+
+class Coin(OneGear):
+    """The control: a gate that ignores the text.
+
+    Every `min_duration` tokens a coin decides which model computes the next ones.
+
+    Args:
+        share: of the large model.
+        min_duration: tokens.
+    """
+
+    def __init__(self, share: float, min_duration: int, seed: int = 0):
+        self.share, self.min_duration = share, min_duration
+        self._random = random.Random(seed)
+        self.gear, self.duration = self._toss(), 0
+
+    def _toss(self) -> int:
+        return LARGE if self._random.random() < self.share else SMALL
+
+    def reset(self, gear: int) -> None:
+        self.gear, self.duration = gear, 0
+
+    def update(self, reading: Reading) -> int:
+        self.duration += 1
+        if self.duration >= self.min_duration:
+            self.reset(self._toss())
+        return self.gear
 
 
 def by_entropy(threshold: float, min_duration: int) -> Callable[[int], tuple[Gate, int]]:

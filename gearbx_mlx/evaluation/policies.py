@@ -12,36 +12,34 @@ from typing import Any
 
 import numpy as np
 
-from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Schedule
 from ..routing.calibration import share_thresholds
-from ..routing.gates import Gate, Monitor, ThresholdGate
+from ..routing.gates import RUN_AHEAD, Gate, Monitor, ThresholdGate
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from .replay import Policy, Recording, Reference, positions_of, targets_of
 
-ROUTE_DELAY = 2  # passes: when a token is handed out, the pass for the next one is under way
 
-
+@dataclass
 class StaticPolicy(Policy):
     """One gear for every token."""
 
-    def __init__(self, gear: Gear):
-        self.gear = gear
+    gear: Gear
 
     def first(self, place: int) -> Gear:
         return self.gear
 
 
+@dataclass
 class Planned(Policy):
     """A gear for every token that is fixed beforehand: at random, or by position alone."""
 
-    def __init__(self, gears: Sequence[Gear]):
-        self.gears = gears
+    gears: Sequence[Gear]
 
     def first(self, place: int) -> Gear:
         return self.gears[place]
 
 
+@dataclass
 class RoutePolicy(Policy):
     """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
 
@@ -50,13 +48,15 @@ class RoutePolicy(Policy):
         initial_gear: number of the gear to begin in.
     """
 
-    def __init__(self, gears: Sequence[Gear], gate: Gate, monitor: Monitor, initial_gear: int = 0):
-        self.gears, self.gate, self.monitor, self.initial_gear = gears, gate, monitor, initial_gear
+    gears: Sequence[Gear]
+    gate: Gate
+    monitor: Monitor
+    initial_gear: int = 0
 
     def begin(self) -> None:
         self.gate.reset(self.initial_gear)
         self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * ROUTE_DELAY)
+        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
 
     def first(self, place: int) -> Gear:
         return self.coming.popleft()
@@ -105,19 +105,6 @@ class HigherOf(Policy):
             policy.after(logprobs)
 
 
-def random_plan(low: Gear, high: Gear, share: float, tokens: int, seed: int) -> Planned:
-    """Exactly this share of the tokens in `high`, drawn at random."""
-    chosen = np.zeros(tokens, bool)
-    chosen[np.random.default_rng(seed).permutation(tokens)[: round(share * tokens)]] = True
-    return Planned([high if up else low for up in chosen])
-
-
-def position_plan(low: Gear, high: Gear, share: float, positions: np.ndarray) -> Planned:
-    """The first tokens of every window in `high`; positions (n,) within the windows, up to the quantile."""
-    last = int(np.quantile(positions, share, method="inverted_cdf"))
-    return scheduled_plan(Schedule((high, low), (last,)), positions)
-
-
 def scheduled_plan(schedule: Schedule, positions: np.ndarray) -> Planned:
     """The gears of a schedule, which begins with every window; positions (n,) within the windows."""
     return Planned([schedule.gears[part] for part in np.searchsorted(schedule.ends, positions, side="right")])
@@ -128,21 +115,14 @@ def shuffled(gears: Sequence[Gear], seed: int) -> Planned:
     return Planned([gears[i] for i in np.random.default_rng(seed).permutation(len(gears))])
 
 
-ONE_PASS = "one pass per token, in the gear that it is computed in"
-TWO_PASSES = "a low pass for every token, and a high pass for each that is computed again"
-DRAFTS = "the low passes of all drafts, and one top pass for each verification"
+ONCE = ("static", "random", "route", "position", "schedule", "schedule-route")
+TWICE = ("kickdown", "inverted", "oracle")
 COUNTED = {
-    "static": ONE_PASS,
-    "random": ONE_PASS,
-    "route": ONE_PASS,
-    "position": ONE_PASS,
-    "schedule": ONE_PASS,
-    "schedule-route": ONE_PASS,
-    "kickdown": TWO_PASSES,
-    "inverted": TWO_PASSES,
-    "oracle": TWO_PASSES,
-    "lossless": DRAFTS,
-    "lossless-fixed": DRAFTS,
+    **dict.fromkeys(ONCE, "one pass per token, in the gear that it is computed in"),
+    **dict.fromkeys(TWICE, "a low pass for every token, and a high pass for each that is computed again"),
+    **dict.fromkeys(
+        ("lossless", "lossless-fixed"), "the low passes of all drafts, and one top pass for each verification"
+    ),
     "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
 }
 WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
@@ -185,7 +165,6 @@ class Setting:
     recorded: the low gear alone. gate: window, hysteresis and min_gear_duration of route.
     """
 
-    gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     low: Gear
     high: Gear
@@ -226,17 +205,19 @@ def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | Non
     The policies without a threshold have None.
     """
     low, high, share = setting.low, setting.high, entry.share or 0.0
-    tokens = len(targets_of(setting.windows))
+    tokens, positions = len(targets_of(setting.windows)), positions_of(setting.windows)
     if entry.schedule is not None:
-        plan = scheduled_plan(entry.schedule, positions_of(setting.windows))
+        plan = scheduled_plan(entry.schedule, positions)
         if entry.policy == "schedule":
             return plan, None
         gate, threshold = route_policy(setting, share)
         return HigherOf(plan, gate), threshold
     if entry.policy == "random":
-        return random_plan(low, high, share, tokens, setting.seed), None
-    if entry.policy == "position":
-        return position_plan(low, high, share, positions_of(setting.windows)), None
+        chosen = {*np.random.default_rng(setting.seed).permutation(tokens)[: round(share * tokens)].tolist()}
+        return Planned([high if place in chosen else low for place in range(tokens)]), None
+    if entry.policy == "position":  # the first tokens of every window, up to the quantile
+        last = int(np.quantile(positions, share, method="inverted_cdf"))
+        return scheduled_plan(Schedule((high, low), (last,)), positions), None
     if entry.policy == "route":
         return route_policy(setting, share)
     signal, recorded = signals(setting)[entry.policy]

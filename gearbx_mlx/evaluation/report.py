@@ -132,11 +132,6 @@ class RecordingCosts:
         return float((recording.passes @ self.gear_bits).mean())
 
 
-def gear_shares(recording: Recording, ladder: Ladder) -> dict[str, float]:
-    """Gear to the share of tokens whose distribution it computed."""
-    return {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
-
-
 def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[str, np.ndarray]:
     """The arguments of metrics.quality."""
     fields = {name: getattr(recording, name) for name in ("nll", "kl", "kl_reverse", "agree")}
@@ -159,7 +154,8 @@ def row_of(
     else:
         shifts = entry.policy in SHIFTING or entry.schedule is not None
         used = entry.gears(between) if shifts else (between[0], ladder.top)
-    tokens, shares = quality_arguments(recording, reference.nll), gear_shares(recording, ladder)
+    tokens = quality_arguments(recording, reference.nll)
+    shares = {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
     costs = RecordingCosts(gearbox, used)
     return {
         "policy": entry.policy,

@@ -6,7 +6,7 @@ Among them is the noise floor: how far the reference is from itself where arithm
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears
 from ..formats.base import dense_weight
-from ..gears.adapters import layers_of, places_of, put_modules, tree_of
+from ..gears.adapters import layers_of, put_layers
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.acceptance import FixedLength, ProductRule, best_length
 from .metrics import by_bucket, quality
 from .policies import PolicyRow, Setting, StaticPolicy, make_policy, shuffled
 from .replay import (
-    Begun,
+    Policy,
     Recording,
     Reference,
     ReplayStep,
@@ -51,10 +51,6 @@ from .session import EvaluationSession
 NOISE = "noise"
 
 Track = Callable[[Iterable[ReplayStep], int, str], Iterable[ReplayStep]]
-
-
-def untracked(steps: Iterable[ReplayStep], total: int, name: str) -> Iterable[ReplayStep]:
-    return steps
 
 
 @dataclass
@@ -84,7 +80,7 @@ class Runs:
     dtype: str = "float32"
     prompts: Sequence[Sequence[int]] = ()
     prompt_gear: Gear | None = None
-    track: Track = untracked
+    track: Track = lambda steps, total, name: steps
     recordings: dict[PolicyRow, Recording] = field(default_factory=dict)
     thresholds: dict[PolicyRow, float | None] = field(default_factory=dict)
     coins: dict[str, Recording] = field(default_factory=dict)
@@ -113,30 +109,36 @@ class Runs:
         """The predictions of a row, and the threshold of its policy."""
         low, high = self.between
         if entry.policy == "static":
-            return self._static(self.gearbox.ladder.find(entry.bits or low)), None
+            gear = self.gearbox.ladder.find(entry.bits or low)
+            return self._driven(StaticPolicy(gear), self.prompt_gear or gear), None
         if entry.policy == "kv":
             return self._in_kv_gear(entry), None
         recorded = self.recordings[PolicyRow("static", bits=low.bits)]
         if entry.policy.startswith("lossless"):
             return self._drafts(entry.policy, recorded)
-        setting = Setting(self.gearbox, self.windows, low, high, self.reference, recorded, self.gate, self.seed)
+        setting = Setting(self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
         first = low if entry.schedule is None else entry.schedule.gears[0]
-        return driven(self.gearbox, self.windows, policy, self._begun(self.prompt_gear or first)), threshold
+        return self._driven(policy, self.prompt_gear or first), threshold
+
+    def _driven(
+        self, policy: Policy, gear: Gear, make_cache: Callable[[Any], Any] = make_prompt_cache
+    ) -> Iterator[ReplayStep]:
+        """The predictions of a policy, after prompts that are read in a gear."""
+        return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear, make_cache))
 
     def _shuffled(self, entry: PolicyRow) -> Iterator[ReplayStep]:
         """The gears of a row with a schedule in random order, after prompts in the gear that read its own."""
         assert entry.schedule is not None
         gears = [self.gearbox.ladder[index] for index in self.recordings[entry].gear]
-        begun = self._begun(self.prompt_gear or entry.schedule.gears[0])
-        return driven(self.gearbox, self.windows, shuffled(gears, self.seed), begun)
+        return self._driven(shuffled(gears, self.seed), self.prompt_gear or entry.schedule.gears[0])
 
     def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
         """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
         costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
-        begun = self._begun(top)
+        begun = after_prompts(self.gearbox, self.prompts, top)
         if policy == "lossless":
             curve, bound, _ = best_rule(recorded, *costs)
             return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound), begun), bound
@@ -145,24 +147,12 @@ class Runs:
 
     def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
         """The top gear over a KV cache in one of its gears."""
-
-        def make_cache(model: Any) -> Any:
-            return cache_in_gears(model, self.gearbox, entry.kv_gears, fixed=entry.bits)
-
         top = self.gearbox.ladder.top
-        return driven(self.gearbox, self.windows, StaticPolicy(top), self._begun(top, make_cache))
-
-    def _static(self, gear: Gear, prompt_gear: Gear | None = None) -> Iterator[ReplayStep]:
-        begun = self._begun(prompt_gear or self.prompt_gear or gear)
-        return driven(self.gearbox, self.windows, StaticPolicy(gear), begun)
+        make_cache = partial(cache_in_gears, gearbox=self.gearbox, bits=entry.kv_gears, fixed=entry.bits)
+        return self._driven(StaticPolicy(top), top, make_cache)
 
     def _in_top_gear(self) -> Iterator[ReplayStep]:
-        top = self.gearbox.ladder.top
-        return self._static(top, top)
-
-    def _begun(self, gear: Gear, make_cache: Callable[[Any], Any] = make_prompt_cache) -> Begun:
-        """Returns what makes the KV cache of the prompt before a window, read in a gear."""
-        return after_prompts(self.gearbox, self.prompts, gear, make_cache)
+        return self._driven(StaticPolicy(self.gearbox.ladder.top), self.gearbox.ladder.top)
 
     def _recording(self, name: str, steps: Iterator[ReplayStep]) -> Recording:
         def make() -> Recording:
@@ -257,12 +247,12 @@ class Noisy(nn.Module):
 def noisy(gearbox: Gearbox, seed: int) -> Iterator[None]:
     """The top gear with noise on the output of every managed layer; do not shift inside the context."""
     gearbox.shift(gearbox.ladder.top)
-    modules, places = layers_of(gearbox.model), places_of(gearbox.model)
+    modules = layers_of(gearbox.model)
     engaged = {layer.path: modules[layer.path] for layer in gearbox.layers}
     wrapped = {path: Noisy(module, seed + i) for i, (path, module) in enumerate(engaged.items())}
-    put_modules(gearbox.model, tree_of(wrapped, places))
+    put_layers(gearbox.model, wrapped)
     try:
         with gearbox.compiled.aside():
             yield
     finally:
-        put_modules(gearbox.model, tree_of(engaged, places))
+        put_layers(gearbox.model, engaged)

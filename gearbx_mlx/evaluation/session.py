@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -144,15 +144,6 @@ def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], holder: s
             )
 
 
-class Saved(Protocol):
-    """Results that a file of arrays holds."""
-
-    def save(self, file: Any) -> None: ...
-
-
-S = TypeVar("S", bound=Saved)
-
-
 class EvaluationSession:
     """Keeps what was computed, so that a rerun with the same inputs does not compute it again.
 
@@ -179,21 +170,19 @@ class EvaluationSession:
             write_text(file, json.dumps(inputs, indent=2) + "\n")
         remove_parts(directory / PARTS)
 
-    def path(self, name: str) -> Path:
-        return self.directory / PARTS / name
-
     def file(self, name: str, write: Callable[[Path], object]) -> Path:
         """A file of the session, written by `write` unless it exists."""
-        path = self.path(name)
+        path = self.directory / PARTS / name
         if not path.exists():
             with replacing(path) as place:
                 write(place)
         return path
 
-    def recording(self, name: str, make: Callable[[], S], load: Callable[[Path], S]) -> S:
+    def recording(self, name: str, make: Callable[[], Any], load: Callable[[Path], T]) -> T:
         """A recording, made unless it exists.
 
         Args:
+            make: returns what has a method `save`, from a file.
             load: reads what `save` wrote. Raises GearbxError where the file is damaged.
         """
 
@@ -206,7 +195,7 @@ class EvaluationSession:
 
     def journal(self, name: str, kind: Any) -> Journal:
         """A file of the session that is written part by part. kind: of a part's value."""
-        return Journal(self.path(f"{name}.jsonl"), {"rows": name}, kind)
+        return Journal(self.directory / PARTS / f"{name}.jsonl", {"rows": name}, kind)
 
     def rows(self, name: str, make: Callable[[int], T], kind: type[T], numbers: Iterable[int]) -> list[T]:
         """The values for these numbers: each is made unless it exists, and kept as soon as it is made.

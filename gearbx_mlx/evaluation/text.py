@@ -24,10 +24,6 @@ class TextRow(Struct, frozen=True):
     question: str | None = None
     answer: str | None = None
 
-    def has(self, names: Iterable[str]) -> bool:
-        """Whether there is text in all of these fields."""
-        return all((getattr(self, name) or "").strip() for name in names)
-
 
 def read_documents(path: Path) -> list[str]:
     """A text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
@@ -52,7 +48,8 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
     for number, row in json_lines(path, read_text(path, "text", GIVE), TextRow, GIVE):
-        names = next((names for names in choices if row.has(names)), None)
+        filled = {name for name in TextRow.__struct_fields__ if (getattr(row, name) or "").strip()}
+        names = next((names for names in choices if filled.issuperset(names)), None)
         if names is None:
             shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)
             raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")

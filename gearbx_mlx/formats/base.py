@@ -235,7 +235,7 @@ class Reconstructed(nn.Module):
             self[name] = array
         if "bias" in dense:
             self.bias = dense.bias
-        self.freeze()
+        self.freeze(recurse=False)
 
     def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
         """The dense weight (..., O, I) for packed rows, of type `dtype`."""

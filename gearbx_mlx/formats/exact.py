@@ -256,7 +256,7 @@ class ExactModule(nn.Module):
         self.widths, self.group_size = tuple(matrix.widths), matrix.group_size
         if "bias" in dense:
             self.bias = dense.bias
-        self.freeze()
+        self.freeze(recurse=False)
 
     @property
     def matrix(self) -> ExactMatrix:

@@ -133,7 +133,7 @@ class PlanesModule(nn.Module):
         self.bits = sum(planes.widths)
         if "bias" in dense:
             self.bias = dense.bias
-        self.freeze()
+        self.freeze(recurse=False)
 
     @property
     def planes(self) -> Planes:
@@ -428,7 +428,7 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
     if "bias" in dense:
         module.bias = dense.bias
-    module.freeze()
+    module.freeze(recurse=False)
     return module
 
 

@@ -113,7 +113,7 @@ def quantized_table(planes: Planes, dtype: mx.Dtype) -> nn.Module:
     table.stored, table.dtype = planes.scales.dtype, dtype
     (table.weight,), table.scales, (table.biases,) = planes.weights, planes.scales, planes.biases
     table.num_embeddings, table.dims = planes.shape
-    table.freeze()
+    table.freeze(recurse=False)
     return table
 
 

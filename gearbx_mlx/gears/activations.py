@@ -7,7 +7,7 @@ so no weight changes. Experts that are not quantized run there in float32 alone.
 A model may be given another type after its gearbox was made, as by `set_dtype`: gears follow when they are engaged.
 """
 
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,10 +29,10 @@ DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
     """The floating type of most of the model's parameters."""
-    counts: dict[mx.Dtype, int] = {}
+    counts: Counter[mx.Dtype] = Counter()
     for _, array in tree_flatten(model.parameters()):
         if mx.issubdtype(array.dtype, mx.floating):
-            counts[array.dtype] = counts.get(array.dtype, 0) + array.size
+            counts[array.dtype] += array.size
     return max(counts, key=lambda dtype: counts[dtype], default=mx.float32)
 
 

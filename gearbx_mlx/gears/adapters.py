@@ -89,6 +89,11 @@ def put_modules(model: nn.Module, tree: Any) -> None:
             raise KeyError(place)
 
 
+def put_layers(model: nn.Module, modules: Modules) -> None:
+    """Put layers into a model, by their paths without holders."""
+    put_modules(model, tree_of(modules, places_of(model)))
+
+
 def put_adapters_over_gears(model: nn.Module) -> None:
     """Give every adapter of a model the form that works over any gear."""
     made = {path: over_gears(module) for path, module in adapters_of(model).items()}
@@ -133,7 +138,12 @@ def add_adapter(model: nn.Module, adapter: Adapter, directory: Path, dense: Modu
         if not whole:
             wrap_layers(model, adapter, dense or {})
         expected = dict(tree_flatten(model.parameters())) if whole else adapter_arrays(model)
-        weights = read_arrays(directory / ARRAYS)
+        try:
+            weights = mx.load(str(directory / ARRAYS))
+            mx.eval(weights)
+        except RuntimeError as error:
+            raise GearbxError(f"{ARRAYS} cannot be read ({one_line(error)}); download it again") from error
+        assert isinstance(weights, dict)
         check_arrays(weights, expected, () if whole else expected)
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
@@ -154,18 +164,7 @@ def wrap_layers(model: nn.Module, adapter: Adapter, dense: Modules) -> None:
         )
     except (ValueError, TypeError, KeyError) as error:
         raise GearbxError(f"cannot be put on this model: {one_line(error)}") from error
-    put_modules(model, tree_of(base, places_of(model)))
-
-
-def read_arrays(file: Path) -> dict[str, mx.array]:
-    """The arrays of an adapter, in memory. Raises GearbxError where MLX cannot read them."""
-    try:
-        weights = mx.load(str(file))
-        mx.eval(weights)
-    except RuntimeError as error:
-        raise GearbxError(f"{file.name} cannot be read ({one_line(error)}); download it again") from error
-    assert isinstance(weights, dict)
-    return weights
+    put_layers(model, base)
 
 
 def check_arrays(weights: Mapping[str, mx.array], expected: Mapping[str, mx.array], needed: Collection[str]) -> None:

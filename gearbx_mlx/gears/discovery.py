@@ -207,23 +207,17 @@ def in_tower(path: str) -> bool:
     return TOWER.search(path.lower()) is not None
 
 
-def widths_of(layer: Layer, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
-    """The bits, ascending, that a layer has in gears of these bits: none below its floor.
-
-    Instead of bits below its floor it has the fewest of `gears` or `others` that reach the floor, or else 16.
-    """
-    gears = set(gears)
-    available = sorted({*gears, *others})
-    floors = (max(bits, layer.lowest_bits) for bits in gears)
-    return tuple(sorted({next((bits for bits in available if bits >= floor), DENSE) for floor in floors}))
-
-
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
-    """`widths_of` a layer in a format. Where a format has certain ladders alone, other layers have 16 bits alone."""
+    """The bits, ascending, that a layer has in a format and gears of these bits, and of others: none below its floor.
+
+    Instead of bits below its floor it has the fewest of the gears or the format that reach it, or else 16. Where a
+    format has certain ladders alone, other layers have 16 bits alone.
+    """
     gears = {*gears, *others}
     if layer.is_table:
         gears = {min(gears), max(gears)}
-    widths = widths_of(layer, gears, format.layer_bits)
+    available = sorted({*gears, *format.layer_bits})
+    widths = tuple(sorted({at_least(available, max(bits, layer.lowest_bits)) for bits in gears}))
     return (DENSE,) if format.ladders and widths not in format.ladders else widths
 
 

@@ -6,10 +6,8 @@ pipeline each rank has some of the layers, and hidden states go from rank to ran
 
 import copy
 import dataclasses
-import errno
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,10 +23,10 @@ from ..files.reading import unreadable
 from ..formats.holders import GatheredLinear, PlacedLinear, SummedLinear
 from ..ranks.agreement import gathered
 from .adapters import put_modules
-from .manifest import RESTORE, Manifest
+from .manifest import RESTORE
 from .saved import SavedGears
-from .sharding import DENSE_CLASSES, SHARDED, Ranges, Sharding, WeightPart, length, misfit, parts_of, shard
-from .tensor_files import ArrayPlace, fingerprint_of, sample
+from .sharding import DENSE_CLASSES, SHARDED, Sharding, WeightPart, blank, misfit, parts_of, shard
+from .tensor_files import ArrayPlace, Samples, fingerprint_of, sample, samples_of
 
 SUMS = ("gather", "sum")  # what ranks do about layers whose inputs are divided
 SUMMING = (nn.ShardedToAllLinear, nn.QuantizedShardedToAllLinear)  # after other kinds cut by columns, the block sums
@@ -74,7 +72,7 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
     """
     group = ranks.group
     parts = parts_of(model, group)
-    samples = {}
+    samples: Samples = {}
 
     def take(path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
         own, few = part.of(array, name), sample(array)
@@ -82,9 +80,9 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
         samples[f"{path}.{name}"] = array.shape, np.array(few)
         return own
 
-    for name, array in tree_flatten(model.parameters()):
-        if name.rpartition(".")[0] not in parts:
-            samples[name] = array.shape, np.array(sample(array))
+    samples |= samples_of(
+        {name: a for name, a in tree_flatten(model.parameters()) if name.rpartition(".")[0] not in parts}
+    )
     own = own_parts(parts, group, lambda path: ranks.gather)
     take_parts(model, group, parts, own, take)
     setattr(model, SHARDED, Sharding(group, own, fingerprint_of(samples)))
@@ -131,7 +129,10 @@ def take_parts(
     modules = dict(model.named_modules())
     whole = {path: copy.copy(modules[path]) for path in parts}
     for path, module in whole.items():  # `shard` divides everything else, and does not touch these weights
-        put_modules(model, tree_unflatten([(path, blank(module, parts[path].whole))]))
+        placed = blank(DENSE_CLASSES[type(module)], mx.zeros(parts[path].whole, mx.bfloat16), module)
+        if "bias" in placed:
+            placed.bias = placed.bias[...]  # which some classes change in its place
+        put_modules(model, tree_unflatten([(path, placed)]))
     shard(model, group)
     sharded = dict(model.named_modules())
     for path, module in whole.items():
@@ -143,15 +144,6 @@ def take_parts(
             del value
         placed = made if parts[path].columns is None else around(made, sharded[path], own[path], group)
         put_modules(model, tree_unflatten([(path, placed)]))
-
-
-def blank(module: nn.Module, shape: tuple[int, ...]) -> nn.Module:
-    """A dense layer in the place of another: its bias, and a weight of this shape that is never read."""
-    made = bare(DENSE_CLASSES[type(module)])
-    made.weight = mx.zeros(shape, mx.bfloat16)
-    if "bias" in module:
-        made.bias = module.bias[...]  # which some classes change in its place
-    return made
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:
@@ -187,78 +179,10 @@ class WholeArray(NamedTuple):
     dtype: mx.Dtype
     shape: tuple[int, ...]
 
-
-Find = Callable[[str], WholeArray]
-"""Name of a parameter of a module to its array."""
-
-
-class PartReader:
-    """Reads parts of arrays. `bytes_read`: so far."""
-
-    def __init__(self) -> None:
-        self.bytes_read = 0
-
-    def read(self, name: str, part: WeightPart, find: Find) -> mx.array:
-        """The rank's part of a parameter.
-
-        Args:
-            name: of the parameter; of planes, with the number of the plane.
-            part: what the rank has of the layer.
-            find: finds this parameter and those beside it.
-
-        Raises:
-            OSError: the file cannot be read.
-            GearbxError: lists that lie outside of their array.
-        """
-        stored = find(name)
-        if name in LISTS:
-            return self._lists(part, self._starts(part, find(LISTS[name])), stored)
-        if name in LISTS.values():
-            return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
-        cuts = dict(part.cuts(stored.shape, name.partition(".")[0]))
-        shape = [length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(stored.shape)]
-        return self._numbers(stored, runs(stored.shape, cuts)).reshape(*shape)
-
-    def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
-        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
-        rows = part.whole[-2]
-        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
-        return [
-            [
-                np.array(self._numbers(offsets, [(number * stride + a, b - a + 1)])).astype(np.int64)
-                for a, b in part.rows or ((0, rows),)
-            ]
-            for number in matrices_of(part)
-        ]
-
-    def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
-        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
-        own, by_matrix, size = [], len(stored.shape) == 2, stored.shape[-1]
-        for number, ranges in zip(matrices_of(part), starts):
-            found = []
-            for start in ranges:
-                first, last = int(start[0]), int(start[-1])
-                if not 0 <= first <= last <= size:
-                    raise GearbxError("its lists lie outside of their array")
-                found.append(self._numbers(stored, [(first + number * size * by_matrix, last - first)]))
-            own.append(mx.concatenate(found))
-        if not by_matrix:
-            return padded(mx.concatenate(own), 1)
-        longest = max(1, *(each.size for each in own))
-        return mx.stack([padded(each, longest) for each in own])
-
-    def _numbers(self, stored: WholeArray, pieces: Iterable[tuple[int, int]]) -> mx.array:
-        """Numbers of an array, (K,). pieces: the first of each run, and how many."""
-        size, parts = stored.dtype.size, []
-        with open(stored.place.file, "rb", buffering=0) as file:
-            for first, count in pieces:
-                file.seek(stored.place.begin + first * size)
-                part = file.read(count * size)
-                if len(part) != count * size:
-                    raise OSError(errno.EIO, "it ends too early")
-                self.bytes_read += len(part)
-                parts.append(part)
-        return mx.array(np.frombuffer(b"".join(parts), NUMPY[size])).view(stored.dtype)
+    @property
+    def values(self) -> np.ndarray:
+        """Its numbers, as integers, which the system reads where they are used. Raises OSError as `open`."""
+        return np.memmap(self.place.file, NUMPY[self.dtype.size], "r", self.place.begin, self.shape)
 
 
 def matrices_of(part: WeightPart) -> list[int]:
@@ -281,23 +205,6 @@ def padded(array: mx.array, size: int) -> mx.array:
     return mx.pad(array, [(0, max(0, size - array.size))])
 
 
-def runs(shape: Sequence[int], cuts: dict[int, Ranges]) -> Iterator[tuple[int, int]]:
-    """The first number and the length of each run of numbers without a gap, in the order of the rank's part.
-
-    Args:
-        shape: of the whole array. cuts: axis to ranges, of the axes that are cut.
-    """
-    last = max(cuts, default=0)
-    inner = math.prod(shape[last + 1 :])
-    before = [[index for a, b in cuts.get(axis, ((0, shape[axis]),)) for index in range(a, b)] for axis in range(last)]
-    for place in itertools.product(*before):
-        row = 0
-        for index, size in zip(place, shape):
-            row = row * size + index
-        for a, b in cuts.get(last, ((0, shape[last]),)):
-            yield (row * shape[last] + a) * inner, (b - a) * inner
-
-
 class SavedPart(SavedGears):
     """Makes a rank's modules of any gear. The manifest has the shapes of the rank's parts.
 
@@ -306,11 +213,15 @@ class SavedPart(SavedGears):
     Args:
         saved: the whole checkpoint.
         parts: path to what the rank has of a layer.
+
+    `bytes_read`: of divided layers, so far.
     """
 
     def __init__(self, saved: SavedGears, parts: dict[str, WeightPart]):
-        super().__init__(saved.directory, with_shapes(saved.manifest, parts), saved.hashes)
-        self.parts, self.reader = parts, PartReader()
+        manifest = saved.manifest
+        cut = {p: replace(one, shape=parts[p].shape) for p, one in manifest.layers.items() if p in parts}
+        super().__init__(saved.directory, replace(manifest, layers={**manifest.layers, **cut}), saved.hashes)
+        self.parts, self.bytes_read = parts, 0
         self._stored = {
             name: WholeArray(self.hashes.places[name], array.dtype, array.shape) for name, array in self._open().items()
         }
@@ -348,17 +259,56 @@ class SavedPart(SavedGears):
     def _read(self, path: str, parameter: str, names: dict[str, str]) -> mx.array:
         """The rank's part of a parameter. names: parameters of the same module to their arrays."""
         try:
-            return self.reader.read(parameter, self.parts[path], lambda each: self._stored[names[each]])
+            return self._cut(parameter, self.parts[path], {name: self._stored[of] for name, of in names.items()})
         except OSError as error:
             raise unreadable(self.hashes.places[names[parameter]].file, error) from error
         except GearbxError as error:
             raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
 
+    def _cut(self, name: str, part: WeightPart, arrays: Mapping[str, WholeArray]) -> mx.array:
+        """The rank's part of a parameter; of planes the name has the number of the plane. arrays: by parameters.
 
-def with_shapes(manifest: Manifest, parts: Mapping[str, WeightPart]) -> Manifest:
-    """The manifest of a rank's part."""
-    layers = {path: replace(layer, shape=parts[path].shape) for path, layer in manifest.layers.items() if path in parts}
-    return replace(manifest, layers={**manifest.layers, **layers})
+        Raises GearbxError for lists that lie outside of their array.
+        """
+        stored = arrays[name]
+        if name in LISTS:
+            return self._lists(part, self._starts(part, arrays[LISTS[name]]), stored)
+        if name in LISTS.values():
+            return offsets_of(self._starts(part, stored), len(stored.shape) == 2)
+        values = stored.values
+        for axis, ranges in part.cuts(stored.shape, name.partition(".")[0]):
+            pieces = [values[(slice(None),) * axis + (slice(*each),)] for each in ranges]
+            values = np.concatenate(pieces, axis) if len(pieces) > 1 else pieces[0]
+        return mx.array(self._loaded(values)).view(stored.dtype)
+
+    def _starts(self, part: WeightPart, offsets: WholeArray) -> list[list[np.ndarray]]:
+        """For each of the rank's matrices and ranges of rows, where the lists begin, and where the last one ends."""
+        rows, values = part.whole[-2], offsets.values.reshape(-1)
+        stride = rows + (len(offsets.shape) == 2)  # each matrix has an end of its own, or all share one
+        return [
+            [self._loaded(values[first + a : first + b + 1]).astype(np.int64) for a, b in part.rows or ((0, rows),)]
+            for first in (number * stride for number in matrices_of(part))
+        ]
+
+    def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
+        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
+        own, by_matrix, size, whole = [], len(stored.shape) == 2, stored.shape[-1], stored.values
+        for number, ranges in zip(matrices_of(part), starts):
+            values, found = whole[number] if by_matrix else whole, []
+            for first, last in ((int(start[0]), int(start[-1])) for start in ranges):
+                if not 0 <= first <= last <= size:
+                    raise GearbxError("its lists lie outside of their array")
+                found.append(self._loaded(values[first:last]))
+            own.append(mx.array(np.concatenate(found)).view(stored.dtype))
+        if not by_matrix:
+            return padded(mx.concatenate(own), 1)
+        longest = max(1, *(each.size for each in own))
+        return mx.stack([padded(each, longest) for each in own])
+
+    def _loaded(self, values: np.ndarray) -> np.ndarray:
+        """Numbers of a file, in memory."""
+        self.bytes_read += values.nbytes
+        return np.array(values)
 
 
 def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart:
@@ -433,14 +383,13 @@ def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
     Raises:
         GearbxError: an array of several ranks that they do not have in common.
     """
-    own = {
-        name: [list(array.shape), np.array(sample(array)).tobytes().hex()]
-        for name, array in tree_flatten(model.parameters())
-    }
+    samples = samples_of(dict(tree_flatten(model.parameters())))
+    own = {name: [list(shape), values.tobytes().hex()] for name, (shape, values) in samples.items()}
     every: dict[str, list] = {}
     for rank, arrays in enumerate(gathered(group, own)):
         for name, described in arrays.items():
             if every.setdefault(name, described) != described:
                 raise GearbxError(f"rank {rank} has another {name} than the ranks before it; give all the same model")
-    samples = {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
-    return fingerprint_of({name: (tuple(shape), few) for name, (shape, few) in samples.items()})
+    return fingerprint_of(
+        {name: (shape, np.frombuffer(bytes.fromhex(few), np.float32)) for name, (shape, few) in every.items()}
+    )

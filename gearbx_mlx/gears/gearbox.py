@@ -4,6 +4,8 @@ A model has one gearbox, and a fingerprint that names it in any gear. `Observer`
 checkpoint that is quantized already, or where no layer may change.
 """
 
+import copy
+import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,7 @@ from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
-from .cost import GearCosts, LayerPath, token_bytes, warn_of_unknown_routing
+from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknown_routing, whole_model_speedup
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
@@ -37,9 +39,10 @@ from .layout import (
     quantized_widths,
     use_kernels,
 )
+from .offload import Resident
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
-from .sharding import sharding_of
+from .sharding import WeightPart, sharding_of
 from .sources import (
     FromCodes,
     FromFiles,
@@ -54,10 +57,10 @@ from .sources import (
     warn_if_quantized,
 )
 from .streaming import Stream, StreamedFiles, residency_of
-from .tensor_files import Samples, fingerprint, fingerprint_of, samples_of, with_adapters
+from .tensor_files import Samples, fingerprint_of, samples_of, with_adapters
 
 
-class Gearbox(GearCosts):
+class Gearbox:
     """Puts one of several precisions into a model, and back.
 
     A gear is made when it is first engaged, and kept. A shift swaps all layers, or none: if it fails, the model stays
@@ -144,6 +147,7 @@ class Gearbox(GearCosts):
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
+        self.keeps_all = isinstance(self.residency, Resident)  # gears stay in memory while another one is engaged
         self._widths = tuple(widths)
         self.base = base or {}
         self.source = self._source(layout, scales, widths)
@@ -177,7 +181,7 @@ class Gearbox(GearCosts):
                 return StreamedFiles(*of_files, self.residency.reader)
             return FromFiles(*of_files)
         if layout.codes is not None:
-            return FromCodes.of(layout.codes, layout.ladder, self.compute_dtype)
+            return FromCodes(layout.codes, layout.ladder, self.compute_dtype)
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
         return FromWeights(*settings, self._tables, widths, self.base)
@@ -265,17 +269,12 @@ class Gearbox(GearCosts):
         """Make a gear that will soon be engaged; where idle gears stay in memory, without waiting for it."""
         if gear in self._trees or gear in self._prepared:
             return
-        if self._modules.keeps_all:
+        if self.keeps_all:
             self._prepared.add(gear)
             mx.async_eval([m.parameters() for m in self._modules.make(self._bits_in(gear)).values()])
         else:
             self._complete(gear)
             self._give_up_idle()
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether gears stay in memory while another one is engaged."""
-        return self._modules.keeps_all
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
         """The module of a layer in a gear, if that is made; None for a layer that does not change."""
@@ -333,12 +332,12 @@ class Gearbox(GearCosts):
             self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]
             self.making_seconds += time.perf_counter() - start
-        if not self._modules.keeps_all:
+        if not self.keeps_all:
             self._modules.enter(self._bits_in(gear))
 
     def _give_up_idle(self) -> None:
         self._modules.give_up_originals()
-        if not self._modules.keeps_all:
+        if not self.keeps_all:
             self._modules.give_up_idle(self._bits_in(self.gear), self.model)
 
     def _engage(self, gear: Gear) -> None:
@@ -366,6 +365,139 @@ class Gearbox(GearCosts):
         for dependent in (self._trees, self._caches, self._token_bytes):
             dependent.clear()
 
+    # What gears cost: questions that change nothing.
+
+    @property
+    def _changing(self) -> list[Layer]:
+        """Everything that changes with the gear."""
+        return [*self.layers, *self._embeddings]
+
+    def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
+        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        bits = at if isinstance(at, int) else self.bits_of(layer, at)
+        if getattr(self.format, "cache", False) and not self.kernels.native:
+            read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
+        else:
+            read = self.source.bytes_read(layer, bits, self._modules.made[layer.path].get(bits))
+        return read + self._biases[layer.path] * self._size(layer)
+
+    def bits_per_weight(self, gear: Gear) -> float:
+        """Bits that a managed weight takes in a gear as it is read, scales included."""
+        weights = sum(map(math.prod, self._shapes.values()))
+        if not weights:
+            return 8.0 * self.storage[""].size
+        return 8 * sum(self.layer_bytes(layer, gear) for layer in self.layers) / weights
+
+    def ladder_report(self) -> list[dict]:
+        """Name, bits and bytes per weight of each gear."""
+        return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
+
+    def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        key = gear, positions
+        if key in self._token_bytes:
+            return self._token_bytes[key]
+        read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
+        if gear in self._trees:  # made, so that its layers have been counted
+            self._token_bytes[key] = read
+        return read
+
+    def undivided_bytes_per_token(self, gear: Gear) -> int:
+        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+        divided = dict.fromkeys(self._parts, 0.0)
+        return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
+
+    @property
+    def _parts(self) -> Mapping[str, WeightPart]:
+        """Path of a layer to what this rank has of it, where ranks have divided it."""
+        sharding = sharding_of(self.model)
+        return {} if sharding is None else sharding.parts
+
+    def _managed_bytes(self, gear: Gear, positions: int) -> dict[str, float]:
+        """Path of everything that changes with the gear to the bytes that a pass over so many tokens reads of it."""
+        managed: dict[str, float] = {layer.path: self.layer_bytes(layer, gear) for layer in self.layers}
+        for layer in self.layers:
+            if layer.path != self.head:
+                continue
+            bits = self.bits_of(layer, gear)
+            if self.source.rows_at(layer, bits) != bits:  # which the head does not read
+                managed[layer.path] += positions * self._shapes[layer.path][-1] * self._size(layer)
+        for table in self._embeddings:
+            bits = self.bits_of(table, gear)
+            rows = self.source.bytes_read(table, bits, self._modules.made[table.path].get(bits))
+            managed[table.path] = rows * min(1.0, positions / len(table.module.weight))
+        return managed
+
+    def original_bytes_per_token(self) -> int:
+        """Bytes of weights that one token would read if every layer had its original weight.
+
+        Of a checkpoint that is quantized already, its own codes.
+        """
+        if self.of_codes:
+            return self.weight_bytes_per_token(self.ladder.top)
+        managed = {
+            layer.path: float((math.prod(self._shapes[layer.path]) + self._biases[layer.path]) * self._size(layer))
+            for layer in self.layers
+        }
+        managed |= {table.path: float(table.module.weight.shape[-1] * self._size(table)) for table in self._embeddings}
+        return token_bytes(self.model, managed, self.storage, self.head)
+
+    def _size(self, layer: Layer) -> int:
+        """Bytes of a number of a layer, as the checkpoint stores it."""
+        return self.storage[layer.path].size
+
+    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
+        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
+        modules, read = layers_of(self.model), 0.0
+        for layer in self.layers:
+            share = used_share(layer.path, modules, positions)
+            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
+        return round(read)
+
+    def predicted_speedup(self, gear: Gear) -> float:
+        """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
+        if not self.layers:
+            return 1.0
+        unmanaged = token_bytes(self.model, {layer.path: 0 for layer in self._changing}, self.storage, self.head)
+        top, here = (self.weight_bytes_per_token(g) for g in (self.ladder.top, gear))
+        return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
+
+    def layer_paths(self) -> list[LayerPath]:
+        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        found = []
+        for layer in self.layers:
+            bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
+            format = None if {*bits} == {DENSE} else self.format
+            runs_on, why = kernels_of(layer.module, self.kernels, format)
+            if self.source.disk_bytes(layer, bits[-1]):
+                runs_on = f"{runs_on}, from the disk in gear '{self.ladder.top.name}'"
+            found.append(LayerPath(layer.path, bits, runs_on, why))
+        modules = layers_of(self.model)
+        for path, reason in self.unmanaged.items():
+            holder = path if path in modules else path.rpartition(".")[0]  # of a matrix that is not a module
+            kernels = kernels_of(modules[holder], self.kernels, None)
+            own = getattr(modules[holder], "bits", DENSE)
+            found.append(LayerPath(path, (own,) * len(self.ladder), *kernels, fixed=reason))
+        parts = {path: f"; this rank has {part}" for path, part in self._parts.items()}
+        return [dataclasses.replace(row, why=row.why + parts.get(row.path, "")) for row in found]
+
+    def describe(self) -> str:
+        """`layer_paths` as text, one line for each: "lm_head: 4, 8, 16; native (16 vectors at a time)".
+
+        Of a model that ranks have divided, a last line says how much of it every rank reads.
+        """
+        lines, top = [*map(str, self.layer_paths())], self.ladder.top
+        if self._parts:
+            whole, total = self.undivided_bytes_per_token(top), self.weight_bytes_per_token(top)
+            lines.append(f"every rank reads the others, norms and a tied head whole: {whole} of {total} bytes a token")
+        return "\n".join(lines)
+
+    def costed_in(self, ladder: Ladder) -> "Gearbox":
+        """The same costs for another ladder; the result cannot shift."""
+        other = copy.copy(self)
+        other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
+        return other
+
 
 def attached(model: nn.Module) -> Any:
     """The Gearbox that was last put on a model, or None."""
@@ -392,7 +524,8 @@ def model_fingerprint(model: nn.Module) -> str:
         return gearbox.fingerprint
     if sharding is not None:
         return sharding.fingerprint
-    return fingerprint(model) if saved is None else with_adapters(saved.manifest.fingerprint, model)
+    base = fingerprint_of(samples_of(base_arrays(model))) if saved is None else saved.manifest.fingerprint
+    return with_adapters(base, model)
 
 
 class Observer:
@@ -404,7 +537,9 @@ class Observer:
     def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.model, self.device = model, device_in_use()
-        linear = linear_layers(model)
+        head = tied_head(model)
+        kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
+        linear = {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
         self.compute_dtype = compute_in(model, dtype, quantized=False)
         storage = stored_dtype(model)
         self.storage = {"": storage}
@@ -413,7 +548,7 @@ class Observer:
         read = sum(layer_bytes(module, storage) for module in linear.values())
         weights = sum(weight_count(module) for module in linear.values())
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
-        self._token_bytes = token_bytes(model, {}, self.storage, tied_head(model))
+        self._token_bytes = token_bytes(model, {}, self.storage, head)
         self.gear = self.ladder.top
         self.shifts = 0
         self.shift_seconds = self.making_seconds = 0.0
@@ -446,13 +581,6 @@ class Observer:
 
     def original_bytes_per_token(self) -> int:
         return self._token_bytes
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Path to module of the linear layers, packed or not, with a tied output head."""
-    head = tied_head(model)
-    kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
-    return {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
 
 
 def weight_count(module: nn.Module) -> int:

@@ -10,20 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..compat.read_weights import readers
 from ..errors import GearbxError
-from .adapters import layers_of, places_of, put_modules, tree_of
+from .adapters import layers_of, put_layers
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
 from .ladder import DENSE, QUANTIZED, Ladder
 from .ownership import ATTACHED
-from .saved import blank, saved_gears
-from .sharding import sharding_of
+from .saved import saved_gears
+from .sharding import DENSE_CLASSES, QUANTIZED_AS, blank, dense_shape, sharding_of
 
-SPLIT = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear, nn.QuantizedEmbedding)
+SPLIT = (*QUANTIZED_AS.values(), nn.QuantizedEmbedding)  # as mlx-lm loads them
 LOW = 4  # bits of the lower gear by default, where codes have more
 AFFINE = "affine"
 OF_SCALES = 0.5  # bits a weight of scales and biases in groups of 64
@@ -36,7 +35,7 @@ FOR_MORE = "for more, give the original with --low-model and this model"
 class OwnCodes:
     """The quantized layers of a checkpoint.
 
-    modules: path to the module as loaded; it leaves when its codes are split. bits: those that hold the most weights.
+    modules: path to the module as loaded, which loses its arrays when its codes are split. bits: those of most weights.
     """
 
     modules: dict[str, nn.Module]
@@ -115,7 +114,7 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
     others = saved_gears(model), sharding_of(model), getattr(model, ATTACHED, None)
     if any(other is not None for other in others) or not is_quantized(model):
         return None
-    found = {path: module for path, module in layers_of(model).items() if is_quantized_as_stored(module)}
+    found = {path: module for path, module in layers_of(model).items() if type(module) in SPLIT}
     if len(found) < sum("scales" in module or "record" in vars(module) for module in layers_of(model).values()):
         return None  # some have gears of a gearbox already
     weights: collections.Counter[int] = collections.Counter()
@@ -127,14 +126,9 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
     return OwnCodes(affine, max(counted, key=lambda bits: counted[bits]))
 
 
-def is_quantized_as_stored(module: nn.Module) -> bool:
-    """Whether mlx-lm loaded a quantized module like this one."""
-    return type(module) in SPLIT
-
-
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:
     """What config.json says of each layer that mlx-lm loaded quantized, by path."""
-    stored = {path: module for path, module in layers_of(model).items() if is_quantized_as_stored(module)}
+    stored = {path: module for path, module in layers_of(model).items() if type(module) in SPLIT}
     return {path: {key: getattr(one, key) for key in ("group_size", "bits", "mode")} for path, one in stored.items()}
 
 
@@ -156,7 +150,9 @@ def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> 
     for path, module in sorted(codes.modules.items(), key=lambda item: natural_order(item[0])):
         floor = 0 if predicate(path, module) else DENSE
         is_table = isinstance(module, nn.QuantizedEmbedding) and path != head
-        layers.append(Layer(path, blank_of(module), floor, is_table=is_table))
+        weight = mx.zeros(dense_shape(module), module.scales.dtype)
+        made = blank(DENSE_CLASSES.get(type(module), nn.Embedding), weight, module)
+        layers.append(Layer(path, made, floor, is_table=is_table))
     return layers, unmanaged
 
 
@@ -165,7 +161,7 @@ def take_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """The layers, the embeddings and path to reason of the others, as `managed_layers`; put into the model."""
     layers, unmanaged = coded_layers(model, codes, manage)
-    put_modules(model, tree_of({layer.path: layer.module for layer in layers}, places_of(model)))
+    put_layers(model, {layer.path: layer.module for layer in layers})
     return [layer for layer in layers if not layer.is_table], [layer for layer in layers if layer.is_table], unmanaged
 
 
@@ -187,12 +183,6 @@ def alike_layers(
         else:
             alike.append(layer)
     return alike, others
-
-
-def blank_of(module: nn.Module) -> nn.Module:
-    """The dense layer that a quantized one stands for, without its weight."""
-    *rows, width = module.weight.shape
-    return blank(type(module), (*rows, width * 32 // module.bits), module.scales.dtype, module)
 
 
 def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]:

@@ -41,11 +41,8 @@ class Schedule:
     tokens: tuple[int, ...]
 
     def __str__(self) -> str:
-        return ",".join([*(f"{gear.bits}:{count}" for gear, count in zip(self.gears, self.tokens)), self.last])
-
-    @property
-    def last(self) -> str:
-        return str(self.gears[-1].bits)
+        firsts = (f"{gear.bits}:{count}" for gear, count in zip(self.gears, self.tokens))
+        return ",".join([*firsts, str(self.gears[-1].bits)])
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -93,7 +90,9 @@ class Ladder(Sequence[Gear]):
             raise GearbxError(
                 f"gears must ascend, got '{shown}'; did you mean '{','.join(map(str, sorted(set(bits))))}'?"
             )
-        self.gears = tuple(Gear(i, name, b) for i, (name, b) in enumerate(zip(self._names(len(bits)), bits)))
+        inner = ["mid"] if len(bits) == 3 else [f"mid{i}" for i in range(1, len(bits) - 1)]
+        names = ["low", *inner, "high"] if len(bits) > 1 else ["high"]
+        self.gears = tuple(Gear(i, name, b) for i, (name, b) in enumerate(zip(names, bits)))
 
     @classmethod
     def parse(cls, text: str) -> "Ladder":
@@ -104,11 +103,6 @@ class Ladder(Sequence[Gear]):
             raise
         except ValueError as error:
             raise GearbxError(f"gears '{text}' are not whole numbers with commas between, such as 4,8,16") from error
-
-    @staticmethod
-    def _names(count: int) -> list[str]:
-        inner = ["mid"] if count == 3 else [f"mid{i}" for i in range(1, count - 1)]
-        return (["low"] if count > 1 else []) + inner + ["high"]
 
     def __getitem__(self, index):
         return self.gears[index]

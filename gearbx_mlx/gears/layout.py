@@ -15,7 +15,7 @@ from ..formats.base import Format, check_ladder
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
-from .adapters import layers_of, places_of, put_adapters_over_gears, put_modules, tree_of
+from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
 from .in_place import OwnCodes, own_codes, take_layers
 from .ladder import (
@@ -76,19 +76,9 @@ class Layout:
     codes: OwnCodes | None = None
 
     @property
-    def stored_ladder(self) -> tuple[int, ...]:
-        """Bits of all gears that are stored, of which a geared checkpoint may have more than the ladder."""
-        return self.saved.manifest.gears if self.saved else tuple(gear.bits for gear in self.ladder)
-
-    @property
     def of_codes(self) -> bool:
         """Whether the top gear is what a quantized checkpoint has: loaded from it, or converted."""
         return self.codes is not None or self.format.name == CODES
-
-    @property
-    def drops_originals(self) -> bool:
-        """Whether layers have no weights beside their gears."""
-        return self.saved is not None or self.codes is not None or bool(self.format.ladders)
 
 
 def layout_of(
@@ -141,7 +131,7 @@ def managed_layers(
         wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
         return layers, tables_to_pack(model, *wanted) if layout.format.ladders else [], unmanaged
     layers, tables = layout.saved.layers(model), layout.saved.tables(model)
-    put_modules(model, tree_of({layer.path: layer.module for layer in (*layers, *tables)}, places_of(model)))
+    put_layers(model, {layer.path: layer.module for layer in (*layers, *tables)})
     return layers, tables, dict(layout.saved.manifest.unmanaged)
 
 
@@ -161,7 +151,8 @@ def quantized_widths(
         return list(layout.ladder.quantized_bits)
     in_tables = {bits for table in tables.values() for bits in table.values()}
     quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
-    check_ladder(layout.format, layout.stored_ladder, [*in_tables, *widths])
+    stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
+    check_ladder(layout.format, stored, [*in_tables, *widths])
     if quantized and not layers:
         raise none_managed(unmanaged)
     return quantized
@@ -195,7 +186,8 @@ def compute_model_in(
         it decides what a gear is, in any type of computation; by path the type of scales, and of the weight at 16 bits.
     """
     native = [module for _, module in model.named_modules() if isinstance(module, Native)]
-    unread = [layer.module for layer in layers if layout.drops_originals]  # unread, or to be dropped
+    drops_originals = (layout.saved or layout.codes) is not None or bool(layout.format.ladders)
+    unread = [layer.module for layer in layers if drops_originals]  # unread, or to be dropped
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -30,9 +30,12 @@ Fingerprint = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 if TYPE_CHECKING:
     Width = int
     GroupSize = int
+    Axis = int
     DtypeName = str
+    Kind = str
 else:
-    Width, GroupSize, DtypeName = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES]
+    Width, GroupSize, DtypeName, Axis = Literal[WIDTHS], Literal[GROUP_SIZES], Literal[DTYPES], Literal[-1, -2]
+    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's parameters do not contain
@@ -41,10 +44,6 @@ ORIGINAL_FILE = "original.safetensors"  # of the original, what the model's para
 NAME = r"[^/\\\x00-\x1f\ud800-\udfff.][^/\\\x00-\x1f\ud800-\udfff]*"
 PlainName = Annotated[str, Meta(pattern=rf"^{NAME}\Z", max_length=255)]
 ShardName = Annotated[str, Meta(pattern=rf"^{NAME}\.safetensors\Z", max_length=255)]
-if TYPE_CHECKING:
-    Axis = int
-else:
-    Axis = Literal[-1, -2]
 
 
 class View(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -116,11 +115,6 @@ GEARS_FILE, MANIFEST = "gears.safetensors", "gears.json"
 PRECISION = "precision.json"  # a precision manifest: which layers to cap first, and how far
 WHAT = "a manifest of gears"
 RESTORE = "download it again, or make it again with python -m gearbx_mlx.convert"
-
-if TYPE_CHECKING:
-    Kind = str
-else:
-    Kind = Literal["linear", "switch", "multi", "embedding", "table"]
 
 
 class SavedLayer(Struct, frozen=True):
@@ -297,11 +291,10 @@ def read_manifest(directory: Path) -> Manifest | None:
         raise GearbxError(
             f"{file}: of version {version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
         )
-    return read_as(file, lambda text: parse_manifest(parse_json(text)), WHAT, RESTORE)
 
+    def parse(text: str) -> Manifest:
+        manifest = typed(parse_json(text), Manifest)
+        manifest.check()
+        return manifest
 
-def parse_manifest(content: Any) -> Manifest:
-    """A manifest from the content of its JSON. Raises GearbxError for a field that is missing or cannot be."""
-    manifest = typed(content, Manifest)
-    manifest.check()
-    return manifest
+    return read_as(file, parse, WHAT, RESTORE)

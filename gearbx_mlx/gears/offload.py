@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,30 +41,22 @@ def heap_trim() -> Callable[[int], int] | None:
         return None
 
 
-class Residency(Protocol):
+class Residency:
     """Gives up arrays of idle gears, and brings them back before their gear is engaged."""
 
     name: str
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         """Give up the arrays of idle modules, except those that the model uses."""
-        ...
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
         """Bring back everything that `leave` took from these modules; if that fails, nothing."""
-        ...
 
 
-class Resident:
+class Resident(Residency):
     """Keeps every gear that was made in memory."""
 
     name = "resident"
-
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        pass
-
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        pass
 
 
 @dataclass(eq=False)
@@ -82,11 +74,12 @@ class Slot:
     def fetch(self) -> mx.array:
         if self.array is None:
             assert self.values is not None
-            self.array, self.values = from_numpy(self.values, self.dtype), None
+            array, self.values = mx.array(self.values), None
+            self.array = array.view(self.dtype) if array.dtype != self.dtype else array
         return self.array
 
 
-class Host:
+class Host(Residency):
     """Moves idle gears from MLX's allocator into numpy arrays.
 
     On unified memory the arrays change their owner, not their place (GEARBX 14): this frees memory of MLX's pool, not
@@ -128,7 +121,7 @@ class Host:
                 self._inside[id(slot.array)] = slot
 
 
-class Disk:
+class Disk(Residency):
     """Drops idle gears, and reads them again from files when they are entered."""
 
     name = "disk"
@@ -272,9 +265,3 @@ def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
 def to_numpy(array: mx.array) -> np.ndarray:
     """A copy outside of MLX. numpy does not have bfloat16, so such bits become integers."""
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=True)
-
-
-def from_numpy(values: np.ndarray, dtype: mx.Dtype) -> mx.array:
-    """The inverse of `to_numpy`."""
-    array = mx.array(values)
-    return array.view(dtype) if array.dtype != dtype else array

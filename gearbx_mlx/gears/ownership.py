@@ -129,13 +129,9 @@ def why_unsaveable(gearbox: Any) -> str | None:
         bits = gearbox.bits_of(layer, gearbox.gear)
         is_whole = gearbox.source.widths(layer) in gearbox.format.ladders
         in_base = gearbox.saved is not None and gearbox.saved.in_base(layer, bits)
-        if (bits != DENSE or is_whole) and not (in_base and as_mlx_has_it(linear_of(modules[layer.path]))):
+        in_panels = getattr(linear_of(modules[layer.path]), "record", Planes) is not Planes  # for a CPU's kernels
+        if (bits != DENSE or is_whole) and (in_panels or not in_base):
             first = "" if is_whole else "shift to a gear of 16 bits first, or "
             then = f"copy {gearbox.saved.directory}" if in_base else "write the gears with gearbx_mlx.convert"
             return f"mlx-lm would not load {layer.path} as it is in gear '{gearbox.gear.name}'; {first}{then}"
     return None
-
-
-def as_mlx_has_it(linear: nn.Module) -> bool:
-    """Whether a packed layer has its rows one after the other, and not in panels for a CPU's kernels."""
-    return getattr(linear, "record", Planes) is Planes

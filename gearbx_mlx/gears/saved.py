@@ -6,17 +6,14 @@ What gears.json says is compared with the arrays in the files, and with the mode
 import copy
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from ..compat.classes import bare
 from ..errors import GearbxError
 from ..files.reading import shown, unreadable
 from ..formats import get_format
@@ -26,17 +23,16 @@ from ..formats.tied import ExactTied, QuantizedTied, TiedEmbedding, linear_of, q
 from ..kernels.bit_planes import Planes, side_by_side
 from ..kernels.products import panel_rows
 from .activations import DTYPES
-from .adapters import layers_of, places_of, put_modules, tree_of
+from .adapters import layers_of, put_layers
 from .discovery import Layer
 from .ladder import DENSE
 from .manifest import GEARS_FILE, MANIFEST, RESTORE, Manifest, SavedLayer, read_manifest
 from .ownership import own
+from .sharding import QUANTIZED_AS, blank, dense_shape
 from .tensor_files import NAMES, ArrayHashes, FileHeader, TensorEntry, header_of
 
 KINDS: dict[str, tuple[type[nn.Module], type[nn.Module]]] = {  # dense, and as mlx-lm quantizes it
-    "linear": (nn.Linear, nn.QuantizedLinear),
-    "switch": (SwitchLinear, QuantizedSwitchLinear),
-    "multi": (MultiLinear, QuantizedMultiLinear),
+    **dict(zip(("linear", "switch", "multi"), QUANTIZED_AS.items())),
     "embedding": (nn.Embedding, nn.QuantizedEmbedding),
     "table": (nn.Embedding, nn.QuantizedEmbedding),
 }
@@ -49,20 +45,6 @@ HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 def saved_gears(model: nn.Module) -> "SavedGears | None":
     """The gears in the checkpoint of a model, if it is a geared one."""
     return getattr(model, ATTACHED, None)
-
-
-def blank(kind: type[nn.Module], shape: Sequence[int], dtype: mx.Dtype, now: nn.Module) -> nn.Module:
-    """A dense layer without a weight, in the place of a module that has its bias.
-
-    Args:
-        kind: of the dense layer, or of the quantized one that it stands for.
-    """
-    dense = bare(next((one for one, quantized in KINDS.values() if quantized is kind), kind))
-    dense.weight = mx.zeros(shape, dtype)  # never evaluated
-    if "bias" in now:
-        dense.bias = now.bias
-    dense.train(now.training)
-    return dense
 
 
 class SavedGears:
@@ -108,7 +90,7 @@ class SavedGears:
             for layer in self.layers(model):
                 dtype = self.storage(layer.path)
                 lowest[layer.path] = self.module(layer, self.widths(layer)[0], dtype, dtype)
-            put_modules(model, tree_of(lowest, places_of(model)))
+            put_layers(model, lowest)
         own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
     def storage(self, path: str = "") -> mx.Dtype:
@@ -214,10 +196,11 @@ class SavedGears:
 
     def _blanks(self, model: nn.Module, wanted: Mapping[str, SavedLayer]) -> list[Layer]:
         modules = layers_of(model)
-        return [
-            Layer(path, blank(KINDS[one.kind][0], one.shape, self.storage(path), modules[path]), one.lowest_bits)
-            for path, one in wanted.items()
-        ]
+        blanks = []
+        for path, one in wanted.items():
+            weight = mx.zeros(one.shape, self.storage(path))
+            blanks.append(Layer(path, blank(KINDS[one.kind][0], weight, modules[path]), one.lowest_bits))
+        return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
         """An array of the files, as it is or in another type (uint16: the bits of halves), and in panels of `rows`."""
@@ -376,10 +359,8 @@ def check_model(manifest: Manifest, model: nn.Module) -> None:
             found = "no module" if module is None else f"a {type(module).__name__}"
             field = "tables" if path in manifest.tables else "layers"
             raise GearbxError(f"{MANIFEST}: {field} has the key {shown(path)}, and the model has {found} there")
-        shape = module.weight.shape
-        if not isinstance(module, KINDS[layer.kind][0]):
-            shape = (*shape[:-1], shape[-1] * 32 // module.bits)
-        if tuple(shape) != layer.shape:
+        shape = dense_shape(module)
+        if shape != layer.shape:
             raise GearbxError(
                 f"{MANIFEST}: {manifest.place_of(path)}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
             )

@@ -44,7 +44,9 @@ class WeightPart:
     def shape(self) -> tuple[int, ...]:
         """The shape of the rank's part."""
         cuts = dict(self.cuts(self.whole))
-        return tuple(length(cuts[axis]) if axis in cuts else size for axis, size in enumerate(self.whole))
+        return tuple(
+            sum(end - start for start, end in cuts.get(axis, ((0, size),))) for axis, size in enumerate(self.whole)
+        )
 
     def cuts(self, shape: tuple[int, ...], name: str = "weight") -> list[tuple[int, Ranges]]:
         """Axis and ranges of what a rank has of an array that belongs to the weight.
@@ -109,10 +111,6 @@ def misfit(part: WeightPart | None, format: Format, group_size: int) -> str | No
     return None
 
 
-def length(ranges: Ranges) -> int:
-    return sum(stop - start for start, stop in ranges)
-
-
 def ranges_of(indices: Iterable[int]) -> Ranges:
     """Indices as ranges, in their order: 4, 5, 6, 1, 2 -> ((4, 7), (1, 3))."""
     found: list[tuple[int, int]] = []
@@ -125,11 +123,11 @@ def ranges_of(indices: Iterable[int]) -> Ranges:
 
 
 SHARDED = "sharded_over"  # attribute of a model of which each rank has a part
-DENSE_CLASSES: dict[type[nn.Module], type[nn.Module]] = {  # of the layers that can be divided, the dense class
-    **{nn.Linear: nn.Linear, nn.QuantizedLinear: nn.Linear},
-    **{SwitchLinear: SwitchLinear, QuantizedSwitchLinear: SwitchLinear},
-    **{MultiLinear: MultiLinear, QuantizedMultiLinear: MultiLinear},
+QUANTIZED_AS: dict[type[nn.Module], type[nn.Module]] = {  # dense class to the one that mlx-lm quantizes it to
+    **{nn.Linear: nn.QuantizedLinear, SwitchLinear: QuantizedSwitchLinear, MultiLinear: QuantizedMultiLinear}
 }
+# Of the layers that can be divided, the dense class.
+DENSE_CLASSES = {kind: dense for dense, quantized in QUANTIZED_AS.items() for kind in (dense, quantized)}
 
 
 class Sharding(NamedTuple):
@@ -166,7 +164,10 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightP
     parts = {path: rows_in(module.weight, shapes[path]) for path, module in found.items()}
     narrow = {path for path, module in found.items() if module.weight.shape[-1] < group.size()}
     if narrow:
-        found = sharded_layers(model, group, numbers | {path: numbered_columns(shapes[path]) for path in narrow})
+        for path in narrow:  # a weight of one row; each number is its column's
+            *lead, _, width = shapes[path]
+            numbers[path] = mx.broadcast_to(mx.arange(width), (*lead, 1, width))
+        found = sharded_layers(model, group, numbers)
     for path in narrow:
         weight = found[path].weight
         columns = ranges_of(numbers_in(weight.reshape(-1, weight.shape[-1])[0]))
@@ -180,19 +181,24 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightP
 
 def dense_shape(module: nn.Module) -> tuple[int, ...]:
     """The shape (..., O, I) of the weight that a stock layer, quantized or not, stands for."""
-    shape = module.weight.shape
+    shape: tuple[int, ...] = module.weight.shape
     return (*shape[:-1], shape[-1] * 32 // module.bits) if "scales" in module else shape
+
+
+def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
+    """A layer of a dense class, with a weight that is never computed with and the bias of the module in its place."""
+    made = bare(kind)
+    made.weight = weight
+    if "bias" in now:
+        made.bias = now.bias
+    made.train(now.training)
+    return made
 
 
 def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
     """A weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
     count = mx.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return mx.broadcast_to(count, (*shape[:-1], ranks))
-
-
-def numbered_columns(shape: tuple[int, ...]) -> mx.array:
-    """A weight in the shape (..., O, I) with one row; each number is its column's."""
-    return mx.broadcast_to(mx.arange(shape[-1]), (*shape[:-2], 1, shape[-1]))
 
 
 def rows_in(weight: mx.array, shape: tuple[int, ...]) -> WeightPart:
@@ -220,11 +226,8 @@ def sharded_layers(
     other = copy.deepcopy(model, {id(array): array[...] for array in arrays})
     modules = dict(other.named_modules())
     for path, weight in weights.items():
-        blank = bare(DENSE_CLASSES[type(modules[path])])
-        blank.weight = weight
-        if "bias" in modules[path]:
-            blank.bias = modules[path].bias
-        put_modules(other, tree_unflatten([(path, blank)]))
+        made = blank(DENSE_CLASSES[type(modules[path])], weight, modules[path])
+        put_modules(other, tree_unflatten([(path, made)]))
     shard(other, group)
     modules = dict(other.named_modules())
     found = {path: modules[path] for path in weights}

@@ -21,8 +21,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.mla import QuantizedMultiLinear
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..errors import GearbxError, GearbxWarning
 from ..formats.base import Format, WithBase, check_quantized, dense_weight, is_finite, stored_bits
@@ -39,8 +37,9 @@ from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
 from .layout import Layout
-from .offload import EMPTY, Residency, Resident, hand_back
+from .offload import EMPTY, Residency, hand_back
 from .saved import SavedGears
+from .sharding import QUANTIZED_AS, dense_shape
 from .tensor_files import Samples, samples_of
 
 Gears = dict[int, nn.Module]  # by their bits
@@ -48,9 +47,7 @@ FITTED = ("scales", "codebook", "library", "outliers")  # parameters that show w
 
 
 class Source(ABC):
-    """Makes the module of any layer at any of its bits. reads_disk: whether a use of a layer does."""
-
-    reads_disk: ClassVar[bool] = False
+    """Makes the module of any layer at any of its bits."""
 
     @abstractmethod
     def widths(self, layer: Layer) -> tuple[int, ...]:
@@ -131,9 +128,8 @@ class FromWeights(Source):
         dense.weight = dense.weight.astype(self.storage[layer.path])
         # Native kernels widen scales as they read; MLX's are fast only with scales of the type they compute in.
         dtype = self.storage[layer.path] if isinstance(dense, Native) else self.compute_dtype
-        made = made_over(
-            self.format, dense, bits, self.stored(layer), self.group_size, dtype, self.base.get(layer.path)
-        )
+        stored, base = self.stored(layer), self.base.get(layer.path)
+        made = made_over(self.format, dense, bits, stored, self.group_size, dtype, base)
         if DENSE in made and isinstance(layer.module, nn.Embedding):
             return whole_embedding(made, layer.is_table, self.compute_dtype)
         return {b: in_place_of(layer.module, linear, self.compute_dtype) for b, linear in made.items()}
@@ -196,12 +192,13 @@ def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dty
 class FromFiles(Source):
     """Reads gears from a geared checkpoint.
 
-    dtypes: path to the type of a layer's scales, and of its weight at 16 bits.
+    dtypes: path to the type of a layer's scales, and of its weight at 16 bits. panels: whether codes may stand in some.
     """
 
     saved: SavedGears
     dtypes: Mapping[str, mx.Dtype]
     compute_dtype: mx.Dtype
+    panels: ClassVar[bool] = True
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         return self.saved.widths(layer)
@@ -215,7 +212,7 @@ class FromFiles(Source):
         return self.saved.manifest.changing[layer.path].rows_at(bits)
 
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
-        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, not self.reads_disk)}
+        return {bits: self.saved.module(layer, bits, self.dtypes[layer.path], self.compute_dtype, self.panels)}
 
     def read(self, made: Mapping[str, Iterable[nn.Module]], originals: Mapping[str, mx.array]) -> None:
         self.saved.read([module.parameters() for modules in made.values() for module in modules])
@@ -225,31 +222,25 @@ class FromFiles(Source):
 class FromCodes(Source):
     """Splits the codes of a checkpoint that is quantized already (in_place.py).
 
+    codes: its modules lose their arrays when these are split.
     samples: of the arrays that were split, for the model's fingerprint; reading all for it would take memory twice.
     """
 
     codes: OwnCodes
     ladder: Ladder
     compute_dtype: mx.Dtype
-    bits: Mapping[str, int]
-    sizes: Mapping[str, int]
     samples: Samples = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, codes: OwnCodes, ladder: Ladder, compute_dtype: mx.Dtype) -> "FromCodes":
-        bits = {path: module.bits for path, module in codes.modules.items()}
-        sizes = {path: module.group_size for path, module in codes.modules.items()}
-        return cls(codes, ladder, compute_dtype, bits, sizes)
-
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        return widths_in(layer, self.bits[layer.path], [gear.bits for gear in self.ladder])
+        return widths_in(layer, self.codes.modules[layer.path].bits, [gear.bits for gear in self.ladder])
 
     def for_ladder(self, ladder: Ladder) -> "FromCodes":
         return dataclasses.replace(self, ladder=ladder)
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
         weight = layer.module.weight  # the first plane alone has biases
-        return math.prod(weight.shape) * bits // 8 + 2 * weight.size // self.sizes[layer.path] * weight.dtype.size
+        group_size = self.codes.modules[layer.path].group_size
+        return math.prod(weight.shape) * bits // 8 + 2 * weight.size // group_size * weight.dtype.size
 
     def rows_at(self, layer: Layer, bits: int) -> int:
         return bits
@@ -272,7 +263,7 @@ class FromCodes(Source):
         """
         layers, made = list(layers), dict[str, Gears]()
         for layer in sorted(layers, key=lambda layer: -layer.module.weight.size):
-            stored = self.codes.modules.pop(layer.path)
+            stored = self.codes.modules[layer.path]
             arrays = tree_flatten(stored.parameters())
             self.samples.update(samples_of({f"{layer.path}.{name}": array for name, array in arrays}))
             del arrays
@@ -289,7 +280,8 @@ class FromCodes(Source):
             return {widths[0]: quantized_table(affine, self.compute_dtype)}
         split = split_for_kernels(dense, affine, plane_widths(widths))
         mx.eval(split.arrays)
-        del affine, stored.weight
+        del affine
+        stored.clear()
         *low, top = widths
         lower = [split.prefix(bits) if native else split.prefix(bits).with_biases() for bits in low]
         linears = {bits: planes_module(dense, planes) for bits, planes in zip(low, lower)}
@@ -299,9 +291,6 @@ class FromCodes(Source):
         if not low and len(split.widths) == 1:
             return {top: QuantizedTied(linears[top], self.compute_dtype)}
         return {bits: ExactTied(linear, linears[top], self.compute_dtype) for bits, linear in linears.items()}
-
-
-AFFINE_LAYERS = (nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear)
 
 
 @dataclass(frozen=True)
@@ -358,8 +347,9 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
     found, low_layers, storage = dict(model.named_modules()), {}, stored_dtype(model)
     for layer in layers:
         module = found.get(layer.path)
-        if module is None or shape_of(module) != shape_of(layer.module):
-            problem = "no such layer" if module is None else f"{shape_of(module)} in place of {shape_of(layer.module)}"
+        own = dense_shape(layer.module)
+        if module is None or dense_shape(module) != own:
+            problem = "no such layer" if module is None else f"{dense_shape(module)} in place of {own}"
             raise GearbxError(f"the model for the low gear is another model: {problem} at {layer.path}")
         low_layers[layer.path] = in_gear(module, layer, others.compute_dtype)
     low, rest = others.ladder[0], Ladder([gear.bits for gear in others.ladder][1:])
@@ -371,7 +361,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
     """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
     affine = getattr(module, "mode", None) == AFFINE
-    if affine and isinstance(module, AFFINE_LAYERS):
+    if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
         if "bias" in module:
             made.bias = module.bias
@@ -414,12 +404,6 @@ def differing(
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
 
 
-def shape_of(module: nn.Module) -> tuple[int, ...]:
-    """The shape of a module's dequantized weight."""
-    *rows, width = module.weight.shape
-    return (*rows, width * 32 // module.bits) if "scales" in module else (*rows, width)
-
-
 Bits = Mapping[str, int]
 """Path of a layer to its bits."""
 
@@ -445,7 +429,6 @@ class GearModules:
     ):
         self.layers, self.source, self.residency, self.kernels = layers, source, residency, kernels
         self.has_originals = made is None
-        self.keeps_all = isinstance(residency, Resident)
         self.made: dict[str, dict[int, nn.Module]] = {
             layer.path: {DENSE: layer.module} if made is None else made[layer.path] for layer in layers
         }
@@ -473,20 +456,16 @@ class GearModules:
         unread = {path: made for path, made in self._unread.items() if any(m is modules[path] for m in made)}
         try:
             self.source.read(unread, {path: self.made[path][DENSE].weight for path in unread if self.has_originals})
-        except BaseException:
-            self._forget(unread)
+        except BaseException:  # other gears are not to wait for modules that could not be read
+            for path, made in unread.items():
+                dropped = {*map(id, made)}
+                self.made[path] = {bits: m for bits, m in self.made[path].items() if id(m) not in dropped}
+                del self._unread[path]
             raise
         for path in unread:
             del self._unread[path]
         self.kernels.measure(modules.values())
         return modules
-
-    def _forget(self, unread: Mapping[str, Sequence[nn.Module]]) -> None:
-        """Drop modules that could not be read, so that other gears do not wait for them."""
-        for path, modules in unread.items():
-            dropped = {*map(id, modules)}
-            self.made[path] = {bits: module for bits, module in self.made[path].items() if id(module) not in dropped}
-            del self._unread[path]
 
     def enter(self, bits: Bits) -> None:
         """Bring modules back into memory that were given up."""
@@ -576,7 +555,7 @@ def make_all(layers: Sequence[Layer], source: FromWeights) -> tuple[dict[str, Ge
                 else:
                     made[layer.path] = gears
                 if len(gears) > 1:
-                    drop(layer.module)
+                    layer.module.weight = mx.zeros_like(layer.module.weight)  # never evaluated
                 advance(layer.module.weight.nbytes)
         if not any(layer.path in made for layer in layers if not layer.is_table):
             raise none_managed(larger)
@@ -606,20 +585,10 @@ def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
     return ({}, reason) if reason else (gears, None)
 
 
-def drop(module: nn.Module) -> None:
-    """Replace a weight by one of the same shape and type that is never evaluated."""
-    module.weight = mx.zeros(module.weight.shape, module.weight.dtype)
-
-
 SAMPLED_LAYERS, SAMPLED_ROWS = 8, 8
 GROUP = 32  # the smallest group in use: a group of 4-bit codes has 16 values at most
 FEW_IN_GROUP = 16
 FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at most
-
-
-def distinct(values: np.ndarray) -> int:
-    """The number of different values."""
-    return len(np.unique(values))
 
 
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
@@ -637,9 +606,9 @@ def looks_quantized(weights: Sequence[mx.array]) -> bool:
         rows = weight.reshape(-1, weight.shape[-1])
         sample = np.array(rows[:: max(1, rows.shape[0] // SAMPLED_ROWS)][:SAMPLED_ROWS].astype(mx.float32))
         for row in sample:
-            in_group += [distinct(group) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
+            in_group += [len(np.unique(group)) for group in row[: len(row) // GROUP * GROUP].reshape(-1, GROUP)]
             if len(row) >= LONG_ROW:
-                in_row.append(distinct(row))
+                in_row.append(len(np.unique(row)))
     few_in_groups = bool(in_group) and statistics.median(in_group) <= FEW_IN_GROUP
     return few_in_groups or (bool(in_row) and statistics.median(in_row) <= FEW_IN_ROW)
 

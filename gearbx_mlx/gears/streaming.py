@@ -214,7 +214,7 @@ class StreamedFiles(FromFiles):
     """Reads the base from a geared checkpoint, and leaves the rest to a reader."""
 
     reader: StripReader
-    reads_disk = True
+    panels = False
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
         if bits != DENSE or DENSE not in self.saved.manifest.stored(layer.path):

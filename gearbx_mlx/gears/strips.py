@@ -259,8 +259,20 @@ class StripReader:
 
     def read(self, part: Piece, memory: memoryview) -> None:
         """Read a piece of an array. Raises GearbxError as `over`."""
-        self._fill(part, memory)
-        self.bytes_read += part.size
+        path = self.hashes.places[part.array].file
+        try:
+            file, done = self._opened(path), 0
+            while done < part.size:
+                start = time.perf_counter()
+                count = os.preadv(file, [memory[done:]], part.begin + done)
+                if not count:
+                    raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
+                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
+                done += count
+            self._forget(file, part.begin, part.size)
+            self.bytes_read += part.size
+        except OSError as error:
+            raise GearbxError(f"{path}: cannot be read any more ({error.strerror}); {RESTORE}") from error
 
     def stop(self) -> None:
         """Read nothing ahead any more, and end the thread."""
@@ -369,21 +381,6 @@ class StripReader:
             self.hashes.confirm(part.array, self._sums.pop(part.array)[0].hexdigest(), RESTORE)
         elif part.end == place.end:  # another thread wanted other strips in between
             self.hashes.verify([part.array], RESTORE)
-
-    def _fill(self, part: Piece, memory: memoryview) -> None:
-        path = self.hashes.places[part.array].file
-        try:
-            file, done = self._opened(path), 0
-            while done < part.size:
-                start = time.perf_counter()
-                count = os.preadv(file, [memory[done:]], part.begin + done)
-                if not count:
-                    raise GearbxError(f"{path}: ends before {part.array} does; {RESTORE}")
-                self.speed.add(count, time.perf_counter() - start)  # of the disk: no wait for a lock is in it
-                done += count
-            self._forget(file, part.begin, part.size)
-        except OSError as error:
-            raise GearbxError(f"{path}: cannot be read any more ({error.strerror}); {RESTORE}") from error
 
     def _forget(self, file: int, begin: int, size: int) -> None:
         """Have the system forget what it has read of a file, where it is not to keep it."""

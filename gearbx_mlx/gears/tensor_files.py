@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
 from ..files.reading import Count, parse_json, shown, typed
-from .adapters import adapter_arrays, base_arrays
+from .adapters import adapter_arrays
 
 NAMES = {
     mx.float32: "F32",
@@ -218,20 +218,10 @@ class ArrayHashes:
 SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the one that it came from
 
 
-def fingerprint(model: nn.Module) -> str:
-    """32 hexadecimal digits from names, shapes and a few values of all parameters; the same in every type."""
-    return with_adapters(fingerprint_of_arrays(base_arrays(model)), model)
-
-
 def with_adapters(base: str, model: nn.Module) -> str:
     """The fingerprint of a model with its adapters, from that of the model without them."""
     own = adapter_arrays(model)
-    return hashlib.sha256(f"{base} {fingerprint_of_arrays(own)}".encode()).hexdigest()[:32] if own else base
-
-
-def fingerprint_of_arrays(arrays: Mapping[str, mx.array]) -> str:
-    """The fingerprint of parameters, by name."""
-    return fingerprint_of(samples_of(arrays))
+    return hashlib.sha256(f"{base} {fingerprint_of(samples_of(own))}".encode()).hexdigest()[:32] if own else base
 
 
 Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]
@@ -251,7 +241,10 @@ def sample(array: mx.array) -> mx.array:
 
 
 def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
-    """The fingerprint of a model, from the shape and the sample of every parameter, by name."""
+    """The fingerprint of a model, 32 hexadecimal digits, from the shape and the sample of every parameter, by name.
+
+    It is the same in every type.
+    """
     digest = hashlib.sha256()
     for name, (shape, values) in sorted(samples.items(), key=lambda item: item[0]):
         digest.update(f"{name} {tuple(shape)} ".encode() + values.tobytes())

@@ -8,19 +8,110 @@ The state of the machine sets the most that it may read (same document, "Archite
 and battery exceeds 50%, allow all layers to use max_precision. Under throttling or low battery, shift layers toward
 min_precision starting with the least sensitive." The document does not say how far. Here it is a share of the way from
 the fewest bytes to the most: 1 is every layer at its most bits, 0 at its fewest.
+
+The cap schedule has all caps that a controller can choose from, one layer and one width per step.
 """
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..errors import GearbxError
-from .cap_schedule import CapSchedule, CapStep
 from .readers import THERMAL, MachineState
+
+Sensitivity = Callable[[str, int], float]
+"""(path, bits) -> the cost of this layer at these bits, such as its KL. Only the order matters."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A layer that can be capped.
+
+    widths: the bits that it may be capped to, ascending. gears: its bits in each gear of the ladder, without a cap.
+    read: bits to the bytes that a token reads at them. weights: their number.
+    """
+
+    path: str
+    widths: tuple[int, ...]
+    gears: tuple[int, ...]
+    read: Mapping[int, int]
+    weights: int = 0
+
+    def bytes_in(self, gear: int, cap: int) -> int:
+        """The bytes that a token reads in a gear, under a cap."""
+        return self.read[min(self.gears[gear], cap)]
+
+
+@dataclass(frozen=True)
+class CapStep:
+    """A layer's cap, before and after."""
+
+    path: str
+    before: int
+    after: int
+
+
+class CapSchedule:
+    """Positions from 0, every layer at its most bits, to the last one, every layer at its fewest.
+
+    Steps are in the order of their cost, the cheapest first. So the way down begins with the least sensitive layers.
+    The way up takes back the latest step first, so it begins with the most sensitive ones.
+
+    Args:
+        layers: those that can be capped.
+        sensitivity: the cost of a layer at some bits.
+        fixed: bytes that a token reads from the rest of the model.
+    """
+
+    def __init__(self, layers: Sequence[Range], sensitivity: Sensitivity, fixed: float = 0):
+        self.layers = {layer.path: layer for layer in layers}
+        self.fixed = fixed
+        self.weights = sum(layer.weights for layer in layers)
+        self.gears = len(layers[0].gears) if layers else 1
+        costed = []
+        for place, layer in enumerate(layers):
+            cost = -math.inf
+            for before, after in itertools.pairwise(reversed(layer.widths)):
+                # A layer goes down in order, even if the measured costs do not rise.
+                cost = max(cost, sensitivity(layer.path, after))
+                costed.append((cost, -after, place, CapStep(layer.path, before, after)))
+        self.steps = tuple(step for *_, step in sorted(costed, key=lambda item: item[:3]))
+        self._bytes = np.array([self._in_gear(gear) for gear in range(self.gears)], dtype=float)
+
+    @property
+    def last(self) -> int:
+        return len(self.steps)
+
+    def read(self, passes: Sequence[float] | np.ndarray) -> np.ndarray:
+        """The bytes that these passes in each gear read, at every position."""
+        return np.asarray(passes, dtype=float) @ self._bytes
+
+    def bits(self, read: float, passes: float) -> float:
+        """Bits per weight of the layers that can be capped, from the bytes that these passes read."""
+        return 8 * (float(read) - passes * self.fixed) / self.weights if self.weights else 0.0
+
+    def within(self, share: float) -> int:
+        """The first position within a budget: a share of the way from the top gear's fewest bytes to its most."""
+        read = self._bytes[-1]
+        most = read[-1] + share * (read[0] - read[-1])
+        return int(np.argmax(read <= most + 1e-9 * read[0]))
+
+    def caps(self, position: int) -> dict[str, int]:
+        """Path to the most bits of every layer, at a position."""
+        most = {path: layer.widths[-1] for path, layer in self.layers.items()}
+        return most | {step.path: step.after for step in self.steps[:position]}
+
+    def _in_gear(self, gear: int) -> list[float]:
+        """The bytes of a pass in a gear, at every position."""
+        most = self.fixed + sum(layer.bytes_in(gear, layer.widths[-1]) for layer in self.layers.values())
+        each = ((self.layers[step.path], step) for step in self.steps)
+        change = (layer.bytes_in(gear, step.after) - layer.bytes_in(gear, step.before) for layer, step in each)
+        return [*itertools.accumulate(change, initial=most)]
 
 
 @dataclass(frozen=True)
@@ -32,9 +123,6 @@ class Gains:
     derivative: float = 0.05
 
 
-GAINS = Gains()
-
-
 class PID:
     """u = Kp e + I + Kd (e - e'), with I the sum of Ki e.
 
@@ -44,7 +132,7 @@ class PID:
     time of one sample.)
     """
 
-    def __init__(self, gains: Gains = GAINS):
+    def __init__(self, gains: Gains = Gains()):
         self.gains = gains
         self.integral = 0.0
         self._error = self._slope = 0.0
@@ -72,6 +160,7 @@ THERMAL_SHARES = dict(zip(THERMAL, (1.0, 2 / 3, 1 / 3, 0.0)))
 ENOUGH_CHARGE = 0.5
 LITTLE_CHARGE = 0.1
 MEMORY_FREE, MEMORY_FULL = 0.85, 0.95
+SMALLEST = 0.02  # change of the budget, except to 0 and to 1
 
 
 def between(value: float, least: float, most: float) -> float:
@@ -105,12 +194,10 @@ class SteadyBudget:
 
     Args:
         patience: readings in a row that have to be higher; their lowest is then the budget.
-        step: the smallest rise, except to 1.
     """
 
-    def __init__(self, patience: int = 5, step: float = 0.02):
+    def __init__(self, patience: int = 5):
         self.patience = patience
-        self.step = step
         self.share = 1.0
         self._higher: list[float] = []
 
@@ -118,21 +205,21 @@ class SteadyBudget:
         share = budget(state)
         if share <= self.share:
             self._higher.clear()
-            if share <= self.share - self.step or share == 0.0:
+            if share <= self.share - SMALLEST or share == 0.0:
                 self.share = share
             return self.share
         self._higher.append(share)
         if len(self._higher) >= self.patience:
             lowest = min(self._higher)
-            if lowest >= self.share + self.step or lowest == 1.0:
+            if lowest >= self.share + SMALLEST or lowest == 1.0:
                 self.share = lowest
             self._higher.clear()
         return self.share
 
 
 EVERY = 10  # tokens between decisions
-DEAD_BAND = 0.05  # share of the target
-LAG = 2  # tokens that mlx-lm has computed ahead, with the caps from before
+DEAD_BAND = 0.05  # an error up to this share of the target is ignored
+LAG = 2  # tokens that mlx-lm has computed ahead when caps change, with the caps from before
 MEMORY = 60  # the most tokens under the same caps that are averaged
 ENOUGH = 5  # the fewest tokens whose spread means something
 SURE = 3.0  # standard errors that may be chance
@@ -180,25 +267,12 @@ class Controller:
     Args:
         schedule: the positions to choose from.
         target: tokens per second; None: the machine's budget alone caps.
-        every: tokens between decisions.
-        dead_band: an error up to this share of the target is ignored.
-        gains: of the PID.
-        lag: tokens after a change of caps that still ran with the caps from before.
 
     Raises:
         GearbxError: a target that is not positive, nothing to cap.
     """
 
-    def __init__(
-        self,
-        schedule: CapSchedule,
-        target: float | None = None,
-        *,
-        every: int = EVERY,
-        dead_band: float = DEAD_BAND,
-        gains: Gains = GAINS,
-        lag: int = LAG,
-    ):
+    def __init__(self, schedule: CapSchedule, target: float | None = None):
         if target is not None and not 0 < target < math.inf:
             raise GearbxError(f"the target is {target} tokens per second; give more than 0")
         if not schedule.last:
@@ -207,10 +281,7 @@ class Controller:
             )
         self.schedule = schedule
         self.target = target
-        self.every = every
-        self.dead_band = dead_band
-        self.lag = lag
-        self.pid = PID(gains)
+        self.pid = PID()
         self.position = 0
         self.tokens = 0
         self.top = np.eye(schedule.gears)[-1]  # one pass in the top gear
@@ -231,7 +302,7 @@ class Controller:
     @property
     def due(self) -> bool:
         """Whether a decision follows the next token."""
-        return (self.tokens + 1) % self.every == 0
+        return (self.tokens + 1) % EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
         """Take one token. Returns a decision every few tokens.
@@ -247,7 +318,7 @@ class Controller:
         elif seconds is not None and seconds > 0:
             self._seen.append((seconds, tuple(passes)))
             self._new = min(self._new + 1, MEMORY)
-        return None if self.tokens % self.every else self._decide(share)
+        return None if self.tokens % EVERY else self._decide(share)
 
     def _decide(self, share: float) -> CapDecision:
         before, limit = self.caps, self.schedule.within(share)
@@ -276,8 +347,8 @@ class Controller:
         speed = f"{measured.tokens_per_second:.3g} tokens/s for a target of {self.target:.3g}"
         if abs(error) <= self._tolerated(measured):
             self._rest()
-            near = abs(error) <= self.dead_band
-            self._settled |= near and measured.chance <= self.dead_band
+            near = abs(error) <= DEAD_BAND
+            self._settled |= near and measured.chance <= DEAD_BAND
             return self.position, f"{speed}: near enough" if near else f"{speed}: may be chance"
         self._settled = False
         read = np.log(self.schedule.read(self._passes()))
@@ -306,8 +377,8 @@ class Controller:
         So a speed near the target has to change more before caps move, and caps do not follow noise up and down.
         """
         if self._settled:
-            return self.dead_band + measured.chance
-        return max(self.dead_band, measured.chance)
+            return DEAD_BAND + measured.chance
+        return max(DEAD_BAND, measured.chance)
 
     def _rest(self) -> None:
         self.pid.rest(float(np.log(self.schedule.read(self._passes())[self.position])))
@@ -343,9 +414,8 @@ class Controller:
             return None
         mean = float(np.mean(seconds))
         error = -math.log(mean * self.target) if self.target else 0.0
-        spread = (
-            float(np.median(self._spreads)) if self._spreads else math.inf
-        )  # a jump shows in one or two of them only
+        # A jump shows in one or two of them only.
+        spread = float(np.median(self._spreads)) if self._spreads else math.inf
         return Measured(1 / mean, error, SURE * spread / math.sqrt(len(seconds)))
 
     def _decided(self, before: dict[str, int], position: int, reason: str, measured: Measured | None) -> CapDecision:
@@ -353,7 +423,7 @@ class Controller:
         after = self.caps
         moved = tuple(CapStep(path, before[path], after[path]) for path in after if before[path] != after[path])
         if moved:
-            self._skip, self._new = self.lag, 0
+            self._skip, self._new = LAG, 0
             self._seen.clear()
         speed = None if measured is None else measured.tokens_per_second
         bits = self.schedule.bits(self.schedule.read(self.top)[position], 1)

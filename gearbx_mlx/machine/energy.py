@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO
 
 from ..errors import GearbxError
 
@@ -23,46 +23,29 @@ INSIDE = "dram"  # a zone within a package's that the package's energy leaves ou
 POWERMETRICS = ("powermetrics", "--samplers", "cpu_power", "-i", "200", "-f", "plist")
 
 
-class Meter(Protocol):
-    """Counts energy. name: of what."""
-
-    name: str
-
-    def joules(self) -> float:
-        """Since some moment before the first call. Raises OSError where the machine says it no longer."""
-        ...
-
-    def close(self) -> None:
-        """Stop what reads."""
-        ...
-
-
-@dataclass
 class Zone:
-    """A RAPL zone (Documentation/power/powercap): a counter in microjoules, which begins again behind its range."""
+    """A RAPL zone (Documentation/power/powercap): a counter in microjoules, which begins again behind its range.
 
-    directory: Path
-    name: str
-    range: int
-    last: int
-    total: int = 0
+    Raises OSError or ValueError where it cannot be read.
+    """
 
-    @classmethod
-    def of(cls, directory: Path) -> "Zone":
-        """Raises OSError or ValueError for a zone that cannot be read."""
-        name = (directory / "name").read_text().strip()
-        numbers = (int((directory / file).read_text()) for file in ("max_energy_range_uj", "energy_uj"))
-        return cls(directory, name, *numbers)
+    def __init__(self, directory: Path):
+        self.directory, self.total = directory, 0
+        self.name = (directory / "name").read_text().strip()
+        self.range, self.last = self._read("max_energy_range_uj"), self._read("energy_uj")
+
+    def _read(self, file: str) -> int:
+        return int((self.directory / file).read_text())
 
     def microjoules(self) -> int:
-        now = int((self.directory / "energy_uj").read_text())
+        now = self._read("energy_uj")
         self.total += now - self.last if now >= self.last else now - self.last + self.range
         self.last = now
         return self.total
 
 
 class Rapl:
-    """The processor's own counters: of the whole platform, or of all packages with their memory.
+    """The processor's own counters: of the whole platform, or of all packages with their memory. name: of which zones.
 
     Args:
         powercap: the directory of the zones.
@@ -73,7 +56,7 @@ class Rapl:
 
     def __init__(self, powercap: Path = POWERCAP):
         try:
-            zones = [Zone.of(path) for path in sorted(powercap.glob("intel-rapl:*"))]
+            zones = [Zone(path) for path in sorted(powercap.glob("intel-rapl:*"))]
         except PermissionError as error:
             raise GearbxError(f"{error.filename}: only root may read it") from error
         except (OSError, ValueError) as error:
@@ -86,6 +69,7 @@ class Rapl:
         self.name = " + ".join(zone.name for zone in self._zones)
 
     def joules(self) -> float:
+        """Since some moment before the first call. Raises OSError where the machine says it no longer."""
         return sum(zone.microjoules() for zone in self._zones) / 1e6
 
     def close(self) -> None:
@@ -138,7 +122,7 @@ def samples(stream: IO[bytes]) -> Iterator[float]:
             yield found["processor"]["combined_power"] * found["elapsed_ns"] * 1e-12
 
 
-def this_meter() -> Meter:
+def this_meter() -> PowerMetrics | Rapl:
     """The meter of this machine. Raises GearbxError where there is none that this user may read."""
     return PowerMetrics() if platform.system() == "Darwin" else Rapl()
 

@@ -5,7 +5,6 @@ delay generation. `Scripted` plays states from a file, for tests and for trying 
 """
 
 import importlib
-import math
 import platform
 import threading
 import time
@@ -46,10 +45,7 @@ class MachineState:
             raise GearbxError(f"charging is {self.charging!r}; give true or false")
         for name in ("battery", "memory"):
             value = getattr(self, name)
-            if value is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not 0 <= value <= 1:
+            if value is not None and not (type(value) in (int, float) and 0 <= value <= 1):
                 raise GearbxError(f"{name} is {value!r}; give a fraction, 0 to 1")
 
     @property
@@ -258,22 +254,21 @@ class OwnMemory:
         return MachineState(memory=share(100 * self.bytes() / self.limit))
 
 
-def this_machine(timeout: float = 2.0) -> tuple[list[Reader], dict[str, str]]:
-    """The readers that work on this machine, and for the others, name to reason.
-
-    Args:
-        timeout: seconds that making one reader may take.
-    """
+def this_machine() -> tuple[list[Reader], dict[str, str]]:
+    """The readers that work on this machine, and for the others, name to reason."""
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
     found: list[Reader] = []
     absent = {}
     for kind in (thermal, Battery, Memory):
-        made = within(timeout, kind)
+        made = within(MAKING, kind)
         if isinstance(made, Exception):
             absent[kind.name] = str(made)
         else:
             found.append(made)
     return found, absent
+
+
+MAKING = 2.0  # seconds that making one reader may take
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
@@ -300,6 +295,7 @@ class Poll(threading.Thread):
     """A thread that reads one reader again and again.
 
     latest: its last state. failure: why it could not be read. began: when the present reading began; None between two.
+    stopped: to be set, so that it ends.
     """
 
     def __init__(self, reader: Reader, interval: float):
@@ -309,20 +305,17 @@ class Poll(threading.Thread):
         self.latest: MachineState | None = None
         self.failure: str | None = None
         self.began: float | None = time.monotonic()
-        self._stop = threading.Event()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
-        while not self._stop.is_set():
+        while not self.stopped.is_set():
             self.began = time.monotonic()
             try:
                 self.latest, self.failure = self.reader.read(), None
             except Exception as error:  # sensors and their libraries raise anything
                 self.latest, self.failure = None, " ".join(f"{type(error).__name__}: {error}".split())
             self.began = None
-            self._stop.wait(self.interval)
-
-    def stop(self) -> None:
-        self._stop.set()
+            self.stopped.wait(self.interval)
 
 
 class Watch:
@@ -355,7 +348,7 @@ class Watch:
     def close(self) -> None:
         """Let the threads end. They are daemons, so a blocked one ends with the program."""
         for poll in self.polls:
-            poll.stop()
+            poll.stopped.set()
 
     def state(self, seconds: float = 0.0, tokens: int = 0) -> MachineState:
         """The state now, without waiting.

@@ -13,10 +13,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, typed
@@ -275,6 +275,9 @@ class Dial:
 SCHEMA, VERSION = "gearbx-mlx drafting", 1
 
 
+Seconds = Annotated[float, Meta(gt=0)]
+
+
 class DraftTimes(Struct, frozen=True):
     """What passes take on one machine, in seconds.
 
@@ -285,16 +288,10 @@ class DraftTimes(Struct, frozen=True):
 
     machine: str
     context: Count
-    alone: float
-    draft: float
-    verification: list[float]
-    per_token: float
-
-    def __post_init__(self) -> None:
-        if len(self.verification) != MOST_ROWS:
-            raise GearbxError(f"times has {len(self.verification)} verifications; {MOST_ROWS} are needed")
-        if not all(0 < seconds < math.inf for seconds in (self.alone, self.draft, self.per_token, *self.verification)):
-            raise GearbxError("times has seconds that are not above 0")
+    alone: Seconds
+    draft: Seconds
+    verification: Annotated[list[Seconds], Meta(min_length=MOST_ROWS, max_length=MOST_ROWS)]
+    per_token: Seconds
 
     @property
     def times_faster(self) -> float:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import GearbxError
-from .gates import Monitor, Reading, ThresholdGate
+from .gates import RUN_AHEAD, Monitor, Reading, ThresholdGate
 
 LEAST = -1e4  # nats: e to this power is 0 in any type, like e to the -9999 that OpenAI writes for "very unlikely"
 FLOAT_ERROR = 1e-9  # of sums of probabilities, here
@@ -25,7 +25,6 @@ LARGEST_LOGIT = 32.0  # its steps are assumed where values do not show how large
 BFLOAT16, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-11, 2.0**-24  # half a step of a number, as a part of it, at most
 MOST_DECIMALS = 6  # with more than these, rounding does not matter
 PEAK = 1 / math.e  # where -p log p is largest
-DELAY = 2  # tokens from the one that causes a shift to the first that it acts on, as in mode route
 
 
 @dataclass(frozen=True)
@@ -200,7 +199,7 @@ class BoundedRouting:
         make_monitor: Callable[[], Monitor],
         make_gate: Callable[[], ThresholdGate],
         first: int,
-        delay: int = DELAY,
+        delay: int = RUN_AHEAD,
     ):
         self.monitors = [make_monitor() for _ in range(2)]
         self.gates = [make_gate() for _ in range(2)]

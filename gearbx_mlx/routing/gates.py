@@ -211,16 +211,9 @@ class ScheduleGate:
         gears: descending.
         tokens: of every gear but the last, which has the rest of the text. A gate acts two tokens later, so that the
             gear that begins a text has two at least.
-
-    Raises:
-        GearbxError: gears that do not descend, another number of lengths, a length below one.
     """
 
     def __init__(self, gears: Sequence[int], tokens: Sequence[int]):
-        if any(a <= b for a, b in itertools.pairwise(gears)):
-            raise GearbxError("the gears of a schedule must descend, the highest one first")
-        if len(tokens) != len(gears) - 1 or min(tokens, default=1) < 1:
-            raise GearbxError("every gear of a schedule but the last has a number of tokens, 1 or more")
         self.gears, self.ends = tuple(gears), tuple(itertools.accumulate(tokens))
         self.reset(self.gears[0])
 

@@ -90,7 +90,10 @@ class Lookup:
                 self._find()
                 if self.run:
                     self.agreement.add(self.run, tokens[self._place] == tokens[place])
-            self._link(place)
+            pair = (tokens[place - 1] if place else -1, tokens[place])
+            self._before.append(self._last.get(pair, -1))
+            self._last[pair] = place
+            self._count = place + 1
         self._find()
 
     def proposed(self, count: int) -> list[int]:
@@ -103,12 +106,6 @@ class Lookup:
             return []
         period = self._tokens[self._place : self._count]
         return list(itertools.islice(itertools.cycle(period), count))
-
-    def _link(self, place: int) -> None:
-        pair = (self._tokens[place - 1] if place else -1, self._tokens[place])
-        self._before.append(self._last.get(pair, -1))
-        self._last[pair] = place
-        self._count = place + 1
 
     def _find(self) -> None:
         """Set `run`, the tokens that the longest run has (0: there is none), and the place after it."""

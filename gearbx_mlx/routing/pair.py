@@ -1,11 +1,10 @@
 """The gate between two models: rolling entropy chooses which one computes the next token (EAD 3)."""
 
 import math
-import random
 import sys
 
 from ..errors import GearbxError
-from .gates import Monitor, OneGear, Reading, ThresholdGate
+from .gates import Monitor, ThresholdGate
 
 SMALL, LARGE = 0, 1
 NAMES = ("small", "large")
@@ -59,31 +58,3 @@ def first_model(threshold: float) -> int:
 def parameter_ratio(share: float, parameters: tuple[int, int]) -> float:
     """(alpha P_S + beta P_L) / P_L (EAD, Table 1), where the large model computes a share beta of the tokens."""
     return ((1 - share) * parameters[SMALL] + share * parameters[LARGE]) / parameters[LARGE]
-
-
-class Coin(OneGear):
-    """The control: a gate that ignores the text.
-
-    Every `min_duration` tokens a coin decides which model computes the next ones.
-
-    Args:
-        share: of the large model.
-        min_duration: tokens.
-    """
-
-    def __init__(self, share: float, min_duration: int = DEFAULT_MIN_DURATION, seed: int = 0):
-        self.share, self.min_duration = share, min_duration
-        self._random = random.Random(seed)
-        self.gear, self.duration = self._toss(), 0
-
-    def _toss(self) -> int:
-        return LARGE if self._random.random() < self.share else SMALL
-
-    def reset(self, gear: int) -> None:
-        self.gear, self.duration = gear, 0
-
-    def update(self, reading: Reading) -> int:
-        self.duration += 1
-        if self.duration >= self.min_duration:
-            self.reset(self._toss())
-        return self.gear
