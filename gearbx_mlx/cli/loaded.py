@@ -50,7 +50,6 @@ from .flags import (
     ControllerSettings,
     ModelSettings,
     SamplingSettings,
-    cache_keywords,
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
@@ -515,7 +514,7 @@ def generation_keywords(
     chosen = {name: value for name, value in vars(sampling).items() if name != "seed"}
     sampler = sampler_for(tokenizer, **chosen)
     draft_model = load_draft_model(cache.draft_model, tokenizer)
-    return {**cache_keywords(cache), "sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
+    return vars(cache) | {"sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
