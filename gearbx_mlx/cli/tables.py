@@ -19,6 +19,16 @@ from .settings import human_bytes
 BETWEEN = " · "
 
 
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows under a head: the first column has names, and the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     """Tokens read and written, tokens/s, gears or drafts, mean entropy, bytes of weights per token.
 
