@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..cli.terminal import progress_bar
+from ..cli.terminal import counting
 from ..errors import GearbxError
 from ..formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import LAYOUT
@@ -78,13 +78,12 @@ def benchmark_kernels(settings: KernelBenchmark) -> Rows:
     shape = {"rows": rows, "cols": cols, "vectors": vectors} | read_bandwidth.row
     makers = dense_cases, stack_cases, symmetric_cases, codebook_cases, exact_cases
     found = []
-    with progress_bar() as progress:
-        task = progress.add_task("kernels timed", total=None)
+    with counting("kernels timed", None) as advance:
         for case in chain.from_iterable(make(weight, total, paths) for make in makers):
             slow = case.row["path"] == MLX and on_cpu()
             trials = min(settings.trials, SLOW_TRIALS) if slow else settings.trials
             found.append(time_case(case, x, trials, read_bandwidth) | shape)
-            progress.advance(task)
+            advance()
     return found
 
 

@@ -54,14 +54,11 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     journal = Journal(place, inputs_of(settings, resolved, prompts) | compared, list[GearRecord])
     files: list[DraftFile] = []
     context = settings.target.context if settings.calibration.cost == TIME else None
-    with terminal.progress_bar() as progress:
-        task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
+    with terminal.counting("ladders and prompts", len(ladders) * len(prompts)) as advance:
         for ladder in ladders:
             if files and get_format(resolved.format).ladders:  # the gears before dropped the weights
                 loaded = Loaded.of(replace(resolved, ladder=ladder))
-            files += files_of(
-                ladder, loaded, prompts, journal, lambda: progress.advance(task), context, settings.dial()
-            )
+            files += files_of(ladder, loaded, prompts, journal, advance, context, settings.dial())
     best = min(files, key=lambda file: file.weight_bytes_per_token if file.times is None else file.times.per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "

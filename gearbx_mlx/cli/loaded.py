@@ -57,7 +57,7 @@ from .gears import LayoutSettings
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
-from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
+from .terminal import messages, note, progress_bar, show_compiling, show_encoding, spinner
 
 ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
@@ -278,7 +278,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
         **layers,
     )
     if resolved.kernels == MEASURE:
-        with measuring():
+        with spinner("measuring which kernels are fastest here"):
             measure_gears(gearbox, VECTORS)
         show_kernels(gearbox)
     return gearbox

@@ -19,7 +19,7 @@ from ..cli.bases import Base, drafting_along, key_of, make_base, show_rounded
 from ..cli.loaded import ladder_of_codes, trust
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
-from ..cli.terminal import escaped, messages, note, progress_bar
+from ..cli.terminal import counting, escaped, messages, note, progress_bar
 from ..conversion.companions import REPORT, begin_again, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
@@ -74,10 +74,9 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
         converter.wanted = {*files.hashes.values()} if files else set()
-        with progress_bar(in_bytes=True) as progress:
-            task = progress.add_task("converting", total=converter.size)
+        with counting("converting", converter.size, in_bytes=True) as advance:
             for size in converter:
-                progress.advance(task, size)
+                advance(size)
         manifest = converter.finish(files.keep(converter.views, work) if files else None)
     except RuntimeError as error:  # of MLX, reading what is not there any more
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
@@ -151,9 +150,8 @@ def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, k
 
 def open_original(source: Path) -> OriginalFiles:
     """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
-    with progress_bar(in_bytes=True) as progress:
-        task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
-        files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
+    with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
+        files = OriginalFiles(source, progress=advance)
     _, lost = files.others
     if lost and source != DEMO_MODEL:  # whose own files ship
         note(f"--restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
@@ -262,9 +260,8 @@ def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Pro
     Args:
         original: bytes of the original's weights, if they can come back.
     """
-    entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
-    spans = {name: entry.data_offsets for name, entry in entries.items()}
-    gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
+    sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
+    gears = gear_sizes(manifest, sizes)
     names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
     files = {name: (work / name).stat().st_size for name in names}
     (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
