@@ -41,7 +41,6 @@ from .measuring import (
     NATIVE,
     BandwidthMeter,
     Rows,
-    bandwidth_meter,
     check_memory,
     measured_rows,
     paths_here,
@@ -73,7 +72,7 @@ def benchmark_kernels(settings: KernelBenchmark) -> Rows:
     paths = product_paths(cols, vectors, dtype, settings.native_only)
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((vectors, cols), key=mx.random.key(1)).astype(dtype)
-    read_bandwidth = bandwidth_meter()
+    read_bandwidth = BandwidthMeter()
     mx.eval(weight, x)
     shape = {"rows": rows, "cols": cols, "vectors": vectors} | read_bandwidth.row
     makers = dense_cases, stack_cases, symmetric_cases, codebook_cases, exact_cases
