@@ -22,7 +22,7 @@ from ..conversion.calibrated_base import CalibratedBase, calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
 from ..errors import GearbxError
-from ..files.writing import make_directory, replacing
+from ..files.writing import make_directory, replacing_arrays
 from ..formats import get_format
 from ..formats.base import Format
 from ..gears.discovery import discover, is_quantized
@@ -107,13 +107,8 @@ class BaseKey:
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
         about["held_back"] = msgspec.json.encode(base.held_back).decode()
         about["drafting"] = "" if base.drafting is None else base.drafting.text()
-        with replacing(file) as place:
-            beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
-            try:
-                mx.save_safetensors(str(beside), arrays, about)
-                beside.replace(place)
-            finally:
-                beside.unlink(missing_ok=True)
+        with replacing_arrays(file) as place:
+            mx.save_safetensors(place, arrays, about)
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:

@@ -26,7 +26,7 @@ from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
-from ..files.writing import replacing
+from ..files.writing import replacing_arrays
 from ..formats import DEFAULT_FORMAT, get_format, with_cache
 from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
@@ -356,16 +356,13 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
     given = {name: getattr(choice, name) for name in OF_ONE_MODE}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if choice.schedule is not None:
-        values["window"] = choice.gate.filled().window
-    elif "thresholds" in has:
+    values["window"] = choice.gate.filled().window
+    if choice.schedule is None and "thresholds" in has:
         model = gearbox.model
         settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)
         values |= route_fields(*settings) if routed else vars(routing_for(*settings))
         values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
-    else:
-        values["window"] = choice.gate.filled().window
     return kind(**{field: value for field, value in values.items() if field in has})
 
 
@@ -592,15 +589,8 @@ class PromptCache:
 def save_cache(path: Path, entries: list[Any], model: str, begun: BegunConversation) -> None:
     """Write the cache of a chat. Raises GearbxError where it cannot be written."""
     metadata = {"model": model, "tokenizer_config": "{}", CONVERSATION: msgspec.json.encode(asdict(begun)).decode()}
-    with replacing(path) as place:
-        beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
-        try:
-            save_prompt_cache(str(beside), plain_cache(entries), metadata)
-            beside.replace(place)
-        except RuntimeError as error:  # MLX's, of a disk that is full for instance
-            raise GearbxError(f"{path}: cannot be written ({one_line(error)}); choose another place") from error
-        finally:
-            beside.unlink(missing_ok=True)
+    with replacing_arrays(path) as place:
+        save_prompt_cache(place, plain_cache(entries), metadata)
 
 
 def load_cache(file: str | None, model: str | None) -> PromptCache | None:

@@ -310,7 +310,7 @@ class Settings:
             if value is None:
                 continue
             if "bounds" in rules:
-                check_bounds(item.name, value, *rules["bounds"])
+                check_range(flag_of(item.name), value, *rules["bounds"])
             if rules.get("choices"):
                 check_choice(item.name, value, rules["choices"])
             if rules.get("named") and not str(value).strip():
@@ -324,11 +324,6 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     for one in value if isinstance(value, list | tuple) else [value]:
         if one not in choices:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
-
-
-def check_bounds(name: str, value: float, least: float, most: float = math.inf) -> None:
-    """Raises GearbxError for a number outside of its bounds."""
-    check_range(flag_of(name), value, least, most)
 
 
 def given(settings: Settings, default: Settings) -> list[str]:

@@ -118,9 +118,7 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
         status = terminal.status_of(connected)
         sys.stdout.flush()
     except OutputLost as lost:
-        status = terminal.BROKEN_PIPE if lost.closed_pipe else 1
-        if not lost.closed_pipe:
-            terminal.print_error(str(lost), status)
+        status = terminal.output_lost(lost)
     except RunEnded:
         status = 0
     with contextlib.suppress(RunEnded):

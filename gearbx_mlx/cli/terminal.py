@@ -122,21 +122,20 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
     with guarded() as errors:
-        status = write_all(command)
+        try:
+            status = status_of(command)
+            sys.stdout.flush()
+        except OutputLost as lost:
+            status = output_lost(lost)
     sys.exit(status or int(errors.lost))
 
 
-def write_all(command: Callable[[], int | None]) -> int:
-    """The exit status of a command and of what it writes on stdout."""
-    try:
-        status = status_of(command)
-        sys.stdout.flush()
-    except OutputLost as lost:
-        if lost.closed_pipe:
-            return BROKEN_PIPE
-        print_error(str(lost), 1)
-        return 1
-    return status
+def output_lost(lost: OutputLost) -> int:
+    """The exit status where stdout is gone; one line on stderr, unless its reader has gone."""
+    if lost.closed_pipe:
+        return BROKEN_PIPE
+    print_error(str(lost), 1)
+    return 1
 
 
 def status_of(command: Callable[[], int | None]) -> int:
