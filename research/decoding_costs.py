@@ -23,7 +23,7 @@ from rich.progress import track
 from gearbx_mlx.benchmark import ModelBenchmark
 from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, cell, spread_of, timed
-from gearbx_mlx.cli.settings import parse_shares
+from gearbx_mlx.calibrate import parse_shares
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
 from gearbx_mlx.errors import GearbxError

@@ -50,6 +50,13 @@ class PromptSettings(Settings):
             return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
 
 
+@dataclass(frozen=True)
+class AnswerLengthSettings(PromptSettings):
+    """How a message or a problem becomes tokens, and how long its answer may be."""
+
+    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
+
+
 def read_prompt(text: str) -> str:
     """The prompt as given, with \\n and \\t understood; - reads standard input.
 

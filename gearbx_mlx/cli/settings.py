@@ -21,7 +21,6 @@ from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError, check_range
-from ..routing.calibration import check_shares
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -49,16 +48,6 @@ def human_bytes(count: float) -> str:
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-
-
-def parse_shares(text: str) -> list[float]:
-    """Parts of 1 from text such as "0.6,0.3,0.1". Raises GearbxError for anything else."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise GearbxError(f"--shares '{text}' are not numbers with commas between, such as 0.6,0.3,0.1") from error
-    check_shares(shares)
-    return shares
 
 
 T = TypeVar("T")
