@@ -343,12 +343,6 @@ def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     return [*planes[: bits // PLANES[0]], scales, offsets]
 
 
-def attended(queries: mx.array, nested: Nested) -> mx.array:
-    """Causal attention over keys and values in planes, by our kernel."""
-    scale = queries.shape[3] ** -0.5
-    return nested_attention(queries, nested, scale, "causal")
-
-
 def frequencies_of(dims: int) -> mx.array:
     """Radians from position to position, (dims / 2,) float32."""
     return mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
@@ -362,10 +356,8 @@ def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
     for dtype, width, keys, count in itertools.product(DTYPES, WIDTHS, KEYS, vectors):
-        queries, cached_keys, values = (
-            mx.random.normal((1, heads, length, width)).astype(dtype)
-            for heads, length in ((4, count), (2, keys), (2, keys))
-        )
+        queries = random_entries(4, count, width, dtype)
+        cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
         sees = sees | (mx.arange(keys) == 0)  # a query that sees nothing has no softmax
         text = f"{keys} keys, heads of {width}, {count} queries, {type_name(dtype)}"
@@ -407,8 +399,8 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
     """How far causal attention over planes is from attention over what they stand for, by our own kernel."""
     with mx.stream(mx.cpu):
         keys, values = nested.unpacked()
-    scale = queries.shape[3] ** -0.5
-    return difference(attended(queries, nested), attention(queries, keys, values, scale, "causal"))
+    how = queries.shape[3] ** -0.5, "causal"
+    return difference(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:

@@ -43,7 +43,7 @@ from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
-from .bases import Base, base_key, draft_with, find_base
+from .bases import Base, draft_with, find_base
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
@@ -104,11 +104,10 @@ class Loaded:
             check_heads(self.model, resolved.kv_gears)
         if resolved.drafts_best and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
-        key, text = base_key(resolved, self.model, self.tokenizer)
-        base = None if key is None else find_base(resolved, self.model, self.tokenizer, key, text)
-        gearbox = make_gearbox(resolved, self.model, base)
-        if base is not None and key is not None and isinstance(gearbox, Gearbox):
-            draft_with(base, gearbox, key, self.name)
+        found = find_base(resolved, self.model, self.tokenizer)
+        gearbox = make_gearbox(resolved, self.model, None if found is None else found[1])
+        if found is not None and isinstance(gearbox, Gearbox):
+            draft_with(*found, gearbox, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "

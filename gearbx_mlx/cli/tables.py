@@ -21,7 +21,7 @@ BETWEEN = " · "
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     """Rows under a head: the first column has names, and the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, name in enumerate(head):
         table.add_column(name, justify="right" if place else "left", overflow="fold")
     for row in rows:

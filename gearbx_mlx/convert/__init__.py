@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..bit_selection.defaults import Floors
 from ..cli.flags import device_flag
 from ..cli.gears import FloorSettings, LayoutSettings, quality_ladder
-from ..cli.settings import Settings, command_settings, flag, parse_bytes, parser_of
+from ..cli.settings import Settings, command_settings, flag, given, parse_bytes, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError
 from ..formats import has_codebooks
@@ -197,20 +197,11 @@ class ConvertSettings:
             )
 
     def _check_alone(self) -> None:
-        conversion, layout = self.conversion, self.layout
-        given = [
-            conversion.embeddings,
-            conversion.calibrate,
-            conversion.model,
-            conversion.manifest,
-            conversion.upload_repo,
-            conversion.dtype,
-            conversion.trust_remote_code or None,
-            *vars(layout).values(),
-        ]
+        conversion, read = self.conversion, {"verify", "restore", "mlx_path", "revision", "device"}
+        others = {*given(conversion, ConversionSettings()), *given(self.layout, LayoutSettings())} - read
         if conversion.verify is not None and conversion.restore is not None:
             raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
-        if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
+        if others or self.floors.wanted or self.budget.wanted:
             if conversion.restore is not None:
                 raise GearbxError(
                     "--restore writes what was converted; leave out all flags but --mlx-path and --revision"
