@@ -39,7 +39,7 @@ from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
-from . import Budget, ConvertSettings
+from . import BudgetSettings, ConvertSettings
 
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
@@ -200,7 +200,7 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: Precis
 
 
 def bits_for(
-    quality: Floors | Budget, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
+    quality: Floors | BudgetSettings, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
 ) -> dict[str, int]:
     """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
     earlier, _, _ = read_journal(work)
@@ -210,7 +210,7 @@ def bits_for(
     model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
     report: dict[str, Any] = {}
     with progress_bar() as progress:
-        if isinstance(quality, Budget):
+        if isinstance(quality, BudgetSettings):
             prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
             limits = Limits(quality.memory_budget, quality.target_bpw, reserve_for(quality, model))
             found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, limits, progress)
@@ -226,13 +226,14 @@ def bits_for(
     return dict(selection.bits)
 
 
-def reserve_for(budget: Budget, model: nn.Module) -> int:
+def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
     """Bytes of a budget in memory that are for generation; prints what they are for."""
     if budget.memory_budget is None:
         return 0
-    if budget.reserve is not None:
-        note(f"reserve: {human_bytes(budget.reserve)} beside the weights, as given")
-        return budget.reserve
+    given = budget.reserved()
+    if given is not None:
+        note(f"reserve: {human_bytes(given)} beside the weights, as given")
+        return given
     reserve = measure_reserve(model)
     cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
     note(
