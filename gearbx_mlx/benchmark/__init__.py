@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, get_args
 
 from ..cli.flags import device_flag
-from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
+from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag
 from ..cli.start import start
 from ..errors import GearbxError
 from ..gears.ladder import GROUP_SIZES, Ladder
@@ -155,8 +155,8 @@ def main() -> None:
 
 
 def parse() -> Benchmark:
-    flags = setup_arg_parser().parse_args()
-    return settings_of(KINDS[flags.what], flags)
+    flags = vars(setup_arg_parser().parse_args())
+    return KINDS[flags.pop("what")](**flags)
 
 
 def setup_arg_parser() -> FlagParser:

@@ -129,8 +129,7 @@ class OutputSettings(Settings):
     def paths(self) -> tuple[Path | None, Path | None]:
         """Where trace and summary go. Raises GearbxError for places that cannot be written to."""
         trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
-        if trace and summary and trace.resolve() == summary.resolve() and not trace.is_char_device():
-            raise GearbxError(f"{trace}: both --trace and --summary; give two files")
+        check_distinct({"--trace": self.trace, "--summary": self.summary})
         return trace, summary
 
 
@@ -142,10 +141,10 @@ def output_path(text: str | Path) -> Path:
 
 
 def check_distinct(files: Mapping[str, str | None]) -> None:
-    """Raises GearbxError where two flags name the same file. files: flag to file; None: the flag was not given."""
+    """Raises GearbxError where two flags name the same file, and no device. files: flag to file; None: not given."""
     places: dict[str, str] = {}
     for name, file in files.items():
-        if file is None:
+        if file is None or Path(file).is_char_device():
             continue
         other = places.setdefault(os.path.realpath(file), name)
         if other != name:

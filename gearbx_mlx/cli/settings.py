@@ -320,12 +320,6 @@ def given(settings: Settings, default: Settings) -> list[str]:
     return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]
 
 
-def settings_of(kind: type[T], flags: argparse.Namespace) -> T:
-    """The settings that some of a command's flags make: those with the names of the dataclass's fields."""
-    given = vars(flags)
-    return kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given})  # type: ignore[arg-type]
-
-
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     """The settings of a command, from parsed flags or from a program's keywords.
 
