@@ -451,7 +451,7 @@ class TestWhatToDoNext:
         (line,) = re.findall(r"^next: gearbx_mlx\.(.+)$", command("generate", "-m", 4, *flags).err, re.MULTILINE)
         monkeypatch.setattr(sys, "argv", shlex.split(line))
         assert sys.argv[0] == name
-        import_module(f"gearbx_mlx.{name}").parse()
+        import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings()
 
     @pytest.mark.parametrize(
         "flags",

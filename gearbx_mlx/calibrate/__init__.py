@@ -210,11 +210,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-def parse() -> CalibrateSettings:
-    """Raises GearbxError for flags that no model can be calibrated with."""
-    return command_settings(CalibrateSettings, vars(setup_arg_parser().parse_args()))
-
-
 def calibrate(**keywords: Any) -> ThresholdFile | DraftFile | ScheduleFile:
     """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
 

@@ -64,7 +64,7 @@ def calibrate_schedule(
         fingerprint=study.gearbox.fingerprint,
     )
     outcomes = {"wish": str(wish), "predicted": vars(chosen.predicted), "verified": vars(verified)}
-    notes = notes_on(chosen, verified, static, wish, file)
+    notes = notes_on(verified, static, wish, file)
     return Calibration(file, str(chosen), notes, schedule_table(chosen, verified, static), outcomes)
 
 
@@ -100,9 +100,7 @@ def found_on(
     return chosen, verified, alone
 
 
-def notes_on(
-    chosen: Candidate, verified: PolicyOutcome, static: Sequence[Candidate], wish: Wish, file: ScheduleFile
-) -> list[str]:
+def notes_on(verified: PolicyOutcome, static: Sequence[Candidate], wish: Wish, file: ScheduleFile) -> list[str]:
     """What a real run says of the schedule, and which gear alone is at least as good."""
     notes = [f"in texts of {file.longest} tokens after the prompt: {shown(verified)}"]
     if not wish.met_by(verified):

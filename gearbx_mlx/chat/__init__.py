@@ -52,11 +52,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-def parse() -> ChatSettings:
-    """Raises GearbxError for flags that no model can be run with."""
-    return command_settings(ChatSettings, vars(setup_arg_parser().parse_args()))
-
-
 class LineParser(argparse.ArgumentParser):
     """A parser of flags that are typed in a chat, which goes on after a wrong one."""
 

@@ -94,12 +94,14 @@ class FlagParser(argparse.ArgumentParser):
     """A parser that names the nearest flag for a mistyped one, and whose `--help` leaves out what few people need.
 
     Args:
+        kind: what its flags make: a dataclass of groups of settings.
         keywords: of ArgumentParser. Without `prog`, the command's name is as it was typed.
     """
 
-    def __init__(self, command: str = "", **keywords: Any):
+    def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
+        self.kind = kind
         if command:
             self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
 
@@ -124,6 +126,10 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             self.refuse(unknown[0])
         return parsed
+
+    def settings(self) -> Any:
+        """The settings of the command line. Raises GearbxError for flags that contradict each other or the files."""
+        return command_settings(self.kind, vars(self.parse_args()))
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
@@ -232,12 +238,7 @@ def next_command(command: str, groups: Iterable["Settings"], **changes: object) 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
     """The parser of a command whose settings are a dataclass of groups of settings."""
-    parser = FlagParser(
-        command,
-        description=description,
-        epilog=epilog,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = FlagParser(command, kind, description=description, epilog=epilog, argument_default=argparse.SUPPRESS)
     rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
         rare += add_flags(parser.add_argument_group(group.title), group)

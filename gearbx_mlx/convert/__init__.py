@@ -228,10 +228,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(ConvertSettings, "convert", DESCRIPTION)
 
 
-def parse() -> ConvertSettings:
-    return command_settings(ConvertSettings, vars(setup_arg_parser().parse_args()))
-
-
 MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # keywords of mlx-lm's convert
 
 

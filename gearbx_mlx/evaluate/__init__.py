@@ -172,11 +172,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-def parse() -> EvaluateSettings:
-    """Raises GearbxError for flags that no model can be evaluated with."""
-    return command_settings(EvaluateSettings, vars(setup_arg_parser().parse_args()))
-
-
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     """The report of `python -m gearbx_mlx.evaluate`, after writing its files into the directory `out`.
 

@@ -140,7 +140,6 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
 
 LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
-MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)  # what msgspec raises for a text that is not JSON
 DEEPEST = 64  # levels of objects and lists inside each other
 
 
