@@ -75,15 +75,11 @@ def run(settings: MetalBenchmark) -> int:
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)
-    with section(report, "checks", out):
-        add_checks(settings, report)
-    if not settings.check_only:
-        with section(report, "kernels", out):
-            add_times(settings, report)
-        with section(report, "gears", out):
-            add_gears(settings, report)
-        with section(report, "modes", out):
-            add_modes(settings, report)
+    sections = {"checks": add_checks, "kernels": add_times, "gears": add_gears, "modes": add_modes}
+    for name, add in sections.items():
+        if name == "checks" or not settings.check_only:
+            with section(report, name, out):
+                add(settings, report)
     report["complete"] = True
     write_text(out, as_json(report))
     return 1 if report["failed"] or any(row["wrong"] for row in report["checks"]) else 0

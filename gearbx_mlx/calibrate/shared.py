@@ -127,7 +127,7 @@ class Study:
 
     @contextlib.contextmanager
     def kept(self, place: Path | None) -> Iterator[None]:
-        """While the context lasts, records are kept. place: their directory, for any wish; None: no later run's."""
+        """While the context lasts, records go into a directory, where they serve any wish; None: into one that goes."""
         with contextlib.ExitStack() as stack:
             folder = place or Path(stack.enter_context(tempfile.TemporaryDirectory()))
             self.progress = stack.enter_context(terminal.progress_bar())

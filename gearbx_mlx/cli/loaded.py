@@ -459,18 +459,14 @@ def fitting(files: ModelFiles, resolved: Resolved, most: int) -> list[str]:
     return found
 
 
-def trust(trust_remote_code: bool) -> dict[str, Any]:
-    """The keyword of `load` that trusts remote code; named only when asked for: mlx-lm before 0.32 does not know it."""
-    return {"trust_remote_code": True} if trust_remote_code else {}
-
-
 def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = False) -> tuple[nn.Module, Any, dict]:
     """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's. lazy: weights are not read yet.
 
     Raises:
         GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
-    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path, "lazy": lazy}
+    trusted = settings.trust_remote_code
+    keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
     if chat_template:
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()
@@ -677,7 +673,7 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     """
     warn_of_pair(small_model, settings.model)
     large, tokenizer, config = load_model(settings, chat_template)
-    small = load_small(small_model, tokenizer, **trust(settings.trust_remote_code))
+    small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):
         compute_in(model, settings.dtype, is_quantized(model))
     return LoadedPair(small, large, tokenizer, config)

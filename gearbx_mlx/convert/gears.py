@@ -16,7 +16,7 @@ from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
 from ..cli.base_texts import answered, text_of
 from ..cli.bases import Base, drafting_along, key_of, make_base, show_rounded
-from ..cli.loaded import ladder_of_codes, trust
+from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
@@ -50,8 +50,8 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
             `work`, such as the beginning of another conversion.
         OSError: the directory cannot be written.
     """
-    conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
-    model, tokenizer = load_cast(source, conversion.dtype, keywords, lazy=True)
+    conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
+    model, tokenizer = load_cast(source, conversion.dtype, trusted, lazy=True)
     with about(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
@@ -65,10 +65,10 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         kept = {"format": CODES, "group_size": codes.group_size, "embeddings": EMBEDDINGS[1]}
         plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
     if settings.quality is not None:
-        plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
+        plan = structs.replace(plan, bits=bits_for(settings.quality, source, trusted, plan, work))
     base = None
     if conversion.calibrate is not None:
-        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, keywords)
+        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, trusted)
         plan = structs.replace(plan, calibrated=text)
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
@@ -86,7 +86,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
     if base is not None:
-        write_drafting(work, base.held_back, origin, keywords)
+        write_drafting(work, base.held_back, origin, trusted)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
@@ -113,7 +113,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
 
 
 def calibrated(
-    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, keywords: dict[str, Any]
+    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, trusted: bool
 ) -> tuple[str, Base]:
     """The hash of the text, and the base: as an earlier run made and kept it, or made now.
 
@@ -131,15 +131,15 @@ def calibrated(
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
-                texts += answered(*load_cast(source, plan.dtype, keywords, lazy=False), text.requests, progress)
+                texts += answered(*load_cast(source, plan.dtype, trusted, lazy=False), text.requests, progress)
             base = make_base(model, key, format, texts, progress)
         show_rounded(base)
     return key.text, base
 
 
-def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, keywords: dict[str, Any]) -> None:
+def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, trusted: bool) -> None:
     """Write how the lowest gear drafts for the original weights, if the checkpoint has them."""
-    model, _ = load(work, **keywords)
+    model, _ = load(work, trust_remote_code=trusted)
     gearbox = Gearbox(model)
     if len(gearbox.ladder) > 1 and gearbox.ladder.top.dense:
         with messages.status("drafting curve"):
@@ -199,15 +199,13 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: Precis
     )
 
 
-def bits_for(
-    quality: Floors | BudgetSettings, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
-) -> dict[str, int]:
+def bits_for(quality: Floors | BudgetSettings, source: Path, trusted: bool, plan: Plan, work: Path) -> dict[str, int]:
     """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
     earlier, _, _ = read_journal(work)
     if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
         return dict(earlier.bits)
     lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
-    model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
+    model, tokenizer = load_cast(source, plan.dtype, trusted, lazy=lazy)
     report: dict[str, Any] = {}
     with progress_bar() as progress:
         if isinstance(quality, BudgetSettings):
@@ -242,9 +240,9 @@ def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
     return reserve.bytes
 
 
-def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: bool) -> tuple[nn.Module, Any]:
+def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tuple[nn.Module, Any]:
     """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
-    model, tokenizer = load(source, lazy=lazy, **keywords)
+    model, tokenizer = load(source, lazy=lazy, trust_remote_code=trusted)
     if dtype is not None:
         wanted = getattr(model, "cast_predicate", lambda name: True)
 

@@ -12,7 +12,6 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
-from ..cli.loaded import trust
 from ..cli.settings import human_bytes, next_command
 from ..cli.terminal import counting, messages, note
 from ..conversion.journal import is_begun
@@ -241,7 +240,7 @@ def write_manifest_table(
         OSError: the directory cannot be written.
     """
     manifest, gear = choose_table(Path(file), layout)
-    model, tokenizer, config = load(source, return_config=True, lazy=True, **trust(trust_remote_code))
+    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trust_remote_code)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
