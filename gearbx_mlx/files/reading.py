@@ -126,7 +126,7 @@ def expectation(message: str, kind: Any) -> str:
     """What a value is not, from msgspec's message; empty for a message that msgspec did not write."""
     if message.startswith("Invalid enum value"):
         values = [value for member in members(kind) if get_origin(member) is Literal for value in get_args(member)]
-        return f"not one of {', '.join(map(str, values))}"
+        return f"not one of {', '.join(map(str, sorted(values)))}"
     if message.endswith("out of range"):
         return "not a finite number" if float in members(kind) else "a number with too many digits"
     found = re.fullmatch(r"Expected `([^`]+)`(.*?)(, got .*)?", message, re.DOTALL)
