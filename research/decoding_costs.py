@@ -22,8 +22,8 @@ from rich.progress import track
 
 from gearbx_mlx.benchmark import ModelBenchmark
 from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of
-from gearbx_mlx.benchmark.measuring import Rows, bandwidth_meter, cell, spread_of, timed
-from gearbx_mlx.cli.settings import parse_shares
+from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, cell, spread_of, timed
+from gearbx_mlx.calibrate import parse_shares
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import batch_generate, stream_generate
 from gearbx_mlx.errors import GearbxError
@@ -101,7 +101,7 @@ def routing(
         model: If not given, a random Llama.
         shape: Of the random Llama: WIDTHxLAYERS.
     """
-    gearbox, read_bandwidth, tokenizer = engaged(model, shape, gears), bandwidth_meter(), load()[1]
+    gearbox, read_bandwidth, tokenizer = engaged(model, shape, gears), BandwidthMeter(), load()[1]
     rows = []
 
     def plain() -> float:
@@ -157,7 +157,7 @@ def mixture(
         run: Tokens in a gear between two shifts, about.
     """
     asked = parse_shares(shares)
-    gearbox, read_bandwidth = engaged(model, shape, gears), bandwidth_meter()
+    gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
     plan = plan_of(gearbox.ladder, asked, tokens, run)
     plans = {gear.name: [gear] * len(plan) for gear in gearbox.ladder} | {MIXED: plan}
     measured = []
@@ -265,7 +265,7 @@ def batch_speed(
         shape: Of the random Llama: WIDTHxLAYERS.
         batch_size: Numbers of texts.
     """
-    gearbox, read_bandwidth = engaged(model, shape, gears), bandwidth_meter()
+    gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
     never_ends = EndlessTokenizer(load(model)[1])
     cases = [(gear, size) for gear in gearbox.ladder for size in batch_size]
     rows = []

@@ -31,7 +31,7 @@ from rich.progress import Progress, track
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
-from gearbx_mlx.benchmark.measuring import bandwidth_meter, timed
+from gearbx_mlx.benchmark.measuring import BandwidthMeter, timed
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
@@ -396,7 +396,7 @@ def measure(args: Namespace) -> tuple[dict[str, Rows], int]:
     """The rows of each subject, and the number of threads."""
     threads, found = native_kernels().threads(), {}
     with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
-        rounds, models = Rounds(args.trials, bandwidth_meter(), progress), RandomModels(args, Path(name), threads)
+        rounds, models = Rounds(args.trials, BandwidthMeter(), progress), RandomModels(args, Path(name), threads)
         if "decode" in args.subjects:
             found["decode"] = decode_rows(models, rounds, args)
         if "prompt" in args.subjects:

@@ -381,7 +381,7 @@ class Writer:
         ladder = [gear.bits for gear in Ladder.parse(gears)]
         key, base = shipped_base(loaded, self.tokenizer, get_format(format), ladder)
         self.gearbox = Gearbox(loaded, gears, format=format, base=base.layers)
-        draft_with(base, self.gearbox, key, model)
+        draft_with(key, base, self.gearbox, model)
 
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return self.written(Static(), prompt, max_tokens)

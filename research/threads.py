@@ -29,16 +29,17 @@ from gearbx_mlx.benchmark.measuring import (
     INT8,
     INT16,
     NATIVE,
+    BandwidthMeter,
     Rows,
-    bandwidth_meter,
     check_memory,
-    native_module,
+    cpu_module,
     spread_of,
     timed,
 )
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
+from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color, gear_marker
@@ -98,6 +99,14 @@ def trials_on_threads(what: str, sizes: MatrixBenchmark, most: int | None) -> di
     return trials
 
 
+def native_module() -> Any:
+    """The native kernels of the CPU. Raises GearbxError where there are none."""
+    module = cpu_module()
+    if module is None:
+        raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")
+    return module
+
+
 def counts(most: int) -> list[int]:
     """1, 2, 4, ... and `most`; each number up to 4."""
     return sorted({n for n in (1, 2, 3, *(2**i for i in range(2, 9)), most) if n <= most})
@@ -142,7 +151,7 @@ def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((1, cols), key=mx.random.key(1))
     mx.eval(weight, x)
-    read_bandwidth = bandwidth_meter(total)
+    read_bandwidth = BandwidthMeter(total)
     found = []
     for make in (
         lambda: cases_of_stack(weight, (4,), total, [INT16]),
@@ -250,7 +259,7 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((1, cols), key=mx.random.key(1))
     mx.eval(weight, x)
-    read_bandwidth = bandwidth_meter(total)
+    read_bandwidth = BandwidthMeter(total)
     seconds, bandwidths = {}, []
     dense = cases_of(FLOAT32, 32, weight, total, {NATIVE: dense_product}, [NATIVE])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):

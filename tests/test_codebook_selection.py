@@ -32,7 +32,6 @@ from gearbx_mlx.bit_selection.h_process import (
     points_table,
     search,
 )
-from gearbx_mlx.cli.gears import FloorSettings
 from gearbx_mlx.cli.settings import parse_bytes
 from gearbx_mlx.convert import BudgetSettings
 from gearbx_mlx.formats import codebook, get_format
@@ -348,8 +347,7 @@ class TestFitting:
 class TestFlags:
     @pytest.mark.parametrize(("text", "count"), [("20%", 600), ("1kB", 1000), ("0", 0), (None, None)])
     def test_a_reserve(self, text, count):
-        given = BudgetSettings(memory_budget="3kB", reserve=text)
-        assert given.budget("codebook", FloorSettings()).reserve == count
+        assert BudgetSettings(memory_budget="3kB", reserve=text).reserved() == count
 
     @pytest.mark.parametrize(
         ("text", "budget", "words"),
@@ -362,7 +360,7 @@ class TestFlags:
     )
     def test_a_reserve_that_there_is_not(self, text, budget, words):
         with pytest.raises(GearbxError, match=words):
-            BudgetSettings(memory_budget=budget, reserve=text).budget("codebook", FloorSettings())
+            BudgetSettings(memory_budget=budget, reserve=text)
 
     @pytest.mark.slow
     def test_bits_by_floors(self, command):

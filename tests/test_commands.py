@@ -3,7 +3,6 @@ import json
 import re
 import shlex
 import sys
-from argparse import Namespace
 from dataclasses import MISSING, fields
 from importlib import import_module
 from importlib.metadata import version
@@ -21,7 +20,7 @@ from gearbx_mlx.analyze import analyze
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli import terminal
 from gearbx_mlx.cli.gears import GearFlags
-from gearbx_mlx.cli.settings import next_command, settings_of
+from gearbx_mlx.cli.settings import next_command
 from gearbx_mlx.loading import DEMO_MODEL
 
 SUMMARY_FIELDS = {
@@ -452,7 +451,7 @@ class TestWhatToDoNext:
         (line,) = re.findall(r"^next: gearbx_mlx\.(.+)$", command("generate", "-m", 4, *flags).err, re.MULTILINE)
         monkeypatch.setattr(sys, "argv", shlex.split(line))
         assert sys.argv[0] == name
-        import_module(f"gearbx_mlx.{name}").parse()
+        import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings()
 
     @pytest.mark.parametrize(
         "flags",
@@ -499,7 +498,8 @@ class TestWhatToDoNext:
                 (action,) = (action for action in parser._actions if action.dest == item.name)
                 given = parser.parse_args([*typed_for(action, item.default, samples), *WITH.get(item.name, ())])
                 required = {each.name: "x" for each in fields(kind) if each.default is MISSING}
-                line = next_command(after, [settings_of(kind, Namespace(**vars(given) | required))])
+                own = {name: value for name, value in (vars(given) | required).items() if name in kind.__match_args__}
+                line = next_command(after, [kind(**own)])
                 assert following.parse_args(shlex.split(line)[2:]) == given, line
                 tried += 1
         assert tried >= 7

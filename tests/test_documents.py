@@ -57,7 +57,7 @@ def test_a_line_that_is_not_run_parses(line, tmp_path, monkeypatch):
             check_lm_eval(arguments)
             continue
         monkeypatch.setattr(sys, "argv", [name, *shlex.split(arguments)])
-        with_flags(name).parse()
+        with_flags(name).setup_arg_parser().settings()
 
 
 def with_flags(name: str) -> ModuleType:

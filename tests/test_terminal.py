@@ -73,7 +73,7 @@ class TestProgress:
                 return True
 
         console = Console(file=Tty(), force_terminal=True, width=80, _environ={"TERM": "xterm"})
-        with progress_module.bar(console) as progress:
+        with progress_module.progress_bar(console=console) as progress:
             for _ in progress.track(range(3), description="layers"):
                 pass
         written = console.file.getvalue()
@@ -84,7 +84,7 @@ class TestProgress:
     @pytest.mark.parametrize("environment", [{}, {"FORCE_COLOR": "1"}, {"TERM": "dumb"}])
     def test_a_file_gets_no_bar(self, environment):
         console = Console(file=io.StringIO(), _environ=environment)
-        with progress_module.bar(console) as progress:
+        with progress_module.progress_bar(console=console) as progress:
             for _ in progress.track(range(3)):
                 pass
         assert console.file.getvalue() == ""

@@ -61,7 +61,7 @@ def test_the_benchmarks_of_the_workflow_parse(monkeypatch):
     assert lines
     for line in lines:
         monkeypatch.setattr(sys, "argv", shlex.split(line))
-        benchmark.parse()
+        benchmark.setup_arg_parser().settings()
 
 
 def test_each_benchmark_runs_whatever_failed_before_it():

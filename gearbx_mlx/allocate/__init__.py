@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from ..bit_selection.defaults import EXCHANGES
 from ..cli.flags import CalibrationTextSettings, ModelSettings
-from ..cli.settings import Settings, command_settings, flag, flag_of, parse_bytes, parser_of
+from ..cli.settings import Settings, flag, flag_of, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import GearbxError
 from ..gears.ladder import DEFAULT_LADDER, Ladder
@@ -112,10 +112,6 @@ class AllocateSettings:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(AllocateSettings, "allocate", DESCRIPTION)
-
-
-def parse() -> AllocateSettings:
-    return command_settings(AllocateSettings, vars(setup_arg_parser().parse_args()))
 
 
 main = command("allocate")

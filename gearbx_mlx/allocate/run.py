@@ -49,18 +49,13 @@ def run(settings: AllocateSettings) -> int:
         task = progress.add_task("tables measured", total=None)
         allocator = Allocator(exact, manifest, not wanted.any_bits, wanted.exchanges, lambda: progress.advance(task))
         for gear, target in zip(wanted.bits, wanted.targets()):
-            target = target or uniform_target(allocator, gear)
+            target = target or Target("bpw", 8 * uniform_bytes(gearbox, gear) / allocator.weights)
             tables[gear] = gear_table(find_table(allocator, target), str(target), allocator.weights)
             report(allocator, gear, tables[gear])
     write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
     note(next_command("generate", [settings.model], manifest=out, gears=wanted.gears))
     return 0
-
-
-def uniform_target(allocator: Allocator, gear: int) -> Target:
-    """The bits per weight of a gear in which all layers are alike."""
-    return Target("bpw", 8 * uniform_bytes(allocator.exact.gearbox, gear) / allocator.weights)
 
 
 def uniform_bytes(gearbox: Gearbox, bits: int) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar, get_args
 
 from ..cli.flags import device_flag
-from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag, settings_of
+from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag
 from ..cli.start import start
 from ..errors import GearbxError
 from ..gears.ladder import GROUP_SIZES, Ladder
@@ -151,17 +151,23 @@ KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchm
 
 def main() -> None:
     """The command: parse the flags, and run the benchmark that they name."""
-    start("benchmark", parse, lambda settings: import_module(f".{settings.what}", __name__).run)
+    start(
+        "benchmark",
+        lambda: setup_arg_parser().settings(),
+        lambda settings: import_module(f".{settings.what}", __name__).run,
+    )
 
 
-def parse() -> Benchmark:
-    flags = setup_arg_parser().parse_args()
-    return settings_of(KINDS[flags.what], flags)
+class BenchmarkParser(FlagParser):
+    """Takes a word, and the flags of the settings that it stands for."""
+
+    def settings(self) -> Benchmark:
+        flags = vars(self.parse_args())
+        return KINDS[flags.pop("what")](**flags)
 
 
 def setup_arg_parser() -> FlagParser:
-    """A parser that takes a word, and the flags of the settings that it stands for."""
-    parser = FlagParser("benchmark", description="Time kernels, gears and the server on this machine.")
+    parser = BenchmarkParser("benchmark", Benchmark, description="Time kernels, gears and the server on this machine.")
     commands = parser.add_subparsers(dest="what", required=True)
     for what, kind in KINDS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)

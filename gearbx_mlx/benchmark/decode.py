@@ -31,7 +31,6 @@ from .measuring import (
     NATIVE,
     BandwidthMeter,
     Rows,
-    bandwidth_meter,
     check_memory,
     kernels_here,
     measured_rows,
@@ -81,7 +80,7 @@ def benchmark_decode(settings: DecodeBenchmark) -> Rows:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
     check_ladder(settings, len(paths_here()), settings.context)
-    read_bandwidth, cases = bandwidth_meter(), list[GearCase]()
+    read_bandwidth, cases = BandwidthMeter(), list[GearCase]()
     for path, kernels, activations in paths_here():  # each path has a model of its own
         gearbox = Gearbox(model_of(settings), settings.gears, kernels=kernels, activations=activations)
         # Weights that are not packed meet activations as they are.

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
-from ..cli.terminal import progress_bar
+from ..cli.terminal import counting
 from ..errors import GearbxError
 from ..formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import LAYOUT
@@ -19,17 +19,8 @@ from ..formats.exact import encode
 from ..formats.planes import split
 from ..kernels import metal
 from ..kernels.bit_planes import planes_matmul
-from ..kernels.dispatch import on_cpu
-from ..kernels.metal import Launch
-from ..kernels.metal_exact import EXACT_WIDTHS, exact_launch
-from ..kernels.metal_products import (
-    codebook_launch,
-    dense_launch,
-    groupwise_launch,
-    library_launch,
-    planes_launch,
-    rowwise_launch,
-)
+from ..kernels.dispatch import always, on_cpu
+from ..kernels.metal_exact import EXACT_WIDTHS
 from ..kernels.products import (
     SymmetricCodes,
     codebook_product,
@@ -50,7 +41,6 @@ from .measuring import (
     NATIVE,
     BandwidthMeter,
     Rows,
-    bandwidth_meter,
     check_memory,
     measured_rows,
     paths_here,
@@ -82,18 +72,17 @@ def benchmark_kernels(settings: KernelBenchmark) -> Rows:
     paths = product_paths(cols, vectors, dtype, settings.native_only)
     weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
     x = mx.random.normal((vectors, cols), key=mx.random.key(1)).astype(dtype)
-    read_bandwidth = bandwidth_meter()
+    read_bandwidth = BandwidthMeter()
     mx.eval(weight, x)
     shape = {"rows": rows, "cols": cols, "vectors": vectors} | read_bandwidth.row
     makers = dense_cases, stack_cases, symmetric_cases, codebook_cases, exact_cases
     found = []
-    with progress_bar() as progress:
-        task = progress.add_task("kernels timed", total=None)
+    with counting("kernels timed", None) as advance:
         for case in chain.from_iterable(make(weight, total, paths) for make in makers):
             slow = case.row["path"] == MLX and on_cpu()
             trials = min(settings.trials, SLOW_TRIALS) if slow else settings.trials
             found.append(time_case(case, x, trials, read_bandwidth) | shape)
-            progress.advance(task)
+            advance()
     return found
 
 
@@ -141,7 +130,7 @@ def copied(part: Any) -> Any:
 def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        products: dict[str, Product] = {NATIVE: dense_product, METAL: lambda x, w: dense_launch(x, w).run()}
+        products: dict[str, Product] = {NATIVE: dense_product, METAL: dense_product}
         if dtype == mx.float32 or not on_cpu():
             products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
         name = f"dense {str(dtype).rpartition('.')[2]}"
@@ -159,62 +148,43 @@ def cases_of_stack(
 ) -> Iterator[ProductCase]:
     """A stack of planes of these widths."""
     name = "affine" if len(widths) == 1 else "planes " + "+".join(map(str, widths))
-    products = products_of(stack_product, lambda x, planes, variant: planes_launch(x, planes, variant=variant))
-    planes = split(weight.astype(mx.bfloat16), widths, GROUP)
-    yield from cases_of(name, sum(widths), planes, total, products | {MLX: planes_matmul}, paths)
+    products = rounded(stack_product) | variants_of(stack_product) | {MLX: planes_matmul}
+    yield from cases_of(name, sum(widths), split(weight.astype(mx.bfloat16), widths, GROUP), total, products, paths)
 
 
 def symmetric_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Rowwise and groupwise codes, which MLX has no kernels for."""
-
-    def launch(x: mx.array, codes: SymmetricCodes, variant: str) -> Launch:
-        return rowwise_launch(x, codes.weight, codes.scales, codes.bits, codes.width, variant=variant)
-
-    products = products_of(symmetric_product, launch)
     for bits in sorted(rowwise.Q_MAX):
         matrix = codes_of(*rowwise.quantize(weight.astype(mx.bfloat16), bits), bits, weight.shape[1])
+        products = rounded(symmetric_product) | variants_of(symmetric_product)
         yield from cases_of("rowwise", bits, matrix, total, products, paths)
     yield from groupwise_cases(weight, total, paths)
 
 
 def groupwise_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codes of 4 bits with a scale for 32 inputs."""
-
-    def launch(x: mx.array, codes: SymmetricCodes, variant: str) -> Launch:
-        return groupwise_launch(x, codes.weight, codes.scales, codes.width, variant=variant)
-
     matrix = codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
-    yield from cases_of("groupwise", groupwise.BITS, matrix, total, products_of(symmetric_product, launch), paths)
+    products = rounded(symmetric_product) | variants_of(symmetric_product)
+    yield from cases_of("groupwise", groupwise.BITS, matrix, total, products, paths)
 
 
 def codebook_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Codebooks of each row, and a library of them, hardly fitted: how long a product takes does not depend on that."""
     quick = CodebookOptions(rounds=1)
-    kinds = (
-        ("codebook", codebook, LAYOUT, codebook_launch),
-        ("codebook-library", codebook_library, LIBRARY, library_launch),
-    )
-    for name, module, widths, launch in kinds:
+    for name, module, widths in (("codebook", codebook, LAYOUT), ("codebook-library", codebook_library, LIBRARY)):
         for bits in widths:
-            products: dict[str, Product] = {NATIVE: functools.partial(packed_product, bits=bits)}
-            for variant in metal.VARIANTS:
-                products[f"{METAL} {variant}"] = functools.partial(launched, launch, bits, variant)
+            products = variants_of(functools.partial(packed_product, bits=bits))
             yield from cases_of(name, bits, dict(module.encode(weight, bits, quick)), total, products, paths)
 
 
-def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int) -> mx.array:
-    """By the CPU's kernel."""
-    return codebook_product(x, arrays, bits, lambda: codebook.decode(arrays, bits, x.shape[-1]))
-
-
-def launched(launch: Callable[..., Launch], bits: int, variant: str, x: mx.array, arrays: dict) -> mx.array:
-    """By a variant of the Metal kernel."""
-    return launch(x, arrays, bits, variant=variant).run()
+def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int, **how: Any) -> mx.array:
+    """`codebook_product`, which needs the dense matrix for MLX alone."""
+    return codebook_product(x, arrays, bits, lambda: codebook.decode(arrays, bits, x.shape[-1]), **how)
 
 
 def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """bfloat16 weights that contain their low gears."""
-    products: dict[str, Product] = {NATIVE: exact_product, METAL: lambda x, matrix: exact_launch(x, matrix).run()}
+    products: dict[str, Product] = {NATIVE: exact_product, METAL: exact_product}
     for widths in EXACT_WIDTHS:
         matrix = encode(weight.astype(mx.bfloat16), widths, GROUP)
         yield from cases_of("exact " + "+".join(map(str, widths)), 16, matrix, total, products, paths)
@@ -225,21 +195,15 @@ def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> Symmet
     return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
 
-def products_of(product: Product, launch: Callable[[mx.array, Any, str], Launch]) -> dict[str, Product]:
-    """The paths of a product of x and a matrix: activations as they are, rounded, and each variant with Metal.
+def variants_of(product: Product) -> dict[str, Product]:
+    """The paths of a product of x and a matrix: on a CPU, and each variant with Metal."""
+    variants = {f"{METAL} {name}": functools.partial(product, chosen=always(name)) for name in metal.VARIANTS}
+    return {NATIVE: product, **variants}
 
-    Args:
-        product: of the CPU, which takes `x_bits` of rounded activations.
-        launch: of x, a matrix and a variant.
-    """
-    rounded: dict[str, Product] = {
-        path: functools.partial(product, x_bits=bits) for path, bits in {NATIVE: 0, INT16: 16, INT8: 8}.items()
-    }
 
-    def run_launch(x: mx.array, matrix: Any, variant: str) -> mx.array:
-        return launch(x, matrix, variant).run()
-
-    return rounded | {f"{METAL} {name}": functools.partial(run_launch, variant=name) for name in metal.VARIANTS}
+def rounded(product: Product) -> dict[str, Product]:
+    """The paths of a CPU's product whose activations are rounded."""
+    return {path: functools.partial(product, x_bits=bits) for path, bits in {INT16: 16, INT8: 8}.items()}
 
 
 def time_case(case: ProductCase, x: mx.array, trials: int, read_bandwidth: BandwidthMeter) -> dict[str, Any]:

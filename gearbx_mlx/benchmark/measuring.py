@@ -7,7 +7,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,49 +41,28 @@ ON_METAL = ((METAL, "native", "float"),)
 BY_MLX = ((MLX, "mlx", "float"),)
 
 
-@dataclass(frozen=True)
 class BandwidthMeter:
-    """Measures GB/s of a sum over a large buffer when called.
+    """Measures GB/s of a sum over a large buffer when called: by the native kernels on all threads, or by MLX.
 
-    source: who sums: `native`, `mlx cpu` or `mlx gpu`. threads: of the native kernels; None where MLX sums.
+    Args:
+        size: bytes of the buffer; READ if None.
+
+    Attributes:
+        row: what every row says of it: who sums (`native`, `mlx cpu` or `mlx gpu`), and on how many threads of ours.
     """
 
-    source: str
-    threads: int | None
-    read: Callable[[], float]
+    def __init__(self, size: int | None = None):
+        module = self._module = cpu_module()
+        self._words = mx.ones(((READ if size is None else size) // 4,), mx.float32 if module is None else mx.uint32)
+        mx.eval(self._words)
+        source = "native" if module is not None else "mlx cpu" if on_cpu() else "mlx gpu"
+        self.row: dict[str, Any] = {"read_by": source, "threads": None if module is None else module.threads()}
+        self()  # a warm-up
 
     def __call__(self) -> float:
-        return self.read()
-
-    @property
-    def row(self) -> dict[str, Any]:
-        """What every row says of it."""
-        return {"read_by": self.source, "threads": self.threads}
-
-
-def bandwidth_meter(size: int | None = None) -> BandwidthMeter:
-    """Sums `size` bytes, READ if None, on all threads by the native kernels, or by MLX on its default device."""
-    module, size = cpu_module(), READ if size is None else size
-    if module is None:
-        values = mx.ones((size // 4,), dtype=mx.float32)
-        mx.eval(values)
-        meter = BandwidthMeter("mlx cpu" if on_cpu() else "mlx gpu", None, lambda: mlx_speed(values))
-    else:
-        words = mx.full((size // 4,), 1, dtype=mx.uint32)
-        mx.eval(words)
-        meter = BandwidthMeter("native", module.threads(), lambda: native_speed(module, words))
-    meter()  # a warm-up
-    return meter
-
-
-def mlx_speed(values: mx.array) -> float:
-    """GB/s of MLX's sum."""
-    return SUMS * values.nbytes / seconds_of(lambda: [values.sum()], SUMS) / GIGABYTE
-
-
-def native_speed(module: Any, words: mx.array) -> float:
-    """GB/s of the native sum, on all threads."""
-    return words.nbytes / timed(lambda: module.read_sum(words)) / GIGABYTE
+        if self._module is not None:
+            return self._words.nbytes / timed(lambda: self._module.read_sum(self._words)) / GIGABYTE
+        return SUMS * self._words.nbytes / seconds_of(lambda: [self._words.sum()], SUMS) / GIGABYTE
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -100,16 +78,6 @@ def cpu_module() -> Any:
         return None
     show_compiling()
     return cpu.native()
-
-
-def native_module() -> Any:
-    """Like `cpu_module`. Raises GearbxError where there are none."""
-    if not on_cpu():
-        raise GearbxError("MLX computes on a GPU, and this benchmark times kernels of the CPU; give --device cpu")
-    module = cpu_module()
-    if module is None:
-        raise GearbxError(f"there are no native kernels to compare with: {cpu.why_not()}")
-    return module
 
 
 def paths_here() -> tuple[tuple[str, str, str], ...]:

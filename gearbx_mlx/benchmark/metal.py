@@ -68,20 +68,18 @@ def run(settings: MetalBenchmark) -> int:
     if not can:
         raise GearbxError(can.reason)
     out = output_path(settings.json)
-    check_memory(bytes_needed(settings), "these shapes")
+    matrix = max(4 * rows * columns for rows, columns in parse_shapes(settings.shapes))
+    # Ours, MLX's and the summed buffer, and a matrix of float32 that is packed.
+    check_memory(3 * max(settings.megabytes * 2**20, matrix) + 4 * matrix + GIBIBYTE, "these shapes")
     resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # reports a wrong model first
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)
-    with section(report, "checks", out):
-        add_checks(settings, report)
-    if not settings.check_only:
-        with section(report, "kernels", out):
-            add_times(settings, report)
-        with section(report, "gears", out):
-            add_gears(settings, report)
-        with section(report, "modes", out):
-            add_modes(settings, report)
+    sections = {"checks": add_checks, "kernels": add_times, "gears": add_gears, "modes": add_modes}
+    for name, add in sections.items():
+        if name == "checks" or not settings.check_only:
+            with section(report, name, out):
+                add(settings, report)
     report["complete"] = True
     write_text(out, as_json(report))
     return 1 if report["failed"] or any(row["wrong"] for row in report["checks"]) else 0
@@ -104,12 +102,6 @@ def new_report(settings: MetalBenchmark) -> Report:
         **{name: [] for name in COLUMNS},
         "failed": [],
     }
-
-
-def bytes_needed(settings: MetalBenchmark) -> float:
-    """Ours, MLX's and the summed buffer, and a matrix of float32 that is packed."""
-    matrix = max(4 * rows * columns for rows, columns in parse_shapes(settings.shapes))
-    return 3 * max(settings.megabytes * 2**20, matrix) + 4 * matrix + GIBIBYTE
 
 
 @contextlib.contextmanager
@@ -138,20 +130,12 @@ def noting_failures(report: Report, what: str) -> Iterator[None]:
 def print_section(name: str, rows: Rows) -> None:
     """The table, and below that of the checks what is wrong."""
     print(f"\n{name}\n")
-    shown = [row | derived(row) for row in rows]
-    print_table(shown, COLUMNS[name])
+    print_table([row | {"faults": len(row.get("wrong", ()))} for row in rows], COLUMNS[name])
     if name == "checks":
         wrong = [text for row in rows for text in row["wrong"]]
         print(f"\n{sum(row['checked'] for row in rows)} comparisons, {len(wrong)} wrong")
         for text in wrong:
             print(f"wrong: {text}")
-
-
-def derived(row: dict[str, Any]) -> dict[str, Any]:
-    """Columns of a table that only repeat what a row has."""
-    if "wrong" in row:
-        return {"faults": len(row["wrong"])}
-    return {}
 
 
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
@@ -189,7 +173,8 @@ def add_modes(settings: MetalBenchmark, report: Report) -> None:
     runs = list(runs_of(settings.model, settings.gears, settings.tokens))
     with progress_bar() as progress:
         for _ in progress.track(range(settings.trials), description="texts timed"):
-            time_runs(runs, settings.tokens)
+            for run in runs:
+                run.seconds += run.write(settings.tokens)[0]
             report["modes"][:] = [mode_row(run, runs) for run in runs]
 
 
@@ -243,12 +228,6 @@ def runs_of(model: str | None, gears: Ladder | None, tokens: int) -> Iterator[Mo
             run.texts = run.write(tokens)[1]
             run.peak_memory = mx.get_peak_memory() - before
             yield run
-
-
-def time_runs(runs: list[ModeRun], tokens: int) -> None:
-    """One trial: every run in turn."""
-    for run in runs:
-        run.seconds += run.write(tokens)[0]
 
 
 def mode_row(run: ModeRun, runs: list[ModeRun]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 
 from ..errors import one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
@@ -19,91 +20,64 @@ from ..formats.exact import encode
 from ..formats.kv_cache import Nested, pack
 from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
-from ..kernels.exact import ExactMatrix, decode
+from ..kernels.dispatch import RECONSTRUCT, always
+from ..kernels.exact import decode
 from ..kernels.metal import VARIANTS, fits_threadgroup
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
-from ..kernels.metal_exact import EXACT_WIDTHS, decode_launch, exact_launch, exact_matmul_tiles
-from ..kernels.metal_products import (
-    INPUTS_OF_CODEBOOK,
-    INPUTS_OF_LIBRARY,
-    codebook_launch,
-    dense_launch,
-    groupwise_launch,
-    library_launch,
-    planes_launch,
-    rowwise_launch,
+from ..kernels.metal_exact import EXACT_WIDTHS
+from ..kernels.products import (
+    SymmetricCodes,
+    codebook_experts,
+    codebook_product,
+    decoded,
+    dense_product,
+    exact_product,
+    stack_experts,
+    stack_product,
+    symmetric_experts,
+    symmetric_product,
 )
+from .kernels import codes_of
 from .measuring import METAL
 
 AFFINE = (2, 3, 4, 5, 6, 8)
-CODEBOOKS = {
-    "codebook": (codebook, codebook_launch, INPUTS_OF_CODEBOOK),
-    "codebook-library": (codebook_library, library_launch, INPUTS_OF_LIBRARY),
-}
 STACKS = ((4, 4), (4, 1, 1, 2))
 IN_PLACE = ((4, 8), (5, 8), (4, 6))
-TILES = "tiles"  # exact weights, decoded for MLX's product
 
-Arrays = list[mx.array]
-Product = Callable[..., mx.array]
-"""x and the arrays of a matrix to the result: a launch that was prepared for such ones, or a product of MLX."""
+Product = Callable[..., Any]
+"""x, a packed matrix and `chosen` to the result, as of `kernels/products.py`; of experts, indices before `chosen`."""
 
 
 @dataclass(frozen=True)
 class MetalProduct:
     """A format at some bits.
 
-    pack: a matrix (O, I) to arrays, in the order of a launch. dense: arrays and I to the dequantized matrix (O, I),
-    float32. prepare: x (V, I), arrays and a variant to the product of these, or of others with their shapes and types.
-    multiple: the columns have to be a multiple of it. variants: that there are; "" where there is one. decoded: arrays
-    to the weight, bit for bit, by a launch; None: there is no such kernel. of_experts: whether there is a kernel of
-    experts, for which `prepare` takes arrays with a leading dimension, and their indices as a last argument.
+    pack: a matrix (O, I) to an array or a record of arrays. dense: what was packed and I to the dequantized matrix
+    (O, I), float32. experts: the product with stacked matrices, if there is a kernel for it. multiple: the columns have
+    to be a multiple of it. variants: that there are; "" where there is one. decoded: what was packed to the weight, bit
+    for bit, by a launch; None: there is no such kernel.
     """
 
-    format: str
-    bits: str
-    pack: Callable[[mx.array], Arrays]
-    dense: Callable[[Arrays, int], mx.array]
-    prepare: Callable[..., Product]
+    name: str
+    pack: Callable[[mx.array], Any]
+    dense: Callable[[Any, int], mx.array]
+    product: Product
+    experts: Product | None = None
     multiple: int = 1
     variants: tuple[str, ...] = VARIANTS
-    decoded: Callable[[Arrays], mx.array] | None = None
-    of_experts: bool = False
+    decoded: Callable[[Any], mx.array] | None = None
 
-    @property
-    def name(self) -> str:
-        return f"{self.format} {self.bits}"
-
-    def product(self, x: mx.array, arrays: Arrays, variant: str) -> mx.array:
+    def multiply(self, x: mx.array, packed: Any, variant: str) -> mx.array:
         """The result for x (V, I), by a launch that is prepared for it alone."""
-        return self.prepare(x, arrays, variant)(x, *arrays)
+        return self.product(x, packed, chosen=always(variant))
 
 
-def stack_kernel(
-    format: str, bits: str, make: Callable[[mx.array], Planes], widths: tuple[int, ...], group_size: int, rest: int = 0
-) -> MetalProduct:
-    """Bit planes. make: from a matrix. widths and rest: as in `Planes`."""
-    count = len(widths)
-
-    def planes(a: Arrays) -> Planes:
-        return Planes(a[:count], a[count], a[count + 1 :], widths, group_size, rest)
-
-    def dense(a: Arrays, columns: int) -> mx.array:
-        return planes(a).dequantize()
-
-    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
-        return planes_launch(x, planes(a), None, variant, indices).prepared
-
+def stack_kernel(name: str, pack: Callable[..., Planes], group_size: int, **of: Any) -> MetalProduct:
+    """Bit planes. pack: of a matrix, the group size and the keywords `of`."""
+    made = partial(pack, group_size=group_size, **of)
     return MetalProduct(
-        format, bits, lambda weight: list(make(weight).arrays), dense, prepare, group_size, of_experts=True
+        name, made, lambda planes, columns: planes.dequantize(), stack_product, stack_experts, group_size
     )
-
-
-def planes_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
-    def make(weight: mx.array) -> Planes:
-        return split(weight, widths, group_size)
-
-    return stack_kernel("planes", "+".join(map(str, widths)), make, widths, group_size)
 
 
 def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
@@ -112,114 +86,73 @@ def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
     return Planes([words], scales, [biases], (bits,), group_size)
 
 
-def affine_kernel(bits: int, group_size: int) -> MetalProduct:
-    make = partial(mlx_weights, bits=bits, group_size=group_size)
-    return stack_kernel("affine", str(bits), make, (bits,), group_size)
-
-
-def in_place_kernel(bits: int, of: int, group_size: int) -> MetalProduct:
+def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     """The first `bits` of the `of` bits of MLX's own weights."""
-
-    def make(weight: mx.array) -> Planes:
-        return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
-
-    return stack_kernel("in place", f"{bits} of {of}", make, (bits,), group_size, of - bits)
+    return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
 def rowwise_kernel(bits: int) -> MetalProduct:
-    def pack(weight: mx.array) -> Arrays:
-        codes, scales = rowwise.quantize(weight, bits)
-        return [rowwise.pack_symmetric_codes(codes, bits), scales]
+    def pack(weight: mx.array) -> SymmetricCodes:
+        return codes_of(*rowwise.quantize(weight, bits), bits, weight.shape[1])
 
-    def dense(a: Arrays, columns: int) -> mx.array:
-        return rowwise.dequantize(rowwise.unpack_symmetric_codes(a[0], bits, columns), a[1])
+    def dense(packed: SymmetricCodes, columns: int) -> mx.array:
+        return rowwise.dequantize(rowwise.unpack_symmetric_codes(packed.weight, bits, columns), packed.scales)
 
-    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
-        return rowwise_launch(x, a[0], a[1], bits, x.shape[-1], None, variant, indices).prepared
-
-    return MetalProduct("rowwise", str(bits), pack, dense, prepare, of_experts=True)
+    return MetalProduct(f"rowwise {bits}", pack, dense, symmetric_product, symmetric_experts)
 
 
 def groupwise_kernel() -> MetalProduct:
-    def pack(weight: mx.array) -> Arrays:
-        codes, scales = groupwise.quantize(weight)
-        return [rowwise.pack_symmetric_codes(codes, groupwise.BITS), scales]
+    def pack(weight: mx.array) -> SymmetricCodes:
+        return codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
 
-    def dense(a: Arrays, columns: int) -> mx.array:
-        codes = rowwise.unpack_symmetric_codes(a[0], groupwise.BITS, a[1].shape[1] * groupwise.GROUP)
-        return groupwise.dequantize(codes, a[1], columns)
+    def dense(packed: SymmetricCodes, columns: int) -> mx.array:
+        padded = packed.scales.shape[1] * groupwise.GROUP
+        codes = rowwise.unpack_symmetric_codes(packed.weight, groupwise.BITS, padded)
+        return groupwise.dequantize(codes, packed.scales, columns)
 
-    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
-        return groupwise_launch(x, a[0], a[1], x.shape[-1], None, variant, indices).prepared
-
-    return MetalProduct("groupwise", str(groupwise.BITS), pack, dense, prepare, of_experts=True)
+    return MetalProduct(f"groupwise {groupwise.BITS}", pack, dense, symmetric_product, symmetric_experts)
 
 
-def codebook_kernel(format: str, bits: int) -> MetalProduct:
+def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> MetalProduct:
     """Codebooks with outliers: one per row, or a library."""
-    module, launch, names = CODEBOOKS[format]
 
-    def pack(weight: mx.array) -> Arrays:
-        arrays = module.encode(weight, bits)
-        return [arrays[name] for name in names]
+    def dense(packed: Any, columns: int) -> mx.array:
+        return codebook.decode(packed, bits, columns)
 
-    def dense(a: Arrays, columns: int) -> mx.array:
-        return codebook.decode(dict(zip(names, a)), bits, columns)
+    def product(x: mx.array, packed: Any, **how: Any) -> mx.array:
+        return codebook_product(x, packed, bits, lambda: dense(packed, x.shape[-1]), **how)
 
-    def prepare(x: mx.array, a: Arrays, variant: str, indices: mx.array | None = None) -> Product:
-        return launch(x, dict(zip(names, a)), bits, None, variant, indices).prepared
+    def experts(x: mx.array, packed: Any, indices: mx.array, **how: Any) -> mx.array | None:
+        return codebook_experts(x, packed, bits, indices, **how)
 
-    return MetalProduct(format, str(bits), pack, dense, prepare, of_experts=True)
+    return MetalProduct(f"{format} {bits}", lambda weight: dict(encode(weight, bits)), dense, product, experts)
 
 
 def exact_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
     """bfloat16 weights, from the packed form, or in tiles that are decoded for MLX's product."""
-    count = len(widths)
-
-    def pack(weight: mx.array) -> Arrays:
-        return list(encode(weight.astype(mx.bfloat16), widths, group_size).arrays)
-
-    def matrix(a: Sequence[mx.array]) -> ExactMatrix:
-        low, high, offsets = a[-3:]
-        return ExactMatrix([*a[:count]], a[count], [*a[count + 1 : -3]], low, high, offsets, widths, group_size)
-
-    def dense(a: Arrays, columns: int) -> mx.array:
-        return decode(matrix(a)).astype(mx.float32)
-
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return tiles if variant == TILES else exact_launch(x, matrix(a)).prepared
-
-    def tiles(x: mx.array, *a: mx.array) -> mx.array:
-        return exact_matmul_tiles(x, matrix(a))
-
-    def decoded(a: Arrays) -> mx.array:
-        return decode_launch(matrix(a)).run()
-
-    bits = "+".join(map(str, widths))
-    return MetalProduct("exact", bits, pack, dense, prepare, group_size, ("registers", TILES), decoded)
-
-
-def dense_kernel() -> MetalProduct:
-    """Our product with the weight as it is."""
-
-    def prepare(x: mx.array, a: Arrays, variant: str) -> Product:
-        return dense_launch(x, a[0]).prepared
-
-    return MetalProduct("dense", "16", lambda weight: [weight], lambda a, columns: a[0], prepare, variants=("",))
+    return MetalProduct(
+        f"exact {'+'.join(map(str, widths))}",
+        lambda weight: encode(weight.astype(mx.bfloat16), widths, group_size),
+        lambda matrix, columns: decode(matrix).astype(mx.float32),
+        exact_product,
+        multiple=group_size,
+        variants=("registers", RECONSTRUCT),
+        decoded=decoded,
+    )
 
 
 def all_kernels(group_size: int) -> list[MetalProduct]:
-    """Every kernel."""
+    """Every kernel; the last one is our product with the weight as it is."""
     return [
-        *(affine_kernel(bits, group_size) for bits in AFFINE),
-        *(planes_kernel(widths, group_size) for widths in STACKS),
-        *(in_place_kernel(bits, of, group_size) for bits, of in IN_PLACE),
+        *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
+        *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
+        *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
         *map(rowwise_kernel, rowwise.Q_MAX),
         groupwise_kernel(),
-        *(codebook_kernel("codebook", bits) for bits in LAYOUT),
-        *(codebook_kernel("codebook-library", bits) for bits in codebook_library.BITS),
+        *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
+        *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
         *(exact_kernel(widths, group_size) for widths in EXACT_WIDTHS),
-        dense_kernel(),
+        MetalProduct("dense 16", lambda weight: weight, lambda weight, columns: weight, dense_product, variants=("",)),
     ]
 
 
@@ -292,32 +225,33 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
     for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
         if columns % kernel.multiple:
             continue
-        arrays = kernel.pack(random_matrix(rows, columns, dtype))
+        packed = kernel.pack(random_matrix(rows, columns, dtype))
         if kernel.decoded is not None:
-            yield Check(f"{rows}x{columns}, decoded", 0.0, partial(decoding_error, kernel, arrays, columns))
+            yield Check(f"{rows}x{columns}, decoded", 0.0, partial(decoding_error, kernel, packed, columns))
         for count in vectors:
             x = mx.random.normal((count, columns)).astype(dtype)
             for variant in variants_for(kernel, columns, count, dtype):
                 text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
-                yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, arrays, x, variant))
-                if count > 1 and variant != TILES:  # which MLX multiplies
-                    yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, arrays, x, variant))
+                yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, packed, x, variant))
+                if count > 1 and variant != RECONSTRUCT:  # which MLX multiplies
+                    yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, packed, x, variant))
 
 
-def product_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:
+def product_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
     """How far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
     with mx.stream(mx.cpu):
-        expected = x.astype(mx.float32) @ kernel.dense(widened(arrays), x.shape[-1]).T
-    return difference(kernel.product(x, arrays, variant), expected)
+        expected = x.astype(mx.float32) @ widened(kernel, packed, x.shape[-1]).T
+    return difference(kernel.multiply(x, packed, variant), expected)
 
 
-def widened(arrays: Arrays) -> Arrays:
-    """The same with scales of float32."""
-    return [array.astype(mx.float32) if is_scale(array) else array for array in arrays]
+def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
+    """The matrix that was packed, of scales of float32."""
 
+    def wide(part: Any) -> Any:
+        is_scale = isinstance(part, mx.array) and mx.issubdtype(part.dtype, mx.floating)
+        return part.astype(mx.float32) if is_scale else part
 
-def is_scale(array: mx.array) -> bool:
-    return mx.issubdtype(array.dtype, mx.floating)
+    return kernel.dense(tree_map(wide, packed), columns)
 
 
 EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
@@ -325,7 +259,7 @@ EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
 
 def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """The checks of each kernel of experts."""
-    return {f"experts of {each.name}": experts_checks(each, vectors) for each in kernels if each.of_experts}
+    return {f"experts of {each.name}": experts_checks(each, vectors) for each in kernels if each.experts}
 
 
 def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
@@ -343,52 +277,50 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
                 yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
 
 
-def stacked(each: Sequence[Arrays]) -> Arrays:
-    """The arrays of experts as those of a mixture; lists of outliers are padded to the longest."""
-    arrays = []
-    for same in zip(*each):
-        most = max(map(len, same))
-        padded = [mx.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in same]
-        arrays.append(mx.stack(padded))
-    return arrays
+def stacked(*same: Any) -> Any:
+    """An array of each expert as one of a mixture; lists of outliers are padded to the longest."""
+    if not isinstance(same[0], mx.array):  # of a record
+        return same[0]
+    most = max(map(len, same))
+    return mx.stack([mx.pad(array, [(0, most - len(array)), *[(0, 0)] * (array.ndim - 1)]) for array in same])
 
 
 def product_of_experts(
-    kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str
+    kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str
 ) -> mx.array:
     """x (V, 1, 1, I) times the experts that indices (V, n) name, (V, n, 1, O)."""
-    arrays = stacked(each)
-    return kernel.prepare(x, arrays, variant, indices)(x, *arrays, indices)
+    assert kernel.experts is not None
+    return kernel.experts(x, tree_map(stacked, *each), indices, chosen=always(variant))
 
 
-def experts_error(kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str) -> float:
+def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str) -> float:
     """How far a product with experts is from one in float32, on the CPU."""
     with mx.stream(mx.cpu):
-        weights = mx.stack([kernel.dense(widened(arrays), x.shape[-1]) for arrays in each])
+        weights = mx.stack([widened(kernel, packed, x.shape[-1]) for packed in each])
         expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
     return difference(product_of_experts(kernel, each, x, indices, variant), expected)
 
 
 def expert_alone_error(
-    kernel: MetalProduct, each: Sequence[Arrays], x: mx.array, indices: mx.array, variant: str
+    kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str
 ) -> float:
     """How far the last pair's product is from the product with that expert's matrix."""
     among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
     expert = each[int(np.asarray(indices[-1, -1]))]
-    return difference(among, kernel.product(x[-1, 0], expert, variant))
+    return difference(among, kernel.multiply(x[-1, 0], expert, variant))
 
 
-def company_error(kernel: MetalProduct, arrays: Arrays, x: mx.array, variant: str) -> float:
+def company_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
     """How far the first vector's product alone is from the same among others."""
-    return difference(kernel.product(x, arrays, variant)[:1], kernel.product(x[:1], arrays, variant))
+    return difference(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
 
 
-def decoding_error(kernel: MetalProduct, arrays: Arrays, columns: int) -> float:
+def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
     """How far a decoded weight is from the one that MLX's operations decode."""
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
-        expected = kernel.dense(arrays, columns)
-    return difference(kernel.decoded(arrays), expected)
+        expected = kernel.dense(packed, columns)
+    return difference(kernel.decoded(packed), expected)
 
 
 # Attention and rotary positions
@@ -405,16 +337,10 @@ def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.arr
     return mx.random.normal((1, heads, keys, width)).astype(dtype)
 
 
-def planes_of(entries: mx.array, bits: int) -> Arrays:
+def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     """The planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
     planes, scales, offsets = pack(entries, PLANES, GROUP)
     return [*planes[: bits // PLANES[0]], scales, offsets]
-
-
-def attended(queries: mx.array, nested: Nested) -> mx.array:
-    """Causal attention over keys and values in planes, by our kernel."""
-    scale = queries.shape[3] ** -0.5
-    return nested_attention(queries, nested, scale, "causal")
 
 
 def frequencies_of(dims: int) -> mx.array:
@@ -430,10 +356,8 @@ def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
 def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads that share two of keys and values: each type, width, number of keys and of queries, and mask."""
     for dtype, width, keys, count in itertools.product(DTYPES, WIDTHS, KEYS, vectors):
-        queries, cached_keys, values = (
-            mx.random.normal((1, heads, length, width)).astype(dtype)
-            for heads, length in ((4, count), (2, keys), (2, keys))
-        )
+        queries = random_entries(4, count, width, dtype)
+        cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
         sees = sees | (mx.arange(keys) == 0)  # a query that sees nothing has no softmax
         text = f"{keys} keys, heads of {width}, {count} queries, {type_name(dtype)}"
@@ -475,8 +399,8 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
     """How far causal attention over planes is from attention over what they stand for, by our own kernel."""
     with mx.stream(mx.cpu):
         keys, values = nested.unpacked()
-    scale = queries.shape[3] ** -0.5
-    return difference(attended(queries, nested), attention(queries, keys, values, scale, "causal"))
+    how = queries.shape[3] ** -0.5, "causal"
+    return difference(nested_attention(queries, nested, *how), attention(queries, keys, values, *how))
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:

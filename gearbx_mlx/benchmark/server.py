@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -74,42 +73,36 @@ def check_answer(answer: httpx.Response) -> None:
         raise GearbxError(f"{answer.request.url} answers {answer.status_code}: {' '.join(answer.text.split())[:500]}")
 
 
-class Client:
+class Client(httpx.Client):
     """Asks one server, a request after the other. Raises GearbxError for what is not an answer."""
 
     def __init__(self, url: str):
         refusing: dict[str, Any] = {"response": [check_answer]}
-        self.http = httpx.Client(base_url=url, trust_env=False, verify=False, timeout=PATIENCE, event_hooks=refusing)
-
-    def __enter__(self) -> "Client":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.http.close()
+        super().__init__(base_url=url, trust_env=False, verify=False, timeout=PATIENCE, event_hooks=refusing)
 
     def ask(self, asked: ClientRequest) -> ClientAnswer:
         try:
-            return self.stream(asked) if asked.stream else self.whole(asked)
+            return self._streamed(asked) if asked.stream else self._whole(asked)
         except httpx.HTTPError as error:
-            raise GearbxError(f"{self.http.base_url}: {type(error).__name__}: {one_line(error)}") from error
+            raise GearbxError(f"{self.base_url}: {type(error).__name__}: {one_line(error)}") from error
 
-    def whole(self, asked: ClientRequest) -> ClientAnswer:
+    def _whole(self, asked: ClientRequest) -> ClientAnswer:
         start = time.perf_counter()
-        answer = self.http.post(PATH, json=asked.body)
+        answer = self.post(PATH, json=asked.body)
         seconds = time.perf_counter() - start
         content = answer.json()
         return ClientAnswer(content["choices"][0]["text"], content["usage"]["completion_tokens"], seconds)
 
-    def stream(self, asked: ClientRequest) -> ClientAnswer:
+    def _streamed(self, asked: ClientRequest) -> ClientAnswer:
         start = time.perf_counter()
         text, tokens, first = "", 0, None
-        with self.http.stream("POST", PATH, json=asked.body) as answer:
+        with self.stream("POST", PATH, json=asked.body) as answer:
             for event in EventSource(answer).iter_sse():
                 if event.data == "[DONE]":
                     continue  # to the end of the stream, which keeps the connection
                 chunk = event.json()
                 if "error" in chunk:
-                    raise GearbxError(f"{self.http.base_url}: {chunk['error']['message']}")
+                    raise GearbxError(f"{self.base_url}: {chunk['error']['message']}")
                 if written := "".join(choice["text"] for choice in chunk["choices"]):
                     first = time.perf_counter() - start if first is None else first
                     text += written
@@ -138,22 +131,6 @@ OURS = ("gearbx_mlx.server",)
 MLX_LM = ("mlx_lm", "server")
 
 
-def process_of(pid: int) -> Any:
-    """psutil's view of a process. Raises GearbxError without psutil."""
-    try:
-        return import_module("psutil").Process(pid)
-    except ImportError as error:
-        raise GearbxError("this needs psutil: pip install psutil") from error
-
-
-@dataclass(frozen=True)
-class ServerProcess:
-    """A server that listens. url: http://127.0.0.1:PORT."""
-
-    url: str
-    pid: int
-
-
 def free_port() -> int:
     """A port of loopback without a listener."""
     with socket.socket() as found:
@@ -163,22 +140,31 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(program: tuple[str, ...], *flags: object) -> Iterator[ServerProcess]:
-    """A server while its process runs. Raises GearbxError for one that ends or does not listen."""
+def started(program: tuple[str, ...], *flags: object) -> Iterator[tuple[Client, Any]]:
+    """A client of a server, and psutil's view of its process, while that runs.
+
+    Raises:
+        GearbxError: a server that ends or does not listen; there is no psutil.
+    """
+    try:
+        view_of = import_module("psutil").Process
+    except ImportError as error:
+        raise GearbxError("this needs psutil: pip install psutil") from error
     port = free_port()
+    url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", *program, "--host", "127.0.0.1", "--port", str(port), *map(str, flags)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen([*command, "--log-level", "WARNING"], stdout=log, stderr=log)
-        server = ServerProcess(f"http://127.0.0.1:{port}", process.pid)
         until = time.monotonic() + START_PATIENCE
         try:
-            while not listens(server.url):
+            while not listens(url):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     said = " ".join(log.read().decode(errors="replace").split())[-500:] or "it said nothing"
                     raise GearbxError(f"{' '.join(program)} does not serve: {said}")
                 time.sleep(POLL)
-            yield server
+            with Client(url) as client:
+                yield client, view_of(process.pid)
         finally:
             end(process)
 
@@ -203,21 +189,6 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 # What is measured
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is measured. gears: the bits of the one gear. words: of the prompts."""
-
-    model: str
-    kernels: str
-    gears: str
-    words: Sequence[str]
-
-    def started(self) -> AbstractContextManager[ServerProcess]:
-        """Our server, while the context lasts."""
-        flags = "--model", self.model, "--gears", self.gears, "--mode", "static", "--kernels", self.kernels
-        return started(OURS, *flags)
-
-
 def run(settings: ServerBenchmark) -> None:
     """Measure, print and write.
 
@@ -239,9 +210,8 @@ def measure(settings: ServerBenchmark) -> Rows:
     words = " ".join(read_documents(Path(CALIBRATION))).split()
     rows = Rows()
     for kernels in settings.kernels.split(","):
-        subject = Subject(settings.model or str(DEMO_MODEL), kernels, settings.gears, words)
         with progress_bar() as progress:
-            trials = measure_rates(subject, settings.tokens, settings.trials)
+            trials = measure_rates(settings, kernels, words)
             found = [*progress.track(trials, settings.trials + 1, description=f"trials, {kernels}")][-1]
         rows += [{"part": row["part"], "kernels": kernels, **row} for row in found]
     return rows
@@ -294,27 +264,29 @@ class TimedAnswer:
 Pair = tuple[TimedAnswer, TimedAnswer]  # ours, and mlx_lm.server's
 
 
-def measure_rates(subject: Subject, tokens: int, trials: int) -> Iterator[Rows]:
-    """A list of rows for each trial at its end, the last with all of them: ratios to mlx_lm.server."""
+def measure_rates(settings: ServerBenchmark, kernels: str, words: Sequence[str]) -> Iterator[Rows]:
+    """A list of rows for each trial at its end, the last with all of them: ratios to mlx_lm.server.
+
+    Args:
+        words: of the prompts.
+    """
     found: dict[str, list[Pair]] = {part: [] for part in PARTS}
-    texts = prompts(subject.words, [RATE_WORDS] * (trials + 1) * len(PARTS))
-    with ExitStack() as stack:
-        sides = []
-        for server in (subject.started(), started(MLX_LM, "--model", subject.model)):
-            listening = stack.enter_context(server)
-            sides.append((stack.enter_context(Client(listening.url)), process_of(listening.pid)))
-        for trial in range(trials + 1):
+    texts = prompts(words, [RATE_WORDS] * (settings.trials + 1) * len(PARTS))
+    model = "--model", settings.model or str(DEMO_MODEL)
+    ours = started(OURS, *model, "--gears", settings.gears, "--mode", "static", "--kernels", kernels)
+    with ours as own, started(MLX_LM, *model) as beside:
+        sides = own, beside
+        for trial in range(settings.trials + 1):
             for part, ask in PARTS.items():
                 prompt = texts.pop()
                 answers = {}
                 for client, process in sides if trial % 2 else sides[::-1]:
                     before = processor_seconds(process)
-                    answer = ask(client, prompt, tokens)
+                    answer = ask(client, prompt, settings.tokens)
                     answers[client] = TimedAnswer(answer, processor_seconds(process) - before)
                 long_enough = all(timed.answer.tokens >= LEAST_TOKENS for timed in answers.values())
                 if trial and long_enough:  # the first one is a warm-up
-                    ours, theirs = (answers[client] for client, _ in sides)
-                    found[part].append((ours, theirs))
+                    found[part].append((answers[own[0]], answers[beside[0]]))
             yield rate_rows(found) if trial else []
 
 

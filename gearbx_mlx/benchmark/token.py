@@ -28,7 +28,7 @@ from ..telemetry.report import get_pyplot, save
 from ..telemetry.trace import BLACK, SERIES
 from . import TokenBenchmark
 from .decode import PROMPT, fill_cache, gearbox_of, trials
-from .measuring import Rows, bandwidth_meter, measured_rows, picture_path, spread_of, timed
+from .measuring import BandwidthMeter, Rows, measured_rows, picture_path, spread_of, timed
 
 PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
@@ -65,7 +65,7 @@ def benchmark_token(settings: TokenBenchmark) -> Rows:
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
     """
-    gearbox, read_bandwidth = gearbox_of(settings, settings.context), bandwidth_meter()
+    gearbox, read_bandwidth = gearbox_of(settings, settings.context), BandwidthMeter()
     cache = make_prompt_cache(gearbox.model)
     if settings.context:
         fill_cache(gearbox.model, cache, settings.context)

@@ -9,11 +9,12 @@ from ..cli.flags import ModelSettings
 from ..cli.gate import GateSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import Settings, command_settings, flag, flag_of, parse_shares, parser_of
+from ..cli.settings import Settings, as_text, command_settings, flag, flag_of, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..evaluation.target import Wish
 from ..routing.acceptance import Dial, DraftFile
+from ..routing.calibration import check_shares
 from ..routing.gates import ScheduleFile, ThresholdFile
 from ..routing.rounds import BYTES, COSTS, TIME
 
@@ -39,6 +40,16 @@ def parse_descending(text: str) -> tuple[int, ...]:
             f"--schedule-gears is '{text}'; give bits of 2 to {MOST_SCHEDULED} gears, the highest first: 8,6,4"
         )
     return bits
+
+
+def parse_shares(text: str) -> tuple[float, ...]:
+    """--shares as numbers. Raises GearbxError for anything but parts of 1."""
+    try:
+        shares = tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise GearbxError(f"--shares '{text}' are not numbers with commas between, such as 0.6,0.3,0.1") from error
+    check_shares(shares)
+    return shares
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,9 @@ class CalibrationSettings(Settings):
         None, "For --mode lossless: as for generate; the curve then says which drafts stay.", least=0, metavar="NATS"
     )
     top: int = flag(16, "Bits of the top gear, for lossless without --gears.", choices=TOPS)
-    shares: str | None = flag(None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts")
+    shares: tuple[float, ...] | None = flag(
+        None, "Parts of 1, lowest gear first, such as 0.6,0.3,0.1. Default: equal parts", parse=parse_shares
+    )
     prompts: str | None = flag(
         None, "One prompt per line, or JSON Lines as in GSM8K. Default: three that ship.", named=True
     )
@@ -135,18 +148,11 @@ class CalibrationSettings(Settings):
         named=True,
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shares is not None:
-            parse_shares(self.shares)
-
-    def shares_of(self, gears: int) -> list[float]:
+    def shares_of(self, gears: int) -> tuple[float, ...]:
         """A share for each gear, lowest first. Raises GearbxError for another number of shares."""
-        if self.shares is None:
-            return [1 / gears] * gears
-        shares = parse_shares(self.shares)
+        shares = self.shares or (1 / gears,) * gears
         if len(shares) != gears:
-            raise GearbxError(f"--shares '{self.shares}': give {gears} parts, one for each gear")
+            raise GearbxError(f"--shares '{as_text(shares)}': give {gears} parts, one for each gear")
         return shares
 
 
@@ -202,11 +208,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "Find entropy thresholds between the gears, for generate --thresholds; or when to stop drafting, for generate "
         "--mode lossless --curve. To continue an interrupted run, give the same command again.",
     )
-
-
-def parse() -> CalibrateSettings:
-    """Raises GearbxError for flags that no model can be calibrated with."""
-    return command_settings(CalibrateSettings, vars(setup_arg_parser().parse_args()))
 
 
 def calibrate(**keywords: Any) -> ThresholdFile | DraftFile | ScheduleFile:

@@ -12,6 +12,7 @@ from rich.table import Table
 from ..cli import terminal
 from ..cli.loaded import Loaded
 from ..cli.resolved import resolve_gears
+from ..cli.tables import columns
 from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
@@ -53,19 +54,16 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     journal = Journal(place, inputs_of(settings, resolved, prompts) | compared, list[GearRecord])
     files: list[DraftFile] = []
     context = settings.target.context if settings.calibration.cost == TIME else None
-    with terminal.progress_bar() as progress:
-        task = progress.add_task("ladders and prompts", total=len(ladders) * len(prompts))
+    with terminal.counting("ladders and prompts", len(ladders) * len(prompts)) as advance:
         for ladder in ladders:
             if files and get_format(resolved.format).ladders:  # the gears before dropped the weights
                 loaded = Loaded.of(replace(resolved, ladder=ladder))
-            files += files_of(
-                ladder, loaded, prompts, journal, lambda: progress.advance(task), context, settings.dial()
-            )
-    best = min(files, key=cost_per_token)
+            files += files_of(ladder, loaded, prompts, journal, advance, context, settings.dial())
+    best = min(files, key=lambda file: file.weight_bytes_per_token if file.times is None else file.times.per_token)
     line = (
         f"gears {','.join(map(str, best.gears))}, drafting in {best.draft} bits to a bound of {best.bound:g}, "
         f"{times_fewer(best.weight_bytes_per_token, best):.2f} times fewer bytes of weights than the top gear"
-        f"{than_original(best)}{faster(best)}{tolerating(best)} (predicted)"
+        f"{further_gains(best)} (predicted)"
     )
     return Calibration(best, line, table=drafting_table(files, best))
 
@@ -131,36 +129,21 @@ def times_fewer(weight_bytes: float, file: DraftFile) -> float:
     return file.weight_bytes_per_token_top / weight_bytes
 
 
-def cost_per_token(file: DraftFile) -> float:
-    """Seconds, where they were measured; else bytes of weights."""
-    return file.weight_bytes_per_token if file.times is None else file.times.per_token
-
-
-def faster(file: DraftFile) -> str:
-    """What is saved in time, where that was measured."""
-    return "" if file.times is None else f", {file.times.times_faster:.2f} times as fast as the top gear"
-
-
-def tolerating(file: DraftFile) -> str:
-    """The tolerance, where there is one."""
-    return f", tolerance {file.tolerance:.3g} nats" if file.tolerance else ""
-
-
-def than_original(file: DraftFile) -> str:
-    """What is saved over the original weights, where the top gear reads other bytes."""
-    if file.weight_bytes_per_token_original is None:
-        return ""
-    return f" and {file.weight_bytes_per_token_original / file.weight_bytes_per_token:.2f} than the original weights"
+def further_gains(file: DraftFile) -> str:
+    """What is saved over the original weights, where the top gear reads other bytes; in time, where that was measured;
+    and the tolerance, where there is one.
+    """
+    original = file.weight_bytes_per_token_original
+    said = "" if original is None else f" and {original / file.weight_bytes_per_token:.2f} than the original weights"
+    said += "" if file.times is None else f", {file.times.times_faster:.2f} times as fast as the top gear"
+    return said + (f", tolerance {file.tolerance:.3g} nats" if file.tolerance else "")
 
 
 def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
     """What was compared, one line for each ladder and draft gear."""
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    timed = ["times as fast"] if best.times is not None else []
-    for title in ("gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes", *timed):
-        table.add_column(title, justify="left" if title == "gears" else "right", overflow="fold")
-    for file in files:
-        table.add_row(
+    head = "gears", "draft", "agrees", "best length", "times fewer bytes", "bound", "times fewer bytes"
+    rows = [
+        [
             ",".join(map(str, file.gears)) + (" *" if file is best else ""),
             f"{file.draft} bits",
             f"{file.agreement_overall:.1%}",
@@ -169,5 +152,7 @@ def drafting_table(files: Sequence[DraftFile], best: DraftFile) -> Table:
             f"{file.bound:g}",
             f"{times_fewer(file.weight_bytes_per_token, file):.2f}",
             *([] if file.times is None else [f"{file.times.times_faster:.2f}"]),
-        )
-    return table
+        ]
+        for file in files
+    ]
+    return columns([*head, "times as fast"] if best.times is not None else head, rows)

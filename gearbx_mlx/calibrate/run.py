@@ -12,12 +12,12 @@ from ..files.writing import write_text
 from ..gears.ladder import Ladder
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ScheduleFile, ThresholdFile
-from . import KICKDOWN, LOSSLESS, ROUTE, CalibrateSettings
+from . import LOSSLESS, ROUTE, CalibrateSettings
 from .drafting import calibrate_drafting
 from .schedule import calibrate_schedule
 from .shared import Calibration
 from .target import calibrate_target
-from .thresholds import calibrate_kickdown, calibrate_route
+from .thresholds import calibrate_thresholds
 
 INCOMPLETE = ".incomplete"  # behind the name of a policy: the directory of what was recorded for it
 
@@ -78,5 +78,5 @@ def calibrated(settings: CalibrateSettings, place: Path | None) -> Calibration:
         return calibrate_schedule(settings, settings.target.schedule_gears, wish, place)
     if wish is not None:
         return calibrate_target(settings, wish, place)
-    modes = {LOSSLESS: calibrate_drafting, KICKDOWN: calibrate_kickdown, ROUTE: calibrate_route}
-    return modes[settings.calibration.mode](settings, place)
+    calibrate = calibrate_drafting if settings.calibration.mode == LOSSLESS else calibrate_thresholds
+    return calibrate(settings, place)

@@ -8,19 +8,10 @@ from typing import ClassVar, NoReturn
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, SamplingSettings, check_pair
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
-from ..cli.prompt import PromptSettings
+from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
 from ..cli.start import command
 from ..errors import GearbxError
-
-
-@dataclass(frozen=True)
-class MessageSettings(PromptSettings):
-    """How a conversation becomes tokens, and how many an answer may have."""
-
-    title: ClassVar[str] = "messages"
-
-    max_tokens: int = flag(256, "Tokens of an answer at most, -1: as many as fit the context.", also=("-m",))
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,7 @@ class TerminalSettings(Settings):
 @dataclass(frozen=True)
 class ChatSettings:
     model: ModelSettings
-    prompt: MessageSettings
+    prompt: AnswerLengthSettings
     sampling: SamplingSettings
     cache: CacheSettings
     layout: LayoutSettings
@@ -59,11 +50,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "Talk with a model that changes the precision of its weights while it answers.",
         "In the chat, /help lists its commands. Ctrl-C stops an answer, Ctrl-D ends the chat.",
     )
-
-
-def parse() -> ChatSettings:
-    """Raises GearbxError for flags that no model can be run with."""
-    return command_settings(ChatSettings, vars(setup_arg_parser().parse_args()))
 
 
 class LineParser(argparse.ArgumentParser):

@@ -22,7 +22,7 @@ from ..conversion.calibrated_base import CalibratedBase, calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
 from ..errors import GearbxError
-from ..files.writing import make_directory, replacing
+from ..files.writing import make_directory, replacing_arrays
 from ..formats import get_format
 from ..formats.base import Format
 from ..gears.discovery import discover, is_quantized
@@ -107,13 +107,8 @@ class BaseKey:
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
         about["held_back"] = msgspec.json.encode(base.held_back).decode()
         about["drafting"] = "" if base.drafting is None else base.drafting.text()
-        with replacing(file) as place:
-            beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
-            try:
-                mx.save_safetensors(str(beside), arrays, about)
-                beside.replace(place)
-            finally:
-                beside.unlink(missing_ok=True)
+        with replacing_arrays(file) as place:
+            mx.save_safetensors(place, arrays, about)
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:
@@ -201,8 +196,8 @@ def drafting_along(gearbox: Gearbox, texts: Sequence[Sequence[int]], name: str) 
     return file
 
 
-def base_key(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey | None, BaseText | None]:
-    """What the calibrated base of a model depends on, and the text that makes it; no key where it has none.
+def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey, Base] | None:
+    """The calibrated base of a model: one that is kept; else one that is made, if there is text to make it of.
 
     Mode lossless takes one that is there without being asked: its text is the top gear's, with any drafts.
 
@@ -216,23 +211,19 @@ def base_key(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[Base
     if file is not None and not able:
         raise GearbxError("--calibrate-base is for an original model in one process, without floors and other codes")
     if not able or not uses:
-        return None, None
-    text = None if file is None else text_of(tokenizer, file)
-    return key_of(model, get_format(resolved.format), ladder, resolved.manage, resolved.group_size, text), text
-
-
-def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any, key: BaseKey, text: BaseText | None) -> Base | None:
-    """The base that is kept; else one that is made, if there is text to make it of."""
+        return None
+    text, format = None if file is None else text_of(tokenizer, file), get_format(resolved.format)
+    key = key_of(model, format, ladder, resolved.manage, resolved.group_size, text)
     base = key.find()
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, get_format(resolved.format), texts, progress)
+            base = make_base(model, key, format, texts, progress)
         note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
         show_rounded(base)
-    return base
+    return None if base is None else (key, base)
 
 
 def show_rounded(base: Base) -> None:
@@ -243,7 +234,7 @@ def show_rounded(base: Base) -> None:
         note(f"base: {', '.join(paths[:3])}{more} rounded: {reason}")
 
 
-def draft_with(base: Base, gearbox: Gearbox, key: BaseKey, name: str) -> None:
+def draft_with(key: BaseKey, base: Base, gearbox: Gearbox, name: str) -> None:
     """Let lossless mode draft by the curve of a base, which is made where it is not kept yet."""
     if base.drafting is None and base.held_back and gearbox.ladder.top.dense:
         with spinner("drafting curve"):

@@ -106,20 +106,6 @@ def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
             raise GearbxError(f"{name} is {value}, and the vocabulary {vocab_size}; give fewer")
 
 
-def cache_keywords(settings: CacheSettings) -> dict[str, Any]:
-    """The part of mlx-lm's `stream_generate` keywords that flags of the KV cache give."""
-    return {
-        "max_kv_size": settings.max_kv_size,
-        "prefill_step_size": settings.prefill_step_size,
-        "kv_bits": settings.kv_bits,
-        "kv_group_size": settings.kv_group_size,
-        "quantized_kv_start": settings.quantized_kv_start,
-        "kv_gears": settings.kv_gears,
-        "kv_gear": settings.kv_gear,
-        "num_draft_tokens": settings.num_draft_tokens,
-    }
-
-
 def str2bool(text: str) -> bool:
     return text.lower() not in ("false", "f")
 
@@ -143,8 +129,7 @@ class OutputSettings(Settings):
     def paths(self) -> tuple[Path | None, Path | None]:
         """Where trace and summary go. Raises GearbxError for places that cannot be written to."""
         trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
-        if trace and summary and trace.resolve() == summary.resolve() and not trace.is_char_device():
-            raise GearbxError(f"{trace}: both --trace and --summary; give two files")
+        check_distinct({"--trace": self.trace, "--summary": self.summary})
         return trace, summary
 
 
@@ -156,10 +141,10 @@ def output_path(text: str | Path) -> Path:
 
 
 def check_distinct(files: Mapping[str, str | None]) -> None:
-    """Raises GearbxError where two flags name the same file. files: flag to file; None: the flag was not given."""
+    """Raises GearbxError where two flags name the same file, and no device. files: flag to file; None: not given."""
     places: dict[str, str] = {}
     for name, file in files.items():
-        if file is None:
+        if file is None or Path(file).is_char_device():
             continue
         other = places.setdefault(os.path.realpath(file), name)
         if other != name:
@@ -528,24 +513,17 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     """
     if settings.mode.small_model is None:
         return
+    of_mode = {name: value for name, value in vars(settings.mode).items() if name not in ("mode", "small_model")}
     single = {
         "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
         **vars(settings.controller),
         **further,
         "gears": settings.layout.gears,
-        "curve": settings.mode.curve,
-        "draft_length": settings.mode.draft_length,
-        "cost": settings.mode.cost,
-        "lookup_tokens": settings.mode.lookup_tokens is not None,
-        "tolerance": settings.mode.tolerance is not None,
-        "prompt_gear": settings.mode.prompt_gear,
-        "schedule": settings.mode.schedule,
-        "telemetry_only": settings.mode.telemetry_only,
-        "gear": settings.mode.gear,
+        **of_mode,
     }
     for setting, value in single.items():
-        if value:
+        if value is not None and value is not False:
             raise GearbxError(f"{flag_of(setting)} is for one model; leave it out with --small-model")
     if settings.routing.initial_gear not in (AUTO, "small", "large"):
         raise GearbxError(f"--initial-gear {settings.routing.initial_gear}: a pair has {AUTO}, small, large")

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -49,15 +49,9 @@ class GateSettings(Settings):
 
     def filled(self, file: ThresholdFile | None = None) -> "GateValues":
         """Every setting: as given, else as calibrated, else by default."""
-        if file is not None:
-            window, hysteresis, duration = file.window, file.hysteresis, file.min_gear_duration
-        else:
-            window, hysteresis, duration = DEFAULT_WINDOW, DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION
-        return GateValues(
-            window if self.window is None else self.window,
-            hysteresis if self.hysteresis is None else self.hysteresis,
-            duration if self.min_gear_duration is None else self.min_gear_duration,
-        )
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        calibrated = GateValues() if file is None else GateValues(file.window, file.hysteresis, file.min_gear_duration)
+        return replace(calibrated, **given)
 
 
 @dataclass(frozen=True)
@@ -108,12 +102,7 @@ def read_thresholds(text: str | None) -> ThresholdFile | Thresholds | None:
     try:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
-        return read_threshold_file(text)
-
-
-def read_threshold_file(path: str) -> ThresholdFile:
-    """Raises GearbxError for a file that cannot be read, or is not a thresholds file."""
-    return read_as(Path(path), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
+        return read_as(Path(text), parse_gate, "a thresholds file", MAKE_THRESHOLDS)
 
 
 def parse_gate(text: str) -> ThresholdFile:

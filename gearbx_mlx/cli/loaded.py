@@ -26,7 +26,7 @@ from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
-from ..files.writing import replacing
+from ..files.writing import replacing_arrays
 from ..formats import DEFAULT_FORMAT, get_format, with_cache
 from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
@@ -43,14 +43,13 @@ from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
-from .bases import Base, base_key, draft_with, find_base
+from .bases import Base, draft_with, find_base
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
     ControllerSettings,
     ModelSettings,
     SamplingSettings,
-    cache_keywords,
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
@@ -58,7 +57,7 @@ from .gears import LayoutSettings
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
-from .terminal import measuring, messages, note, progress_bar, show_compiling, show_encoding
+from .terminal import messages, note, progress_bar, show_compiling, show_encoding, spinner
 
 ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
@@ -105,11 +104,10 @@ class Loaded:
             check_heads(self.model, resolved.kv_gears)
         if resolved.drafts_best and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
-        key, text = base_key(resolved, self.model, self.tokenizer)
-        base = None if key is None else find_base(resolved, self.model, self.tokenizer, key, text)
-        gearbox = make_gearbox(resolved, self.model, base)
-        if base is not None and key is not None and isinstance(gearbox, Gearbox):
-            draft_with(base, gearbox, key, self.name)
+        found = find_base(resolved, self.model, self.tokenizer)
+        gearbox = make_gearbox(resolved, self.model, None if found is None else found[1])
+        if found is not None and isinstance(gearbox, Gearbox):
+            draft_with(*found, gearbox, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
@@ -279,7 +277,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
         **layers,
     )
     if resolved.kernels == MEASURE:
-        with measuring():
+        with spinner("measuring which kernels are fastest here"):
             measure_gears(gearbox, VECTORS)
         show_kernels(gearbox)
     return gearbox
@@ -357,16 +355,13 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
     given = {name: getattr(choice, name) for name in OF_ONE_MODE}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if choice.schedule is not None:
-        values["window"] = choice.gate.filled().window
-    elif "thresholds" in has:
+    values["window"] = choice.gate.filled().window
+    if choice.schedule is None and "thresholds" in has:
         model = gearbox.model
         settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)
         values |= route_fields(*settings) if routed else vars(routing_for(*settings))
         values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
-    else:
-        values["window"] = choice.gate.filled().window
     return kind(**{field: value for field, value in values.items() if field in has})
 
 
@@ -464,18 +459,14 @@ def fitting(files: ModelFiles, resolved: Resolved, most: int) -> list[str]:
     return found
 
 
-def trust(trust_remote_code: bool) -> dict[str, Any]:
-    """The keyword of `load` that trusts remote code; named only when asked for: mlx-lm before 0.32 does not know it."""
-    return {"trust_remote_code": True} if trust_remote_code else {}
-
-
 def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = False) -> tuple[nn.Module, Any, dict]:
     """Model, tokenizer and configuration. A `chat_template` replaces the tokenizer's. lazy: weights are not read yet.
 
     Raises:
         GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
-    keywords = trust(settings.trust_remote_code) | {"adapter_path": settings.adapter_path, "lazy": lazy}
+    trusted = settings.trust_remote_code
+    keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
     if chat_template:
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()
@@ -515,7 +506,7 @@ def generation_keywords(
     chosen = {name: value for name, value in vars(sampling).items() if name != "seed"}
     sampler = sampler_for(tokenizer, **chosen)
     draft_model = load_draft_model(cache.draft_model, tokenizer)
-    return {**cache_keywords(cache), "sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
+    return vars(cache) | {"sampler": sampler, "prompt_cache": prompt_cache, "draft_model": draft_model}
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
@@ -593,15 +584,8 @@ class PromptCache:
 def save_cache(path: Path, entries: list[Any], model: str, begun: BegunConversation) -> None:
     """Write the cache of a chat. Raises GearbxError where it cannot be written."""
     metadata = {"model": model, "tokenizer_config": "{}", CONVERSATION: msgspec.json.encode(asdict(begun)).decode()}
-    with replacing(path) as place:
-        beside = place.with_name(f"{place.name}.safetensors")  # save_safetensors adds the suffix to any other name
-        try:
-            save_prompt_cache(str(beside), plain_cache(entries), metadata)
-            beside.replace(place)
-        except RuntimeError as error:  # MLX's, of a disk that is full for instance
-            raise GearbxError(f"{path}: cannot be written ({one_line(error)}); choose another place") from error
-        finally:
-            beside.unlink(missing_ok=True)
+    with replacing_arrays(path) as place:
+        save_prompt_cache(place, plain_cache(entries), metadata)
 
 
 def load_cache(file: str | None, model: str | None) -> PromptCache | None:
@@ -689,7 +673,7 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
     """
     warn_of_pair(small_model, settings.model)
     large, tokenizer, config = load_model(settings, chat_template)
-    small = load_small(small_model, tokenizer, **trust(settings.trust_remote_code))
+    small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):
         compute_in(model, settings.dtype, is_quantized(model))
     return LoadedPair(small, large, tokenizer, config)

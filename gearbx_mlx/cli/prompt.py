@@ -50,6 +50,13 @@ class PromptSettings(Settings):
             return typed(parse_json(self.chat_template_config or "{}"), dict[str, Any])
 
 
+@dataclass(frozen=True)
+class AnswerLengthSettings(PromptSettings):
+    """How a message or a problem becomes tokens, and how long its answer may be."""
+
+    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
+
+
 def read_prompt(text: str) -> str:
     """The prompt as given, with \\n and \\t understood; - reads standard input.
 
@@ -151,7 +158,7 @@ def encode_prompt(
     else:
         text = templated(settings, tokenizer, prompt, prefill)
         if before is not None:
-            text = before + text[before_message(settings, tokenizer, prefill) :]
+            text = before + text[place_of_query(templated(settings, tokenizer, QUERY, prefill)) :]
         tokens = tokenizer.encode(text, add_special_tokens=False)
         remedy = "the chat template may leave it out; use --ignore-chat-template"
     if not tokens:
@@ -170,11 +177,6 @@ def check_untemplated(settings: PromptSettings, prefill: str | None = None) -> N
     for name, value in given.items():
         if value is not None:
             raise GearbxError(f"{name} goes into the chat template, {why}; leave {name} out")
-
-
-def before_message(settings: PromptSettings, tokenizer: Any, prefill: str | None) -> int:
-    """How many characters the template puts before the message."""
-    return place_of_query(templated(settings, tokenizer, QUERY, prefill))
 
 
 def place_of_query(text: str) -> int:

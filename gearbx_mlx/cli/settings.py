@@ -21,7 +21,6 @@ from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError, check_range
-from ..routing.calibration import check_shares
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -49,16 +48,6 @@ def human_bytes(count: float) -> str:
             break
         count /= 1000
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-
-
-def parse_shares(text: str) -> list[float]:
-    """Parts of 1 from text such as "0.6,0.3,0.1". Raises GearbxError for anything else."""
-    try:
-        shares = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise GearbxError(f"--shares '{text}' are not numbers with commas between, such as 0.6,0.3,0.1") from error
-    check_shares(shares)
-    return shares
 
 
 T = TypeVar("T")
@@ -105,12 +94,14 @@ class FlagParser(argparse.ArgumentParser):
     """A parser that names the nearest flag for a mistyped one, and whose `--help` leaves out what few people need.
 
     Args:
+        kind: what its flags make: a dataclass of groups of settings.
         keywords: of ArgumentParser. Without `prog`, the command's name is as it was typed.
     """
 
-    def __init__(self, command: str = "", **keywords: Any):
+    def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
+        self.kind = kind
         if command:
             self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
 
@@ -135,6 +126,10 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             self.refuse(unknown[0])
         return parsed
+
+    def settings(self) -> Any:
+        """The settings of the command line. Raises GearbxError for flags that contradict each other or the files."""
+        return command_settings(self.kind, vars(self.parse_args()))
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
@@ -243,12 +238,7 @@ def next_command(command: str, groups: Iterable["Settings"], **changes: object) 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
     """The parser of a command whose settings are a dataclass of groups of settings."""
-    parser = FlagParser(
-        command,
-        description=description,
-        epilog=epilog,
-        argument_default=argparse.SUPPRESS,
-    )
+    parser = FlagParser(command, kind, description=description, epilog=epilog, argument_default=argparse.SUPPRESS)
     rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
         rare += add_flags(parser.add_argument_group(group.title), group)
@@ -310,7 +300,7 @@ class Settings:
             if value is None:
                 continue
             if "bounds" in rules:
-                check_bounds(item.name, value, *rules["bounds"])
+                check_range(flag_of(item.name), value, *rules["bounds"])
             if rules.get("choices"):
                 check_choice(item.name, value, rules["choices"])
             if rules.get("named") and not str(value).strip():
@@ -326,20 +316,9 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
-def check_bounds(name: str, value: float, least: float, most: float = math.inf) -> None:
-    """Raises GearbxError for a number outside of its bounds."""
-    check_range(flag_of(name), value, least, most)
-
-
 def given(settings: Settings, default: Settings) -> list[str]:
     """The settings that differ from their defaults."""
     return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]
-
-
-def settings_of(kind: type[T], flags: argparse.Namespace) -> T:
-    """The settings that some of a command's flags make: those with the names of the dataclass's fields."""
-    given = vars(flags)
-    return kind(**{item.name: given[item.name] for item in fields(kind) if item.name in given})  # type: ignore[arg-type]
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:

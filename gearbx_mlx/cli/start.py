@@ -31,10 +31,10 @@ LEFT = "its flags ended it (--help, or one that does not exist); give all ranks 
 
 
 def command(name: str) -> Callable[[], None]:
-    """The `main` of a command: gearbx_mlx.NAME has `parse`, which makes settings; gearbx_mlx.NAME.run has `run`."""
+    """The `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`."""
     return lambda: start(
         name,
-        lambda: import_module(f"gearbx_mlx.{name}").parse(),
+        lambda: import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings(),
         lambda settings: import_module(f"gearbx_mlx.{name}.run").run,
     )
 
@@ -118,9 +118,7 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
         status = terminal.status_of(connected)
         sys.stdout.flush()
     except OutputLost as lost:
-        status = terminal.BROKEN_PIPE if lost.closed_pipe else 1
-        if not lost.closed_pipe:
-            terminal.print_error(str(lost), status)
+        status = terminal.output_lost(lost)
     except RunEnded:
         status = 0
     with contextlib.suppress(RunEnded):

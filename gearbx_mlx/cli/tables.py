@@ -19,6 +19,16 @@ from .settings import human_bytes
 BETWEEN = " · "
 
 
+def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Rows under a head: the first column has names, and the others numbers."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
     """Tokens read and written, tokens/s, gears or drafts, mean entropy, bytes of weights per token.
 
@@ -98,42 +108,38 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
         mode_rows: what the mode adds.
     """
     watching = summary["mode"] == "telemetry-only"
-    controller = summary.get("controller")
+    controller, by = summary.get("controller"), summary.get("mode_chosen_by")
     alone = len(summary["ladder"]) == 1 and not watching and controller is None  # one gear, which nothing caps
     return two_columns(
         [
-            ("model", Text(f"{summary['model']}  ({mode_line(summary)})")),
+            ("model", f"{summary['model']}  ({summary['mode']}{f', as {by} asks' if by else ''})"),
             *speed_rows(summary),
             *([("gear", only_gear(summary))] if alone else gear_rows(summary, watching)),
-            *([("controller", controller_line(controller))] if controller else []),
+            ("controller", controller_line(controller) if controller else ""),
             *mode_rows,
-            *draft_model_rows(summary),
+            ("draft model", draft_model_line(summary.get("draft_model"))),
             ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
-            bits_row(summary, watching),
+            (
+                "effective bits",
+                f"{summary['effective_bits_per_weight']:.2f} per weight of the "
+                f"{'linear' if watching else 'managed'} layers",
+            ),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
             *kv_rows(summary),
-            *disk_rows(summary),
-            *energy_rows(summary),
+            ("from the disk", disk_line(summary.get("streaming"))),
+            ("energy", energy_line(summary)),
             ("memory", memory_line(summary, watching or alone)),
             *([] if alone else layer_rows(summary)),
-            *dtype_rows(summary),
+            ("computed in", dtype_line(summary["compute_dtype"], summary["storage_dtype"])),
         ]
     )
 
 
-def mode_line(summary: dict[str, Any]) -> str:
-    """The mode, and the flag that chose it, where --mode did not."""
-    by = summary.get("mode_chosen_by")
-    return f"{summary['mode']}, as {by} asks" if by else summary["mode"]
-
-
-def draft_model_rows(summary: dict[str, Any]) -> list[Row]:
-    """A line for mlx-lm's draft model, if there is one."""
-    draft = summary.get("draft_model")
+def draft_model_line(draft: dict[str, Any] | None) -> str:
+    """mlx-lm's draft model, if there is one."""
     if draft is None:
-        return []
-    figures = f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"
-    return [("draft model", Text(figures))]  # no markup: a name may have any characters
+        return ""
+    return f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
@@ -145,23 +151,25 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
     entropy, threshold = summary["mean_entropy_bits"], summary["threshold_bits"]
     return two_columns(
         [
-            ("models", Text(f"{summary['small_model']}, {summary['model']}  (pair)")),
+            ("models", f"{summary['small_model']}, {summary['model']}  (pair)"),
             *speed_rows(summary),
             ("turns", shares),
             *mode_rows,
             ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
             ("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token"),
             ("weights read", weights_line(summary, "large model")),
-            *energy_rows(summary),
+            ("energy", energy_line(summary)),
             ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
         ]
     )
 
 
 def two_columns(rows: Iterable[Row]) -> Table:
+    """Rows of a name and a value; one without a value is left out."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows:
-        table.add_row(name, Text(value) if isinstance(value, str) else value)  # a string would be read as rich's markup
+        if value:  # a string would be read as rich's markup
+            table.add_row(name, Text(value) if isinstance(value, str) else value)
     return table
 
 
@@ -172,11 +180,10 @@ def speed_rows(summary: dict[str, Any]) -> list[Row]:
     ]
 
 
-def energy_rows(summary: dict[str, Any]) -> list[Row]:
+def energy_line(summary: dict[str, Any]) -> str:
     """What the machine used, where it says so: other programs on it are in it."""
-    if "energy_joules_per_token" not in summary:
-        return []
-    return [("energy", f"{summary['energy_joules_per_token']:.3g} J per token ({summary['energy_of']})")]
+    used = summary.get("energy_joules_per_token")
+    return "" if used is None else f"{used:.3g} J per token ({summary['energy_of']})"
 
 
 def gear_shares(summary: dict[str, Any]) -> Text:
@@ -215,11 +222,6 @@ def controller_line(summary: dict[str, Any]) -> str:
     return f"{aim}; {moved}{machine}" + ("; out of reach" if summary["out_of_reach"] else "")
 
 
-def bits_row(summary: dict[str, Any], watching: bool) -> Row:
-    layers = "linear" if watching else "managed"
-    return "effective bits", f"{summary['effective_bits_per_weight']:.2f} per weight of the {layers} layers"
-
-
 def weights_line(summary: dict[str, Any], reference: str) -> str:
     """Bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty), and with
     the original weights, where `reference` stores them in another way.
@@ -234,12 +236,12 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
     return f"{human_bytes(read)} per token" + "".join(others if read else [])
 
 
-def disk_rows(summary: dict[str, Any]) -> list[Row]:
+def disk_line(read: dict[str, Any] | None) -> str:
     """What was read from the disk, where the top gear is streamed."""
-    if "streaming" not in summary:
-        return []
-    read, speed = (human_bytes(summary["streaming"][f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
-    return [("from the disk", f"{read} per token, at {speed} per second")]
+    if read is None:
+        return ""
+    token, second = (human_bytes(read[f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
+    return f"{token} per token, at {second} per second"
 
 
 def memory_line(summary: dict[str, Any], peak_alone: bool) -> str:
@@ -252,15 +254,13 @@ def layer_rows(summary: dict[str, Any]) -> list[Row]:
     """How many layers change gear, and why the others do not."""
     counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
     reasons = summary["unmanaged_reasons"].items()
-    return [("layers", counts), *(("", Text(f"{count}: {reason}")) for reason, count in reasons)]
+    return [("layers", counts), *(("", f"{count}: {reason}") for reason, count in reasons)]
 
 
-def dtype_rows(summary: dict[str, Any]) -> list[Row]:
-    computed, stored = summary["compute_dtype"], summary["storage_dtype"]
-    if computed == stored:
-        return []
+def dtype_line(computed: str, stored: str) -> str:
+    """The type to compute in, where the checkpoint has another one."""
     why = "which is fast here; the values are kept" if computed == "float32" else "as asked for: values are rounded"
-    return [("computed in", f"{computed} ({stored} checkpoint), {why}")]
+    return "" if computed == stored else f"{computed} ({stored} checkpoint), {why}"
 
 
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
@@ -293,8 +293,8 @@ def server_table(summary: dict[str, Any]) -> Table:
     low, high = summary["mean_entropy_low_bits"], summary["mean_entropy_high_bits"]
     return two_columns(
         [
-            ("model", Text(f"{summary['model']}  ({summary['mode']})")),
-            ("server", Text(f"{summary['server']}  ({summary['api']})")),
+            ("model", f"{summary['model']}  ({summary['mode']})"),
+            ("server", f"{summary['server']}  ({summary['api']})"),
             ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
             ("gears it would use", shares),
             (

@@ -35,21 +35,6 @@ SHORT = 2.0  # seconds: shorter work writes no line
 BETWEEN_LINES = 10.0  # seconds
 
 
-def bar(console: Console, in_bytes: bool = False) -> Progress:
-    """A bar on a terminal, which vanishes at the end; elsewhere lines such as `layers: 12 of 43`.
-
-    Args:
-        console: where to draw.
-        in_bytes: totals are bytes; show them as kB, MB, GB.
-    """
-    if not (console.is_interactive and console.file.isatty()):
-        return ProgressLines(console, in_bytes)
-    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
-    # What a command prints on stdout must stay there: rich would send it to the bar's console.
-    return Progress(*columns, console=console, transient=True, redirect_stdout=False)
-
-
 class ProgressLines(Progress):
     """Writes how far a task is, two seconds after its start and then every ten seconds."""
 
@@ -79,7 +64,6 @@ USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
-MEASURING = "measuring which kernels are fastest here"
 
 messages = Console(stderr=True, highlight=False)
 on_error: Callable[[str, int], bool] | None = None
@@ -104,16 +88,30 @@ def escaped(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def progress_bar(in_bytes: bool = False) -> Progress:
+def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Progress:
     """Shows on stderr how far long work is: `with progress_bar() as progress: for x in progress.track(xs): ...`.
 
     On a terminal it is a bar that vanishes at the end. Elsewhere it is a line such as `layers: 12 of 43`, at most
     every ten seconds, and none for work of under two seconds.
 
     Args:
-        in_bytes: totals are bytes.
+        in_bytes: totals are bytes, shown as kB, MB, GB.
+        console: where to draw it in the place of stderr.
     """
-    return bar(messages, in_bytes)
+    console = console or messages
+    if not (console.is_interactive and console.file.isatty()):
+        return ProgressLines(console, in_bytes)
+    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
+    # What a command prints on stdout must stay there: rich would send it to the bar's console.
+    return Progress(*columns, console=console, transient=True, redirect_stdout=False)
+
+
+@contextmanager
+def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
+    """A progress bar of one task; gives what advances it by a number, or by one. total: None where it is not known."""
+    with progress_bar(in_bytes) as progress:
+        yield partial(progress.advance, progress.add_task(text, total=total))
 
 
 def run(command: Callable[[], int | None]) -> NoReturn:
@@ -124,21 +122,20 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
     with guarded() as errors:
-        status = write_all(command)
+        try:
+            status = status_of(command)
+            sys.stdout.flush()
+        except OutputLost as lost:
+            status = output_lost(lost)
     sys.exit(status or int(errors.lost))
 
 
-def write_all(command: Callable[[], int | None]) -> int:
-    """The exit status of a command and of what it writes on stdout."""
-    try:
-        status = status_of(command)
-        sys.stdout.flush()
-    except OutputLost as lost:
-        if lost.closed_pipe:
-            return BROKEN_PIPE
-        print_error(str(lost), 1)
-        return 1
-    return status
+def output_lost(lost: OutputLost) -> int:
+    """The exit status where stdout is gone; one line on stderr, unless its reader has gone."""
+    if lost.closed_pipe:
+        return BROKEN_PIPE
+    print_error(str(lost), 1)
+    return 1
 
 
 def status_of(command: Callable[[], int | None]) -> int:
@@ -182,18 +179,13 @@ def compiling(files: int) -> Iterator[Callable[[], None]]:
     """A progress bar for as many files; gives what is called after each."""
     began = time.monotonic()
     note(f"{COMPILING}: this happens once, and may take a minute")
-    with progress_bar() as progress:
-        yield partial(progress.advance, progress.add_task(COMPILING, total=files))
+    with counting(COMPILING, files) as advance:
+        yield advance
     note(f"compiled in {time.monotonic() - began:.0f} s, and kept")
 
 
-def measuring() -> AbstractContextManager:
-    """A spinner turns while all kernels of a model are measured. Not for single ones: a text may be on its way."""
-    return spinner(MEASURING)
-
-
 def spinner(text: str) -> AbstractContextManager:
-    """A spinner on a terminal, and nothing elsewhere."""
+    """A spinner turns on a terminal, and nothing elsewhere."""
     return messages.status(text) if messages.is_terminal else nullcontext()
 
 
@@ -201,14 +193,7 @@ def show_encoding() -> None:
     """Let a bar show how far a model's weights are put into format exact: a second for 16 million of them."""
     from ..gears import sources  # imports mlx
 
-    sources.while_encoding = encoding
-
-
-@contextmanager
-def encoding(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar for as many bytes of weights; gives what advances it."""
-    with progress_bar(in_bytes=True) as progress:
-        yield partial(progress.advance, progress.add_task("encoding", total=total))
+    sources.while_encoding = partial(counting, "encoding", in_bytes=True)
 
 
 class TintedText:

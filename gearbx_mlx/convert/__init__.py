@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..bit_selection.defaults import Floors
 from ..cli.flags import device_flag
 from ..cli.gears import FloorSettings, LayoutSettings, quality_ladder
-from ..cli.settings import Settings, command_settings, flag, parse_bytes, parser_of
+from ..cli.settings import Settings, command_settings, flag, given, parse_bytes, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError
 from ..formats import has_codebooks
@@ -17,28 +17,16 @@ from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder
 
 
 @dataclass(frozen=True)
-class Budget:
-    """The most bytes of the model while it is encoded, or the most bits per weight; and prompts to compare it on.
-
-    reserve: bytes of the budget that are for generation; None: as measured.
-    """
-
-    memory_budget: int | None
-    target_bpw: float | None
-    prompts: str | None
-    reserve: int | None = None
-
-
-@dataclass(frozen=True)
 class BudgetSettings(Settings):
-    """A budget as given."""
+    """The most bytes of the model while it is encoded, or the most bits per weight; and prompts to compare it on."""
 
     title: ClassVar[str] = "budget (format codebook or codebook-library; instead of floors)"
 
-    memory_budget: str | None = flag(
+    memory_budget: int | None = flag(
         None,
         "Find the floors whose model fits this memory, such as 3GB, while it is encoded too, and makes sense.",
         metavar="SIZE",
+        parse=parse_bytes,
     )
     target_bpw: float | None = flag(
         None, "The same for bits per weight of the layers that change gear.", metavar="BITS"
@@ -55,40 +43,28 @@ class BudgetSettings(Settings):
         named=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target_bpw is not None and not 0 < self.target_bpw < 16:
+            raise GearbxError(f"--target-bpw is {self.target_bpw:g}; give bits between 0 and 16")
+        self.reserved()
+
     @property
     def wanted(self) -> bool:
         return self.memory_budget is not None or self.target_bpw is not None
 
-    def budget(self, format: str | None, floors: FloorSettings) -> Budget | None:
-        """The budget for a format; None where none is asked for.
-
-        Raises:
-            GearbxError: no such size or bits, a format that has no codebooks, floors beside the budget.
-        """
-        if not self.wanted:
-            self.reserved(None)
-            return None
-        size = None if self.memory_budget is None else parse_bytes(self.memory_budget)
-        if self.target_bpw is not None and not 0 < self.target_bpw < 16:
-            raise GearbxError(f"--target-bpw is {self.target_bpw:g}; give bits between 0 and 16")
-        if not has_codebooks(format):
-            raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
-        if floors.wanted:
-            raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
-        return Budget(size, self.target_bpw, self.prompts, self.reserved(size))
-
-    def reserved(self, size: int | None) -> int | None:
-        """Bytes of a budget of `size` bytes that are for generation; None: as measured.
+    def reserved(self) -> int | None:
+        """Bytes of the memory budget that are for generation; None: as measured.
 
         Raises:
             GearbxError: no such size or share, or no budget that it is a part of.
         """
         if self.reserve is None:
             return None
-        if size is None:
+        if self.memory_budget is None:
             raise GearbxError(f"--reserve is {self.reserve}, a part of --memory-budget; give that too, or leave it out")
-        reserved = size_or_share(self.reserve, size)
-        if not 0 <= reserved < size:
+        reserved = size_or_share(self.reserve, self.memory_budget)
+        if not 0 <= reserved < self.memory_budget:
             raise GearbxError(f"--reserve is {self.reserve}; give less than --memory-budget: 2GB, 20% or 0")
         return round(reserved)
 
@@ -191,26 +167,17 @@ class ConvertSettings:
             raise GearbxError("--calibrate chooses codes of 3 and 4 bits; leave it out, or leave out floors and budget")
         elif not self.ladder.quantized_bits:
             raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
-        elif isinstance(self.quality, Budget) and self.ladder[0].bits != 2:
+        elif isinstance(self.quality, BudgetSettings) and self.ladder[0].bits != 2:
             raise GearbxError(
                 f"--gears {self.ladder}: a budget finds the bits of a gear that begins at 2; leave out --gears"
             )
 
     def _check_alone(self) -> None:
-        conversion, layout = self.conversion, self.layout
-        given = [
-            conversion.embeddings,
-            conversion.calibrate,
-            conversion.model,
-            conversion.manifest,
-            conversion.upload_repo,
-            conversion.dtype,
-            conversion.trust_remote_code or None,
-            *vars(layout).values(),
-        ]
+        conversion, read = self.conversion, {"verify", "restore", "mlx_path", "revision", "device"}
+        others = {*given(conversion, ConversionSettings()), *given(self.layout, LayoutSettings())} - read
         if conversion.verify is not None and conversion.restore is not None:
             raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
-        if any(value is not None for value in given) or self.floors.wanted or self.budget.wanted:
+        if others or self.floors.wanted or self.budget.wanted:
             if conversion.restore is not None:
                 raise GearbxError(
                     "--restore writes what was converted; leave out all flags but --mlx-path and --revision"
@@ -241,18 +208,24 @@ class ConvertSettings:
         return self.layout.gears or quality_ladder(self.layout.chosen_format, by_quality)
 
     @property
-    def quality(self) -> Floors | Budget | None:
-        """What the bits of every layer follow from: floors, a budget, or nothing but the gears."""
+    def quality(self) -> Floors | BudgetSettings | None:
+        """What the bits of every layer follow from: floors, a budget, or nothing but the gears.
+
+        Raises:
+            GearbxError: a format that has no codebooks, floors beside the budget.
+        """
         format = self.layout.chosen_format
-        return self.budget.budget(format, self.floors) or self.floors.floors(format)
+        if not self.budget.wanted:
+            return self.floors.floors(format)
+        if not has_codebooks(format):
+            raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
+        if self.floors.wanted:
+            raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
+        return self.budget
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(ConvertSettings, "convert", DESCRIPTION)
-
-
-def parse() -> ConvertSettings:
-    return command_settings(ConvertSettings, vars(setup_arg_parser().parse_args()))
 
 
 MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # keywords of mlx-lm's convert

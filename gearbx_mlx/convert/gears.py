@@ -16,10 +16,10 @@ from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
 from ..cli.base_texts import answered, text_of
 from ..cli.bases import Base, drafting_along, key_of, make_base, show_rounded
-from ..cli.loaded import ladder_of_codes, trust
+from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
-from ..cli.terminal import escaped, messages, note, progress_bar
+from ..cli.terminal import counting, escaped, messages, note, progress_bar
 from ..conversion.companions import REPORT, begin_again, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
@@ -39,7 +39,7 @@ from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
-from . import Budget, ConvertSettings
+from . import BudgetSettings, ConvertSettings
 
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
@@ -50,8 +50,8 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
             `work`, such as the beginning of another conversion.
         OSError: the directory cannot be written.
     """
-    conversion, keywords = settings.conversion, trust(settings.conversion.trust_remote_code)
-    model, tokenizer = load_cast(source, conversion.dtype, keywords, lazy=True)
+    conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
+    model, tokenizer = load_cast(source, conversion.dtype, trusted, lazy=True)
     with about(model_name(conversion.model)):
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
@@ -65,19 +65,18 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         kept = {"format": CODES, "group_size": codes.group_size, "embeddings": EMBEDDINGS[1]}
         plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
     if settings.quality is not None:
-        plan = structs.replace(plan, bits=bits_for(settings.quality, source, keywords, plan, work))
+        plan = structs.replace(plan, bits=bits_for(settings.quality, source, trusted, plan, work))
     base = None
     if conversion.calibrate is not None:
-        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, keywords)
+        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, trusted)
         plan = structs.replace(plan, calibrated=text)
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
         converter.wanted = {*files.hashes.values()} if files else set()
-        with progress_bar(in_bytes=True) as progress:
-            task = progress.add_task("converting", total=converter.size)
+        with counting("converting", converter.size, in_bytes=True) as advance:
             for size in converter:
-                progress.advance(task, size)
+                advance(size)
         manifest = converter.finish(files.keep(converter.views, work) if files else None)
     except RuntimeError as error:  # of MLX, reading what is not there any more
         raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
@@ -87,7 +86,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
     if base is not None:
-        write_drafting(work, base.held_back, origin, keywords)
+        write_drafting(work, base.held_back, origin, trusted)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
@@ -114,7 +113,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
 
 
 def calibrated(
-    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, keywords: dict[str, Any]
+    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, trusted: bool
 ) -> tuple[str, Base]:
     """The hash of the text, and the base: as an earlier run made and kept it, or made now.
 
@@ -132,15 +131,15 @@ def calibrated(
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
-                texts += answered(*load_cast(source, plan.dtype, keywords, lazy=False), text.requests, progress)
+                texts += answered(*load_cast(source, plan.dtype, trusted, lazy=False), text.requests, progress)
             base = make_base(model, key, format, texts, progress)
         show_rounded(base)
     return key.text, base
 
 
-def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, keywords: dict[str, Any]) -> None:
+def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, trusted: bool) -> None:
     """Write how the lowest gear drafts for the original weights, if the checkpoint has them."""
-    model, _ = load(work, **keywords)
+    model, _ = load(work, trust_remote_code=trusted)
     gearbox = Gearbox(model)
     if len(gearbox.ladder) > 1 and gearbox.ladder.top.dense:
         with messages.status("drafting curve"):
@@ -151,9 +150,8 @@ def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, k
 
 def open_original(source: Path) -> OriginalFiles:
     """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
-    with progress_bar(in_bytes=True) as progress:
-        task = progress.add_task("hashing", total=sum(file.stat().st_size for file in weights_in(source)))
-        files = OriginalFiles(source, progress=lambda size: progress.advance(task, size))
+    with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
+        files = OriginalFiles(source, progress=advance)
     _, lost = files.others
     if lost and source != DEMO_MODEL:  # whose own files ship
         note(f"--restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
@@ -201,18 +199,16 @@ def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: Precis
     )
 
 
-def bits_for(
-    quality: Floors | Budget, source: Path, keywords: dict[str, Any], plan: Plan, work: Path
-) -> dict[str, int]:
+def bits_for(quality: Floors | BudgetSettings, source: Path, trusted: bool, plan: Plan, work: Path) -> dict[str, int]:
     """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
     earlier, _, _ = read_journal(work)
     if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
         return dict(earlier.bits)
     lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
-    model, tokenizer = load_cast(source, plan.dtype, keywords, lazy=lazy)
+    model, tokenizer = load_cast(source, plan.dtype, trusted, lazy=lazy)
     report: dict[str, Any] = {}
     with progress_bar() as progress:
-        if isinstance(quality, Budget):
+        if isinstance(quality, BudgetSettings):
             prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
             limits = Limits(quality.memory_budget, quality.target_bpw, reserve_for(quality, model))
             found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, limits, progress)
@@ -228,13 +224,14 @@ def bits_for(
     return dict(selection.bits)
 
 
-def reserve_for(budget: Budget, model: nn.Module) -> int:
+def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
     """Bytes of a budget in memory that are for generation; prints what they are for."""
     if budget.memory_budget is None:
         return 0
-    if budget.reserve is not None:
-        note(f"reserve: {human_bytes(budget.reserve)} beside the weights, as given")
-        return budget.reserve
+    given = budget.reserved()
+    if given is not None:
+        note(f"reserve: {human_bytes(given)} beside the weights, as given")
+        return given
     reserve = measure_reserve(model)
     cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
     note(
@@ -243,9 +240,9 @@ def reserve_for(budget: Budget, model: nn.Module) -> int:
     return reserve.bytes
 
 
-def load_cast(source: Path, dtype: str | None, keywords: dict[str, Any], lazy: bool) -> tuple[nn.Module, Any]:
+def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tuple[nn.Module, Any]:
     """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
-    model, tokenizer = load(source, lazy=lazy, **keywords)
+    model, tokenizer = load(source, lazy=lazy, trust_remote_code=trusted)
     if dtype is not None:
         wanted = getattr(model, "cast_predicate", lambda name: True)
 
@@ -262,9 +259,8 @@ def write_card(converter: Converter, manifest: Manifest, work: Path, origin: Pro
     Args:
         original: bytes of the original's weights, if they can come back.
     """
-    entries = {name: entry for file in converter.files.values() for name, entry in file.entries.items()}
-    spans = {name: entry.data_offsets for name, entry in entries.items()}
-    gears = gear_sizes(manifest, {name: end - begin for name, (begin, end) in spans.items()})
+    sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
+    gears = gear_sizes(manifest, sizes)
     names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
     files = {name: (work / name).stat().st_size for name in names}
     (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")

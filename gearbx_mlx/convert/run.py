@@ -12,9 +12,8 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
-from ..cli.loaded import trust
 from ..cli.settings import human_bytes, next_command
-from ..cli.terminal import messages, note, progress_bar
+from ..cli.terminal import counting, messages, note
 from ..conversion.journal import is_begun
 from ..conversion.model_card import AFFINE, CARD, Provenance, provenance, table_card, write_table
 from ..conversion.restoring import Restorer, is_restoring, original_of, write_original
@@ -26,21 +25,8 @@ from ..gears.manifest import ORIGINAL_FILE, RESTORE
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, find, gears_of, load
-from . import ConversionSettings, ConvertSettings
+from . import ConvertSettings
 from .gears import write_gears
-
-
-def restore(saved: SavedGears, work: Path) -> None:
-    """Fill the directory `work`, from the beginning or from where an earlier run stopped.
-
-    Raises:
-        GearbxError: a checkpoint that is damaged or does not have its original, or another one's files in `work`.
-        OSError: the directory cannot be written.
-    """
-    restorer = Restorer(saved)
-    with progress_bar(in_bytes=True) as progress:
-        task = progress.add_task("restoring", total=restorer.size)
-        write_original(restorer, work, lambda size: progress.advance(task, size))
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
@@ -69,11 +55,10 @@ def verify(path_or_hf_repo: str, revision: str | None) -> str:
         raise GearbxError(f"{directory}: was written before checkpoints had hashes; convert the original again")
     sizes = {name: place.size for name, place in saved.hashes.places.items()}
     damaged = []
-    with progress_bar(in_bytes=True) as progress:
-        task = progress.add_task("comparing", total=sum(sizes.values()))
+    with counting("comparing", sum(sizes.values()), in_bytes=True) as advance:
         for name, is_whole in saved.hashes.compare(sizes, RESTORE):
             damaged += [] if is_whole else [name]
-            progress.advance(task, sizes[name])
+            advance(sizes[name])
     if damaged:
         file = saved.hashes.places[damaged[0]].file
         raise GearbxError(f"{file}: {damaged[0]} is damaged ({len(damaged)} of {len(sizes)} arrays are); {RESTORE}")
@@ -87,13 +72,11 @@ def verify_original(saved: SavedGears) -> str:
     Raises:
         GearbxError: something that does not come back.
     """
-    restorer = Restorer(saved)
-    with progress_bar(in_bytes=True) as progress:
-        task = progress.add_task("decoding", total=restorer.size)
-        tensors = 0
+    restorer, tensors = Restorer(saved), 0
+    with counting("decoding", restorer.size, in_bytes=True) as advance:
         for parameters, keys in restorer.groups:
             for key, _ in restorer.tensors(parameters, keys):
-                progress.advance(task, restorer.size_of(key))
+                advance(restorer.size_of(key))
                 tensors += 1
     files = sum(1 for _ in restorer.files())
     return f"decoded, {tensors} tensors and {files} other files are those of the original"
@@ -145,9 +128,10 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
 def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
     """What fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
-    source = find_original(conversion)
-    model = None if conversion.model is None else str(conversion.model)
-    origin = provenance(conversion.upload_repo or out.name, model, source)
+    source = find(conversion.model or DEMO_MODEL, conversion.revision)
+    if gears_of(source) is not None:
+        raise GearbxError(f"{source}: holds gears already; convert the original")
+    origin = provenance(conversion.upload_repo or out.name, conversion.model, source)
     if not settings.writes_table:
         return lambda work: write_gears(settings, source, work, origin)
     file, trusted = str(conversion.manifest), conversion.trust_remote_code
@@ -158,7 +142,13 @@ def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Pa
     """What fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have it."""
     saved = find_gears(path_or_hf_repo, revision)
     original_of(saved)
-    return lambda work: restore(saved, work)
+
+    def fill(work: Path) -> None:
+        restorer = Restorer(saved)
+        with counting("restoring", restorer.size, in_bytes=True) as advance:
+            write_original(restorer, work, advance)
+
+    return fill
 
 
 @contextlib.contextmanager
@@ -213,14 +203,6 @@ def taken(mlx_path: str | Path) -> GearbxError:
     return GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
 
 
-def find_original(conversion: ConversionSettings) -> Path:
-    """The directory of the model. Raises GearbxError where it is missing or has gears already."""
-    source = find(conversion.model or DEMO_MODEL, conversion.revision)
-    if gears_of(source) is not None:
-        raise GearbxError(f"{source}: holds gears already; convert the original")
-    return source
-
-
 def check_repository(repo: str | None) -> None:
     """Raises GearbxError for a name that the Hub refuses; before the work, not after it."""
     try:
@@ -258,7 +240,7 @@ def write_manifest_table(
         OSError: the directory cannot be written.
     """
     manifest, gear = choose_table(Path(file), layout)
-    model, tokenizer, config = load(source, return_config=True, lazy=True, **trust(trust_remote_code))
+    model, tokenizer, config = load(source, return_config=True, lazy=True, trust_remote_code=trust_remote_code)
     if is_quantized(model):
         raise GearbxError(f"{source}: is quantized already, and --manifest has bits for original weights; leave it out")
     with about(file):
@@ -301,10 +283,7 @@ def choose_table(file: Path, layout: LayoutSettings) -> tuple[PrecisionManifest,
 def write_card(layers: Sequence[Layer], bits: Mapping[str, int], weights: int, work: Path, origin: Provenance) -> None:
     """Write the model card, with sizes from the files that were written."""
     files = sorted(work.glob("model*.safetensors"))
-    sizes: dict[str, int] = {}
-    for file in files:
-        spans = {name: entry.data_offsets for name, entry in header_of(file).entries.items()}
-        sizes |= {name: end - begin for name, (begin, end) in spans.items()}
+    sizes = {name: place.size for file in files for name, place in header_of(file).places.items()}
     parts = ("weight", "scales", "biases")
     size = sum(sizes.get(f"{layer.path}.{part}", 0) for layer in layers for part in parts)
     counts = {file.name: file.stat().st_size for file in files}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..cli.flags import SMALL_MODEL, ModelSettings, turns_of
 from ..cli.gate import GateSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
-from ..cli.prompt import PromptSettings
+from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError
@@ -33,11 +33,15 @@ TASKS = TEXT, *WRITTEN = "text", "gsm8k", "math"  # those in which the model wri
 REFERENCE_DTYPES = ("float32", "float16")
 
 
-@dataclass(frozen=True)
-class AnswerLengthSettings(PromptSettings):
-    """How a problem becomes tokens, and how long its answer may be."""
-
-    max_tokens: int = flag(256, "Tokens of an answer, -1: as many as fit the context.", also=("-m",))
+def parse_shares(text: str) -> tuple[float, ...]:
+    """--share as numbers, ascending. Raises GearbxError for anything but parts of 1."""
+    try:
+        shares = sorted({float(part) for part in text.split(",")})
+    except ValueError as error:
+        raise GearbxError(f"--share '{text}' are not numbers with commas between, such as 0.25,0.5") from error
+    if not all(0 < share < 1 for share in shares):
+        raise GearbxError(f"--share '{text}': give parts of 1, more than 0 and less than 1")
+    return tuple(shares)
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class ComparisonSettings(Settings):
         choices=POLICIES,
         nargs="+",
     )
-    share: str = flag("0.25,0.5", "Shares of tokens in the higher gear.")
+    share: tuple[float, ...] = flag(
+        (0.25, 0.5), "Shares of tokens in the higher gear. Default: 0.25,0.5", parse=parse_shares
+    )
     between: str | None = flag(None, "The two gears. Default: the lowest and the top gear", metavar="LOW,HIGH")
     schedule: Sequence[str] = flag(
         (),
@@ -85,7 +91,6 @@ class ComparisonSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.shares()
         for schedule in self.schedule:
             parse_schedule(schedule, "--schedule")
         following = [policy for policy in self.policy or () if policy in SCHEDULED]
@@ -95,18 +100,6 @@ class ComparisonSettings(Settings):
             raise GearbxError(f"--schedule is for --policy {' and '.join(SCHEDULED)}; name one, or leave it out")
         if self.kv_gears == KV_BITS[-1:]:
             raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
-
-    def shares(self) -> list[float]:
-        """--share as numbers, ascending. Raises GearbxError for anything but parts of 1."""
-        try:
-            shares = sorted({float(part) for part in self.share.split(",")})
-        except ValueError as error:
-            raise GearbxError(
-                f"--share '{self.share}' are not numbers with commas between, such as 0.25,0.5"
-            ) from error
-        if not all(0 < share < 1 for share in shares):
-            raise GearbxError(f"--share '{self.share}': give parts of 1, more than 0 and less than 1")
-        return shares
 
 
 @dataclass(frozen=True)
@@ -177,11 +170,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "Read a text under several policies, one token at a time on a KV cache, and compare each token's distribution "
         "with the top gear's. Give the same command again after an interrupt, and it continues.",
     )
-
-
-def parse() -> EvaluateSettings:
-    """Raises GearbxError for flags that no model can be evaluated with."""
-    return command_settings(EvaluateSettings, vars(setup_arg_parser().parse_args()))
 
 
 def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
         kv_gears = comparison.kv_gears or ()
-        rows = entries(comparison.policy or POLICIES, comparison.shares(), resolved.ladder, kv_gears, schedules)
+        rows = entries(comparison.policy or POLICIES, comparison.share, resolved.ladder, kv_gears, schedules)
         try:
             runs.compute(rows)
             complete = True

@@ -5,12 +5,14 @@ msgspec checks the types; `misfit` puts what it says into words, with the exact 
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import msgspec
-from msgspec import inspect
 
 from ..errors import GearbxError, one_line
 
@@ -24,16 +26,10 @@ NAMES = {
     "object": "an object",
     "null": "null",
 }
-MESSAGE = re.compile(r"(.*?)(?: - at (`key` in )?`\$([^`]*)`)?", re.DOTALL)
-STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
-ANY = "..."  # msgspec's name for every key of an object that has no fixed fields
 FIELD = re.compile(r"Object (missing required|contains unknown) field `(.*)`", re.DOTALL)
 NOT_A_NUMBER = re.compile(r"-?(NaN|Infinity)")
 
 Step = str | int
-WITH_FIELDS = inspect.StructType | inspect.DataclassType | inspect.TypedDictType
-OBJECTS = WITH_FIELDS | inspect.DictType
-LISTS = inspect.ListType | inspect.TupleType | inspect.SetType | inspect.VarTupleType
 
 
 def shown(value: Any) -> str:
@@ -59,113 +55,80 @@ def malformed(error: Exception, text: str | bytes) -> str:
     return f"not JSON: {reason} at line {line}, column {column}"
 
 
-def misfit(error: msgspec.ValidationError, content: Any, kind: Any) -> str:
-    """Why a value does not fit a type: the field, the value, and what it is not."""
-    match = MESSAGE.fullmatch(str(error))
-    assert match is not None
-    message, of_key, place = match[1], match[2], match[3] or ""
-    steps: list[Step] = [name or (ANY if index == ANY else int(index)) for name, index in STEP.findall(place)]
-    try:
-        steps, value, key = narrowed(content, kind, str(error), [*steps, ANY] if of_key else steps)
-    except (LookupError, TypeError):  # no place: a name in the file imitates one
-        message, of_key, steps, value, key = str(error), None, [], content, ""
-    info = inspect.type_info(kind)
-    if of_key:
-        expected = expectation(message, branch(union_at(info, steps[:-1], content), {}).key_type)
-        return f"{where(steps[:-1])} has the key {shown(key)}, {expected}"
-    if message.startswith("Invalid value"):  # of the field that says which of several objects it is
-        tags = [str(part.tag) for part in members(union_at(info, steps[:-1], content)) if getattr(part, "tag", None)]
-        return f"{where(steps)} is {shown(value)}, not one of {', '.join(tags)}"
-    kind = branch(union_at(info, steps, content), value)
+def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
+    """Why a value does not fit a type: its first part that does not fit by itself, and what that is not.
+
+    Args:
+        place: of the value, in a larger one.
+    """
+    for step, part, wanted in parts_of(content, kind):
+        try:
+            msgspec.convert(part, wanted, str_keys=True)
+        except msgspec.ValidationError as inner:
+            return misfit(inner, part, wanted, [*place, step])
+    with_keys = [each for each in members(kind) if isinstance(content, dict) and get_origin(each) in (dict, Mapping)]
+    for key, mapping in ((key, mapping) for mapping in with_keys for key in content):
+        try:
+            msgspec.convert({key: content[key]}, mapping, str_keys=True)
+        except msgspec.ValidationError as inner:
+            message = str(inner).rpartition(" - at `key`")[0]
+            return f"{where(place)} has the key {shown(key)}, {expectation(message, get_args(mapping)[0])}"
+    message = str(error)
     field = FIELD.fullmatch(message)
     if field and field[1] == "missing required":
-        return f"{where(steps)} has no field '{field[2]}'"
+        return f"{where(place)} has no field '{field[2]}'"
     if field:
-        known = ", ".join(part.encode_name for part in kind.fields)
-        return f"{where([*steps, field[2]])} is not known; choose from {known}"
+        known = ", ".join(name for member in members(kind) for name in fields_of(member) or ())
+        return f"{where([*place, field[2]])} is not known; choose from {known}"
     expected = expectation(message, kind)
     if expected:
-        return f"{where(steps)} is {shown(value)}, {expected}"
-    return f"{where(steps)}: {message}" if steps else message  # from a check of our own
+        return f"{where(place)} is {shown(content)}, {expected}"
+    return f"{where(place)}: {message}" if place else message  # from a check of our own
 
 
-def narrowed(content: Any, kind: Any, message: str, steps: list[Step]) -> tuple[list[Step], Any, str]:
-    """The steps with the keys that msgspec does not name, the value that they lead to, and the last key.
-
-    An object that contains the wrong entry alone fails with the same message.
-    """
-
-    def fails(exact: list[Step], part: dict) -> bool:
-        try:
-            msgspec.convert(put(content, exact, part), kind, str_keys=True)
-        except msgspec.ValidationError as error:
-            return str(error) == message
-        return False
-
-    exact: list[Step] = []
-    value, key = content, ""
-    for step in steps:
-        if step == ANY:
-            step = key = next((name for name in value if fails(exact, {name: value[name]})), "")
-        exact.append(step)
-        value = value[step]
-    return exact, value, key
+def parts_of(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
+    """The parts of a JSON value, each with its name or number and the type that it is to have."""
+    for member in members(kind):
+        origin, types = get_origin(member), get_args(member)
+        if isinstance(content, dict):
+            fields = fields_of(member) or (dict.fromkeys(content, types[1]) if origin in (dict, Mapping) else {})
+            yield from ((name, content[name], fields[name]) for name in content if name in fields)
+        elif isinstance(content, list) and origin in (list, tuple, Sequence):
+            each = types if origin is tuple and types[-1] is not Ellipsis else repeat(types[0])
+            yield from ((place, part, wanted) for place, (part, wanted) in enumerate(zip(content, each)))
 
 
-def put(content: Any, steps: list[Step], value: Any) -> Any:
-    """A copy of a JSON value with another value in one place; the rest is shared."""
-    if not steps:
-        return value
-    copied = content.copy()
-    copied[steps[0]] = put(content[steps[0]], steps[1:], value)
-    return copied
+def fields_of(kind: Any) -> dict[str, Any] | None:
+    """The types of an object's fields by their names in JSON; None for what has no fixed fields."""
+    own = get_origin(kind) or kind
+    if isinstance(own, type) and issubclass(own, msgspec.Struct):
+        return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+    return get_type_hints(own, include_extras=True) if is_dataclass(own) or is_typeddict(own) else None
 
 
-def where(steps: list[Step]) -> str:
+def members(kind: Any) -> list[Any]:
+    """The types of a union, or the one type that it is, without what limits their values."""
+    if get_origin(kind) is Annotated:
+        return members(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return [member for part in get_args(kind) for member in members(part)]
+    return [kind]
+
+
+def where(place: Sequence[Step]) -> str:
     """A place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
-    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in steps]
-    parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(steps, plain)]
+    plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in place]
+    parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(place, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
 
-def union_at(info: Any, steps: list[Step], content: Any) -> Any:
-    """msgspec's description of the type in a place of a JSON value, of all of them where there are several."""
-    for step in steps:
-        info = branch(info, content)
-        if isinstance(info, WITH_FIELDS):
-            fields = (field.type for field in info.fields if field.encode_name == step)
-            info = next(fields, inspect.StrType())  # text alone says which of several objects it is
-        elif isinstance(info, inspect.DictType):
-            info = info.value_type
-        else:
-            info = info.item_types[int(step)] if isinstance(info, inspect.TupleType) else info.item_type
-        content = content[step]
-    return info
-
-
-def branch(info: Any, value: Any) -> Any:
-    """The type that a value is meant to be, among several: for an object, the one that it names."""
-    types = [part for part in members(info) if not isinstance(part, inspect.NoneType)]
-    if isinstance(value, dict):
-        types = [part for part in types if isinstance(part, OBJECTS)] or types
-        named = [part for part in types if getattr(part, "tag_field", None) and value.get(part.tag_field) == part.tag]
-        return (named or types)[0]
-    if isinstance(value, list):
-        types = [part for part in types if isinstance(part, LISTS)] or types
-    return types[0]
-
-
-def members(info: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type that it is."""
-    return info.types if isinstance(info, inspect.UnionType) else (info,)
-
-
-def expectation(message: str, info: Any) -> str:
+def expectation(message: str, kind: Any) -> str:
     """What a value is not, from msgspec's message; empty for a message that msgspec did not write."""
     if message.startswith("Invalid enum value"):
-        return f"not one of {', '.join(map(str, info.values))}"
+        values = [value for member in members(kind) if get_origin(member) is Literal for value in get_args(member)]
+        return f"not one of {', '.join(map(str, sorted(values)))}"
     if message.endswith("out of range"):
-        return "not a finite number" if isinstance(info, inspect.FloatType) else "a number with too many digits"
+        return "not a finite number" if float in members(kind) else "a number with too many digits"
     found = re.fullmatch(r"Expected `([^`]+)`(.*?)(, got .*)?", message, re.DOTALL)
     if not found:
         return ""
@@ -177,7 +140,6 @@ T = TypeVar("T")
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # as far as every reader of JSON counts exactly
 
 LARGEST_JSON, LARGEST_TEXT = 2**26, 2**30  # characters
-MALFORMED = (msgspec.DecodeError, UnicodeError, RecursionError)  # what msgspec raises for a text that is not JSON
 DEEPEST = 64  # levels of objects and lists inside each other
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from ..errors import GearbxError
+from ..errors import GearbxError, one_line
 from .model_directory import check_no_file_of_model
 
 try:
@@ -123,6 +123,20 @@ def replacing(path: Path) -> Iterator[Path]:
         if not is_about(error, path, target, beside):
             raise
         raise unwritable(path, error) from error
+
+
+@contextlib.contextmanager
+def replacing_arrays(path: Path) -> Iterator[str]:
+    """Like `replacing`, for MLX's functions, which write to names that end in .safetensors, and have own errors."""
+    with replacing(path) as place:
+        beside = place.with_name(f"{place.name}.safetensors")
+        try:
+            yield str(beside)
+            beside.replace(place)
+        except RuntimeError as error:  # MLX's, of a disk that is full for instance
+            raise GearbxError(f"{path}: cannot be written ({one_line(error)}); choose another place") from error
+        finally:
+            beside.unlink(missing_ok=True)
 
 
 def drop_unfinished() -> None:

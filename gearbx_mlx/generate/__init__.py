@@ -17,7 +17,7 @@ from ..cli.flags import (
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
-from ..cli.settings import Settings, command_settings, flag, parser_of
+from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
 
 if TYPE_CHECKING:
@@ -74,11 +74,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
         "native kernels (on a GPU, say) several rows are rounded in another way than one, so that a near-tie between "
         "two tokens may end differently; the summary counts near-ties.",
     )
-
-
-def parse() -> GenerateSettings:
-    """Raises GearbxError for flags that no model can be run with."""
-    return command_settings(GenerateSettings, vars(setup_arg_parser().parse_args()))
 
 
 def __getattr__(name: str) -> Any:

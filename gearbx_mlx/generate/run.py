@@ -1,7 +1,6 @@
 """Write a text with one model in gears."""
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,6 +29,7 @@ from ..cli.prompt import encode_prompt, read_prompt
 from ..cli.resolved import KICKDOWN, ROUTE, resolve
 from ..cli.settings import flag_of, next_command
 from ..cli.tables import layers_table, pair_table, summary_table
+from ..compat.versions import versions
 from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.pair import Pair
@@ -142,7 +142,8 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     if run is None:
         return settings
     given = values(settings)
-    check_equal(run.group, versions() | flag_facts(given))
+    computing = {f"version of {name}": version for name, version in versions().items()}
+    check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ALONE.items():
         if given.get(name):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
@@ -214,19 +215,6 @@ def values(settings: Any) -> Mapping[str, Any]:
     """Every flag's value, by its field's name."""
     groups = [getattr(settings, item.name) for item in fields(settings)]
     return {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what computes; all ranks need the same."""
-    names = ("gearbx-mlx", "mlx", "mlx-lm")
-    return {f"version of {name}": version_of(name) for name in names} | {"kind of machine": platform.machine()}
-
-
-def version_of(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
-        return "a source tree"
 
 
 def run(settings: GenerateSettings) -> int:

@@ -17,7 +17,6 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ..cli.loaded import trust
 from ..decoding.kickdown import GearedModel, Kickdown
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
@@ -90,7 +89,7 @@ class GearbxLM(MLXLM):
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
         if device in DEVICES:
             use_device(device)
-        self._model, self.tokenizer = load(as_text(path), **trust(trust_remote_code))
+        self._model, self.tokenizer = load(as_text(path), trust_remote_code=trust_remote_code)
         self.gearbox = Gearbox(
             self._model,
             None if gears is None else str(gears).replace(":", ","),

@@ -7,7 +7,7 @@ from typing import ClassVar
 from ..bit_selection.defaults import ACCURACY_THRESHOLD
 from ..cli.flags import CalibrationTextSettings, ModelSettings
 from ..cli.gears import FormatSettings
-from ..cli.settings import Settings, command_settings, flag, parser_of
+from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import DENSE, Ladder
@@ -57,10 +57,6 @@ class SensitivitySettings:
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(SensitivitySettings, "sensitivity", DESCRIPTION)
-
-
-def parse() -> SensitivitySettings:
-    return command_settings(SensitivitySettings, vars(setup_arg_parser().parse_args()))
 
 
 main = command("sensitivity")

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
-from rich import box
 from rich.table import Table
 
 from ..bit_selection.precision import EXACT, FIRST_ORDER, PrecisionManifest, least_bits
@@ -23,6 +22,7 @@ from ..bit_selection.sensitivity import (
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
 from ..cli.settings import next_command
+from ..cli.tables import columns
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import versions
 from ..errors import GearbxError
@@ -132,13 +132,10 @@ def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
 
 def classes_table(manifest: PrecisionManifest) -> Table:
     """A line for each class of layers: the fewest bits that they may have, and what all of them cost at each width."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("class")
-    for name in ("layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows = []
     for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
         layers = [layer for layer in manifest.layers.values() if layer.kind == kind]
         least = sorted({layer.min_bits for layer in layers})
         kls = (sum(layer.kl.get(bits, 0.0) for layer in layers) for bits in manifest.bits)
-        table.add_row(kind, str(len(layers)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls))
-    return table
+        rows.append([kind, str(len(layers)), ", ".join(map(str, least)), *(f"{kl:.2g}" for kl in kls)])
+    return columns(["class", "layers", "least bits", *(f"KL at {bits}" for bits in manifest.bits)], rows)

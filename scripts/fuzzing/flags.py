@@ -150,7 +150,7 @@ def parsers_of(command: str) -> list[Parser]:
     if command == "lm_eval":
         return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
     module = import_module(f"gearbx_mlx.{command}")
-    kind = get_type_hints(module.parse)["return"]
+    kind = module.setup_arg_parser().kind
     if get_origin(kind) is UnionType:
         return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
     groups = get_type_hints(kind).values()
