@@ -92,11 +92,6 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-def parse() -> AnalyzeSettings:
-    """Raises GearbxError for flags that no model can be analyzed with."""
-    return command_settings(AnalyzeSettings, vars(setup_arg_parser().parse_args()))
-
-
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
     """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
 

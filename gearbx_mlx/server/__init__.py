@@ -233,9 +233,4 @@ def setup_arg_parser() -> argparse.ArgumentParser:
     )
 
 
-def parse() -> ServerSettings:
-    """Raises GearbxError for flags that no server can be started with."""
-    return command_settings(ServerSettings, vars(setup_arg_parser().parse_args()))
-
-
 main = command("server")
