@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
 from ..cli.gate import GateSettings, RoutingSettings
 from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
-from ..cli.settings import Settings, command_settings, flag, flag_of, given, parse_bytes, parser_of
+from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError, about
 from ..files.reading import parse_json, typed
