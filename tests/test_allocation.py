@@ -159,32 +159,28 @@ class TestMeasured:
         assert found.bytes < allocator.budget(4.5)
         assert set(allocator.for_kl(0.0).bits.values()) == {8}
 
-    def test_ranges_are_kept(self, measured):
+    def test_ranges_are_kept_if_asked_for(self, measured):
         exact, manifest = measured
         layers = {path: LayerPrecision(e.kind, e.weights, 4, 4, e.kl) for path, e in manifest.layers.items()}
         narrow = PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
-        assert set(Allocator(exact, narrow).for_bytes(10**9).bits.values()) == {4}
-        assert set(Allocator(exact, narrow, ranges=False).for_bytes(10**9).bits.values()) == {8}
+        assert set(Allocator(exact, narrow, ranges=True).for_bytes(10**9).bits.values()) == {4}
+        assert set(Allocator(exact, narrow).for_bytes(10**9).bits.values()) == {8}
 
-    def test_ranges_that_allow_no_table_within_the_bytes_are_left_out(self, measured):
-        """Half of the layers have at least 8 bits: the smallest table then costs more KL than 4 bits everywhere."""
+    def test_is_no_worse_than_uniform_where_the_parts_mislead(self, measured):
+        """The KLs of the most and the least sensitive layers are exchanged."""
         exact, manifest = measured
-        low = sorted(manifest.layers, key=lambda path: manifest.layers[path].kl[3])[len(manifest.layers) // 2 :]
+        known = manifest.layers
+        order = sorted(known, key=lambda path: known[path].kl[3])
         layers = {
-            path: LayerPrecision(e.kind, e.weights, 3 if path in low else 8, 16, e.kl)
-            for path, e in manifest.layers.items()
+            path: LayerPrecision(known[path].kind, known[path].weights, 3, 16, known[other].kl)
+            for path, other in zip(order, reversed(order))
         }
-        ranged = PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
-        allocator = Allocator(exact, ranged, trials=0)
+        misled = PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
         uniform = dict.fromkeys(manifest.layers, 4)
-        budget = allocator.budget(4.5)
-        floors = {path: layer.min_bits for path, layer in layers.items()}
-        assert allocator.bytes_of(floors) == allocator.fewest_bytes > budget
-        assert exact.measure_caps(floors).kl > exact.measure_caps(uniform).kl
-        found = allocator.fitting(budget).for_bytes(budget)
-        assert found.bytes <= budget
-        assert found.distance.kl < exact.measure_caps(uniform).kl
-        assert allocator.fitting(allocator.fewest_bytes) is allocator
+        allocator, least = Allocator(exact, misled, trials=0), exact.measure_caps(uniform).kl
+        budget = allocator.bytes_of(uniform)
+        assert exact.measure_caps(within_bytes(allocator.options, budget).table).kl > least
+        assert allocator.for_bytes(budget).distance.kl <= least
 
 
 TEXT = ("--num-samples", 2, "--sequence-length", 24)
@@ -235,16 +231,16 @@ class TestCommand:
         assert "no table meets 10000 bytes; the nearest has 3.500 bits per weight" in result.err
         assert set(read_precision(tmp_path / "m.json").gears[4].bits.values()) == {3}
 
-    def test_ranges_beyond_the_target_are_left_out_with_a_word(self, command, manifest, tmp_path):
+    def test_a_target_outside_of_the_ranges_gets_the_nearest_table_and_a_word(self, command, manifest, tmp_path):
         file = tmp_path / "ranged.json"
         made = json.loads(manifest.read_text())
         for layer in made["layers"].values():
             layer["min_bits"] = 8
         file.write_text(json.dumps(made))
-        result = self.run(command, file, tmp_path, "--gears", "4,16", "--exchanges", 0)
+        result = self.run(command, file, tmp_path, "--gears", "4,16", "--exchanges", 0, "--within-ranges")
         assert result.status == 0, result.err
-        assert "ranges of the manifest allow 8.500 bits per weight and more; they are left out for 4.5" in result.err
-        assert read_precision(tmp_path / "m.json").gears[4].bits_per_weight <= 4.5
+        assert "no table meets 4.5 bits per weight; the nearest has 8.500 bits per weight" in result.err
+        assert set(read_precision(tmp_path / "m.json").gears[4].bits.values()) == {8}
 
     def test_tokens_per_second(self, command, manifest, tmp_path, monkeypatch):
         """The speed if a byte takes a nanosecond, and the rest of a token a millisecond."""

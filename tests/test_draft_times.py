@@ -78,16 +78,16 @@ class TestFile:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            ({"verification": [1.0] * 3}, "3 verifications; 16 are needed"),
-            ({"alone": 0.0}, "not above 0"),
-            ({"draft": 0.0}, "not above 0"),
-            ({"per_token": float("inf")}, "not above 0"),
-            ({"verification": [1.0] * 15 + [-1.0]}, "not above 0"),
+            ({"verification": [1.0] * 3}, "times.verification"),
+            ({"alone": 0.0}, "times.alone is 0"),
+            ({"draft": 0.0}, "times.draft is 0"),
+            ({"per_token": float("inf")}, "Infinity|per_token"),
+            ({"verification": [1.0] * 15 + [-1.0]}, r"times.verification\[15\]"),
         ],
     )
     def test_refuses_times_that_cannot_be(self, change, says):
         with pytest.raises(GearbxError, match=says):
-            times_of("this", **change)
+            parse_draft_file(json.dumps(file_with(asdict(times_of("this", **change)))))
 
     @pytest.mark.parametrize(("value", "says"), [({"draft": "1"}, "times"), ([], "times"), ({"draft": -1}, "times")])
     def test_refuses_a_file_whose_times_are_something_else(self, value, says):

@@ -54,7 +54,7 @@ class AllocationSettings(Settings):
     target_tps: str | None = flag(
         None, "Tokens/s of decoding on this machine; likewise.", metavar="TOKENS", exclusive="target"
     )
-    any_bits: bool = flag(False, "Ignore the ranges of the manifest. Default: where no table meets the target in them")
+    within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest.")
     exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
 
     def __post_init__(self) -> None:

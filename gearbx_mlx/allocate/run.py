@@ -47,7 +47,7 @@ def run(settings: AllocateSettings) -> int:
     with progress_bar() as progress:
         exact = exact_of(gearbox, windows, progress)
         task = progress.add_task("tables measured", total=None)
-        allocator = Allocator(exact, manifest, not wanted.any_bits, wanted.exchanges, lambda: progress.advance(task))
+        allocator = Allocator(exact, manifest, wanted.within_ranges, wanted.exchanges, lambda: progress.advance(task))
         for gear, target in zip(wanted.bits, wanted.targets()):
             target = target or Target("bpw", 8 * uniform_bytes(gearbox, gear) / allocator.weights)
             tables[gear] = gear_table(find_table(allocator, target), str(target), allocator.weights)
@@ -72,11 +72,7 @@ def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
             note(f"no table has a KL of {target}; the nearest has {found.distance.kl:.2g}")
         return found
     budget = value if kind == "bytes" else bytes_for(gearbox, value) if kind == "tps" else allocator.budget(value)
-    fitting = allocator.fitting(budget)
-    if fitting is not allocator:
-        fewest = f"{8 * allocator.fewest_bytes / allocator.weights:.3f}"
-        note(f"the ranges of the manifest allow {fewest} bits per weight and more; they are left out for {target}")
-    found = fitting.for_bytes(budget)
+    found = allocator.for_bytes(budget)
     if found.bytes > budget:
         nearest = f"{8 * found.bytes / allocator.weights:.3f} bits per weight, {human_bytes(found.bytes)}"
         note(f"no table meets {target}; the nearest has {nearest}")
