@@ -139,10 +139,7 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
         scheduler = Scheduler(provider, kept)
-        served = provider.served
-        server.serves = f"serving {', '.join(provider.catalogue)}, each when it is asked for"
-        if served is not None:
-            server.serves = f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
+        server.serves = said_of(provider)
         try:
             server.start(server_application(guard, scheduler))
             yield server
@@ -150,6 +147,14 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             scheduler.stop_and_join()
             server.stop()
             provider.forget()
+
+
+def said_of(provider: GearedProvider) -> str:
+    """What is served, in a few words. Here, since a model that is replaced must have no name that stays."""
+    served = provider.served
+    if served is None:
+        return f"serving {', '.join(provider.catalogue)}, each when it is asked for"
+    return f"serving {provider.name}, mode {served.default_mode}, gears {', '.join(served.gears)}"
 
 
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
