@@ -1,9 +1,9 @@
 """What the states of hybrid models cost where a verification ends early."""
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,7 @@ from pages import table
 from rich.progress import track
 
 from gearbx_mlx import Gearbox
+from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.rows import Verifier
 
 from .studies import Found, spread, study
@@ -29,7 +30,7 @@ COMMON = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
-HYBRIDS = {
+HYBRIDS: dict[str, dict[str, Any]] = {  # of 60 to 110 million weights
     "qwen3_next": {
         "linear_num_value_heads": 16,
         "linear_num_key_heads": 8,
@@ -74,15 +75,6 @@ HYBRIDS = {
 DRAFTED, ACCEPTED, CONTEXT = 8, 5, 40
 
 
-def hybrid(name: str) -> nn.Module:
-    """A random model of 60 to 110 million weights in bfloat16."""
-    module = importlib.import_module(f"mlx_lm.models.{name}")
-    model = module.Model(module.ModelArgs.from_dict({"model_type": name, **COMMON, **HYBRIDS[name]}))
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    return model
-
-
 def milliseconds(compute: Callable[[], object]) -> float:
     start = time.perf_counter()
     mx.eval(compute())
@@ -113,7 +105,7 @@ def states(trials: int = 11) -> Found:
     """
     rows = []
     for name in HYBRIDS:
-        model = hybrid(name)
+        model = random_model({"model_type": name, **COMMON, **HYBRIDS[name]})
         gearbox = Gearbox(model, "4,16", kernels="auto")
         verifier = Verifier(gearbox, gearbox.ladder.top)
         spent = [trial(verifier, model) for _ in track(range(trials + 1), name)][1:]

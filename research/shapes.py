@@ -1,16 +1,15 @@
 """What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
 
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import msgspec
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
+from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.draft_trials import draft_times, record_agreement
 from gearbx_mlx.routing.acceptance import AcceptanceCurve, Recorded, fit_curve
 from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
@@ -18,10 +17,9 @@ from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here
 
-OF_SMOLLM2 = "SmolLM2-135M"
 COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 8192}
 SHAPES: dict[str, dict[str, Any]] = {
-    OF_SMOLLM2: {
+    "SmolLM2-135M": {
         "model_type": "llama",
         "hidden_size": 576,
         "num_hidden_layers": 30,
@@ -49,17 +47,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-
-
-def random_model(shape: str) -> nn.Module:
-    """A model of this shape with random weights in bfloat16."""
-    sizes = COMMON | SHAPES[shape]
-    module = import_module(f"mlx_lm.models.{sizes['model_type']}")
-    mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(sizes))
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    return model
 
 
 def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Recorded, AcceptanceCurve]:
@@ -98,7 +85,7 @@ def larger_shapes(
         drafts[name] = recorded(writer, asked, max_tokens)
     rows, figures = [], []
     for shape in SHAPES:
-        box = Gearbox(random_model(shape), gears, kernels="native")
+        box = Gearbox(random_model(COMMON | SHAPES[shape]), gears, kernels="native")
         times = draft_times(box, box.ladder.top, box.ladder[0], context, *drafts["nearest codes"])
         costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
         faster = [times.alone / predicted_cost(*each, costs) for each in drafts.values()]

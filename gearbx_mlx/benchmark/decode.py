@@ -1,14 +1,14 @@
 """Tokens per second of every gear, on native kernels and on MLX's own, of a model or of a random Llama."""
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
-from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..cli.flags import ModelSettings
@@ -186,7 +186,6 @@ def random_llama(shape: str) -> nn.Module:
         GearbxError: a shape that is not of that form.
     """
     width, layers = parse_shape(shape)
-    mx.random.seed(0)
     sizes = {
         "model_type": "llama",
         "hidden_size": width,
@@ -198,7 +197,14 @@ def random_llama(shape: str) -> nn.Module:
         "vocab_size": VOCABULARY,
         "tie_word_embeddings": False,
     }
-    model = llama.Model(llama.ModelArgs.from_dict(sizes))
+    return random_model(sizes)
+
+
+def random_model(sizes: Mapping[str, Any]) -> nn.Module:
+    """A model of mlx-lm's class `sizes["model_type"]`, with the same random weights every time, in bfloat16."""
+    module = import_module(f"mlx_lm.models.{sizes['model_type']}")
+    mx.random.seed(0)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(sizes)))
     model.set_dtype(mx.bfloat16)
     mx.eval(model.parameters())
     return model

@@ -173,6 +173,7 @@ class Allocator:
         gearbox = exact.gearbox
         self.weights = sum(layer.weights for layer in manifest.layers.values())
         self.options: dict[str, list[Option]] = {}
+        self._known: dict[frozenset[tuple[str, int]], MeasuredTable] = {}
         for layer in gearbox.layers:
             known = manifest.layers.get(layer.path)
             if known is None:
@@ -211,23 +212,19 @@ class Allocator:
 
     def for_kl(self, kl: float) -> MeasuredTable:
         """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
-        points, known = greedy_path(self.options), dict[int, MeasuredTable]()
-
-        def measured(table: Bits) -> float:
-            key = self.bytes_of(table)
-            if key not in known:
-                known[key] = self._measured(table)
-            return known[key].distance.kl
-
-        point = least_bytes(points, measured, kl) or points[-1]
-        measured(point.table)
-        return known[point.bytes]
+        points = greedy_path(self.options)
+        point = least_bytes(points, lambda table: self._measured(table).distance.kl, kl) or points[-1]
+        return self._measured(point.table)
 
     def _measured(self, bits: Bits) -> MeasuredTable:
-        distance = self.exact.measure_caps(bits)
-        self.progress()
-        parts = sum(o.kl for path, width in bits.items() for o in self.options[path] if o.bits == width)
-        return MeasuredTable(dict(bits), self.bytes_of(bits), distance, parts)
+        """A table with its distance, which is measured once."""
+        key = frozenset(bits.items())
+        if key not in self._known:
+            distance = self.exact.measure_caps(bits)
+            self.progress()
+            parts = sum(o.kl for path, width in bits.items() for o in self.options[path] if o.bits == width)
+            self._known[key] = MeasuredTable(dict(bits), self.bytes_of(bits), distance, parts)
+        return self._known[key]
 
     def _exchanged(self, best: MeasuredTable, budget: float) -> MeasuredTable:
         """Give one layer its next width and another one its previous width; keep the table that measures better."""

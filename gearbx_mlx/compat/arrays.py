@@ -41,7 +41,7 @@ class OwnRandomState:
         finally:
             self.state = mx.array(state[0])
             state[0][:] = before
-            mx.async_eval(self.state, state[0])  # or both graphs grow with every token
+            mx.async_eval(self.state, state[0])  # else every token would add to both graphs
 
 
 def next_key() -> mx.array:
@@ -61,7 +61,7 @@ def same_random_numbers() -> Iterator[None]:
         yield
     finally:
         state[0][:] = before
-        mx.async_eval(state[0])  # or the graph of MLX's state grows for as long as no number is drawn
+        mx.async_eval(state[0])  # until a number is drawn, each exchange would add to its graph
 
 
 def memory_of(array: mx.array) -> memoryview:

@@ -207,13 +207,13 @@ def in_tower(path: str) -> bool:
     return TOWER.search(path.lower()) is not None
 
 
-def stored_widths(layer: Layer, format: Format, gears: Iterable[int], others: Iterable[int] = ()) -> tuple[int, ...]:
-    """The bits, ascending, that a layer has in a format and gears of these bits, and of others: none below its floor.
+def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[int, ...]:
+    """The bits, ascending, at which a format stores a layer for gears of these bits; none is below the layer's floor.
 
     Instead of bits below its floor it has the fewest of the gears or the format that reach it, or else 16. Where a
     format has certain ladders alone, other layers have 16 bits alone.
     """
-    gears = {*gears, *others}
+    gears = {*gears}
     if layer.is_table:
         gears = {min(gears), max(gears)}
     available = sorted({*gears, *format.layer_bits})

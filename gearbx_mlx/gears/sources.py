@@ -103,7 +103,7 @@ class FromWeights(Source):
 
     def widths(self, layer: Layer) -> tuple[int, ...]:
         in_gears = {self.tables.get(gear.bits, {}).get(layer.path, gear.bits) for gear in self.ladder}
-        return stored_widths(layer, self.format, in_gears, self.further)
+        return stored_widths(layer, self.format, {*in_gears, *self.further})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
         """A gear that stands alone has fewer planes to read than one of the same bits among others."""
