@@ -19,6 +19,7 @@ MODULES = (
     "throttling",
     "lossless",
     "shapes",
+    "experts",
     "batches",
     "decoding_costs",
     "hybrids",

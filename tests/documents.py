@@ -7,12 +7,14 @@ quick.
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -188,11 +190,16 @@ def shortened(part: str) -> str:
     return f"{part} {SHORTER[max(fitting, key=len)]}" if fitting else part
 
 
+Command = Callable[..., Any]
+"""The fixture `command`."""
+
+
 @dataclass
 class Directory:
-    """A directory in which a page's lines run."""
+    """A directory in which a page's lines run: commands of this package in this process, the rest in programs."""
 
     path: Path
+    command: Command
 
     def __post_init__(self) -> None:
         for name, text in FILES.items():
@@ -203,22 +210,27 @@ class Directory:
             program.write_text(f"#!/bin/sh\nexec {body.format(python=sys.executable)}\n")
             program.chmod(0o755)
 
-    def run(self, line: Line) -> subprocess.CompletedProcess:
+    def run(self, line: Line) -> tuple[int, str]:
+        """The exit status, and what it wrote to stderr."""
         if line.python:
             (self.path / "block.py").write_text(on_the_demo_model(line.text), encoding="utf-8")
-            typed = "python block.py"
-        else:
-            pieces = JOINTS.split(line.text)
-            typed = "".join(
-                piece if JOINTS.fullmatch(piece) else shortened(on_the_demo_model(piece)) for piece in pieces
-            )
+            return self._typed("python block.py")
+        pieces = JOINTS.split(line.text)
+        typed = [piece if JOINTS.fullmatch(piece) else shortened(on_the_demo_model(piece)) for piece in pieces]
+        own = command_of(typed[0]) if len(typed) == 1 else None
+        if own is None:
+            return self._typed("".join(typed))
+        done = self.command(own[0], *shlex.split(own[1]))
+        return done.status, done.err
+
+    def _typed(self, line: str) -> tuple[int, str]:
         environment = os.environ | {
             "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "HF_HUB_OFFLINE": "1",
         }
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", typed],
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line],
             cwd=self.path,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -226,6 +238,7 @@ class Directory:
             text=True,
             timeout=300,
         )
+        return done.returncode, done.stderr
 
 
 def is_run(line: Line) -> bool:

@@ -5,6 +5,7 @@ A line that needs a network or many minutes is only parsed.
 
 import argparse
 import functools
+import os
 import re
 import shlex
 import sys
@@ -34,14 +35,17 @@ OTHERS_FLAGS = {
 
 @pytest.mark.docs
 @pytest.mark.parametrize("page", dict.fromkeys(line.page for line in RUN))
-def test_lines_run_as_typed(page, tmp_path):
+def test_lines_run_as_typed(page, tmp_path, monkeypatch, command):
     """The lines run in their order, because one writes what the next one reads."""
-    directory = Directory(tmp_path)
-    for line in RUN:
-        if line.page == page:
-            result = directory.run(line)
-            assert result.returncode == 0, f"{line}\n{result.stderr[-2000:]}"
-            assert "warning" not in result.stderr.lower(), f"{line}\n{result.stderr}"
+    monkeypatch.chdir(tmp_path)
+    directory = Directory(tmp_path, command)
+    with open(os.devnull, encoding="utf-8") as nothing:
+        monkeypatch.setattr(sys, "stdin", nothing)
+        for line in RUN:
+            if line.page == page:
+                status, err = directory.run(line)
+                assert status == 0, f"{line}\n{err[-2000:]}"
+                assert "warning" not in err.lower(), f"{line}\n{err}"
 
 
 @pytest.mark.parametrize("line", [line for line in PARSED if not line.python], ids=str)
