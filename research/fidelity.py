@@ -6,9 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
 
-from .lossless import ASSISTANT, first_prompts
-from .studies import HELD_OUT, Found, ratios, spread, study, table_here
+from .lossless import ASSISTANT, first_prompts, generated, times_faster, written_in_turn
+from .studies import HELD_OUT, Found, in_turn, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
 MIXTURES = ("random", "route", "position", "kickdown")
@@ -131,13 +129,9 @@ def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dic
     found = {}
     for gear in box.ladder[:-1]:
         modes = {reads: Static(gear.bits, prompt_gear=reads) for reads in ("same", "8", "16")}
-        seconds: dict[str, list[float]] = {reads: [] for reads in modes}
-        for _ in range(trials + 1):
-            for reads, mode in modes.items():
-                begun = time.perf_counter()
-                next(stream_generate(loaded, tokenizer, prompt, 1, gearbox=box, mode=mode))
-                seconds[reads].append(time.perf_counter() - begun)
-        found[f"static-{gear.bits}"] = [ratios(seconds[reads][1:], seconds["same"][1:]) for reads in ("8", "16")]
+        works = {reads: partial(write, (box, mode), tokenizer, prompt, 1) for reads, mode in modes.items()}
+        seconds = in_turn(works, trials)
+        found[f"static-{gear.bits}"] = [ratios(seconds[reads], seconds["same"]) for reads in ("8", "16")]
     return found
 
 
@@ -205,16 +199,6 @@ def kl(reference: np.ndarray, other: np.ndarray) -> float:
     return float((np.exp(reference) * (reference - other)).sum(axis=-1).mean())
 
 
-@dataclass
-class Written:
-    """What a way to write gives, a number for each prompt: nats that a token gives up, share of the top gear's, ..."""
-
-    regret: list[float] = field(default_factory=list)
-    agreed: list[float] = field(default_factory=list)
-    bytes: list[float] = field(default_factory=list)
-    faster: list[float] = field(default_factory=list)
-
-
 @study("docs/evidence.md", "README.md", writes="docs/images/fidelity.png", minutes=30)
 def fidelity(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
@@ -231,27 +215,30 @@ def fidelity(
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
-        pairs: Trials of a prompt, each beside the top gear alone, whose median counts.
+        pairs: Trials of a prompt, whose median counts.
     """
     ways, tokenizer = ways_of(model)
     asked = first_prompts(tokenizer, prompts, num_prompts)
-    found = {name: Written() for name in ways}
-    for way in ways.values():
-        write(way, tokenizer, asked[0], 16)  # makes the gears
-    for prompt in track(asked, "prompts"):
-        for name, done in written(ways, tokenizer, prompt, max_tokens, pairs).items():
-            for column, value in done.items():
-                getattr(found[name], column).append(value)
-    top = statistics.fmean(found[TOP].bytes)
+    works = {name: partial(write, way, tokenizer) for name, way in ways.items()}
+    found = written_in_turn(works, asked, max_tokens, pairs)
+    regret, read = {}, {}
+    for name, each in found.items():
+        texts = [trials[-1][0] for trials in each]
+        regret[name] = [regrets(ways[TOP][0], prompt, text) for prompt, (text, _) in zip(asked, texts)]
+        read[name] = statistics.fmean(count for _, count in texts)
+    faster = {name: times_faster(found[TOP], each) for name, each in found.items()}
+    points = {
+        name: {
+            "regret": statistics.fmean(float(lost.mean()) for lost in regret[name]),
+            "agreed": statistics.fmean(float((lost == 0).mean()) for lost in regret[name]),
+            "fewer_bytes": read[TOP] / read[name],
+            "faster": statistics.median(faster[name]),
+        }
+        for name in ways
+    }
     rows = [
-        [
-            name,
-            f"{statistics.fmean(one.regret):.4f}",
-            f"{statistics.fmean(one.agreed):.3f}",
-            f"{top / statistics.fmean(one.bytes):.2f}",
-            spread(one.faster),
-        ]
-        for name, one in found.items()
+        [name, f"{one['regret']:.4f}", f"{one['agreed']:.3f}", f"{one['fewer_bytes']:.2f}", spread(faster[name])]
+        for name, one in points.items()
     ]
     head = [
         f"{model}, {len(asked)} prompts, {max_tokens} tokens",
@@ -260,7 +247,6 @@ def fidelity(
         "times fewer bytes",
         "times as fast: median (range)",
     ]
-    points = {name: summed(one, top) for name, one in found.items()}
     return Found({"fidelity": table_here(head, rows)}, points, {"fidelity.png": partial(draw, points)})
 
 
@@ -285,42 +271,12 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
     return one | two, tokenizer
 
 
-def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
-    """The tokens of a text, and for each of them the seconds (after the first) and the bytes of weights."""
+def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tuple[list[int], float], float]:
+    """The tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
     box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
-    text, begun = [], 0.0
-    for response in responses:
-        begun = begun or time.perf_counter()
-        text.append(response.token)
-    seconds = (time.perf_counter() - begun) / max(len(text) - 1, 1)
-    return text, seconds, responses.summary()["weight_bytes_per_token"]
-
-
-def written(
-    ways: Mapping[str, Way], tokenizer: Any, prompt: list[int], tokens: int, pairs: int
-) -> dict[str, dict[str, float]]:
-    """By way: regret, agreement, bytes, and how many times as fast as the top gear alone, in turn with it."""
-    texts: dict[str, list[int]] = {}
-    read: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    beside: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(pairs):
-        for name, way in ways.items():
-            beside[name].append(write(ways[TOP], tokenizer, prompt, tokens)[1])
-            texts[name], spent, read[name] = write(way, tokenizer, prompt, tokens)
-            seconds[name].append(spent)
-    box, _ = ways[TOP]
-    found = {}
-    for name, text in texts.items():
-        lost = regrets(box, prompt, text)
-        found[name] = {
-            "regret": float(lost.mean()),
-            "agreed": float((lost == 0).mean()),
-            "bytes": read[name],
-            "faster": statistics.median(ratios(beside[name], seconds[name])),
-        }
-    return found
+    text, seconds = generated(responses)
+    return (text, responses.summary()["weight_bytes_per_token"]), seconds
 
 
 def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
@@ -330,15 +286,6 @@ def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     own = mx.take_along_axis(logprobs, mx.array(text)[:, None], -1)[:, 0]
     return np.array(logprobs.max(axis=-1) - own)
-
-
-def summed(one: Written, top: float) -> dict[str, float]:
-    return {
-        "regret": statistics.fmean(one.regret),
-        "agreed": statistics.fmean(one.agreed),
-        "fewer_bytes": top / statistics.fmean(one.bytes),
-        "faster": statistics.median(one.faster),
-    }
 
 
 ANSWERING = (TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS))
