@@ -45,7 +45,7 @@ from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color
 
 from .decoding_costs import dynamic_speedup, engaged, plan_of, seconds_of
-from .studies import Found, spread, study
+from .studies import Found, results_in_turn, spread, study
 
 SETTINGS = {
     "font.size": 8,
@@ -531,12 +531,14 @@ def measure_bandwidth(subject: Subject) -> dict[str, Any]:
     """Seconds of a token and of all shifts of each mixture in each trial, on the kernels that run; bytes of gears."""
     gearbox = engaged(None, subject.shape, LADDER)
     plans = [plan_of(gearbox.ladder, shares, MIXED_TOKENS, RUN) for shares in MIXTURES]
-    trials = [[seconds_of(gearbox, plan) for plan in plans] for _ in range(MIXED_TRIALS + 1)]
+    seconds = results_in_turn(
+        {place: partial(seconds_of, gearbox, plan) for place, plan in enumerate(plans)}, MIXED_TRIALS
+    )
     return {
         "shape": subject.shape,
         "bytes": {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
         "plans": [[gear.name for gear in plan] for plan in plans],
-        "trials": trials[1:],  # the first one warms up
+        "trials": [*zip(*seconds.values())],
     }
 
 
