@@ -94,16 +94,8 @@ def sum_seconds(agreement: Agreement) -> list[float]:
 def on_ranks(count: int) -> dict:
     """What rank 0 reports in a run of `count` ranks."""
     launcher = Path(sys.executable).with_name("mlx.launch")
-    command = [
-        launcher,
-        "-n",
-        str(count),
-        "--backend",
-        "ring",
-        "--python",
-        sys.executable,
-        str(Path(__file__).with_name("on_rank.py")),
-    ]
+    program = Path(__file__).with_name("on_rank.py")
+    command = [launcher, "-n", count, "--backend", "ring", "--python", sys.executable, program]
     threads = max(1, (os.cpu_count() or 1) // count)  # of each rank: they share the cores
     environment = os.environ | {"GEARBX_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)
