@@ -315,7 +315,9 @@ def residencies(
             flags = ["--model", model, "--directory", place, "--tokens", tokens, "--trials", trials]
             done = study_in_process("residencies", *flags, "--form", name)
             if done.returncode:
-                raise GearbxError(f"{name}: its process ended with status {done.returncode}: {done.stderr.strip()[-200:]}")
+                raise GearbxError(
+                    f"{name}: its process ended with status {done.returncode}: {done.stderr.strip()[-200:]}"
+                )
             found[name] = json.loads(done.stdout.strip().splitlines()[-1])
     head = ["residency", "memory in 4 bits, MB", "in 16 bits", "shift to 4 bits, ms", "to 16 bits"]
     rows = [residency_row(name, each) for name, each in found.items()]

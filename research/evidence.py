@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gearbx_mlx import Gearbox, generate, load
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.files.writing import write_text
 
 from . import ROOT
@@ -129,16 +130,6 @@ def advice(results: Path) -> str:
 AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens -> the change of mean KL that kickdown should reach
 
 
-def percent(part, digits=0):
-    return f"{100 * part:.{digits}f} %"
-
-
-def change(control):
-    if not control:
-        return ""
-    return f"{100 * control['kl_mean_change']:+.0f} ± {100 * control['kl_mean_change_error']:.0f} %"
-
-
 def megabytes(count):
     return f"{count / 1e6:.2f}"
 
@@ -148,17 +139,17 @@ def policies(results, model):
     rows = [
         [
             row["name"],
-            percent(row["share_top"], 1),
+            percent(row["share_top"]),
             megabytes(row["weight_bytes_per_token"]),
             f"{row['kl_mean']:.2g}" if row["kl_mean"] > 1e-9 else 0,
-            percent(row["top1_agreement"], 1),
-            change(row["against_random_same_share"]),
+            percent(row["top1_agreement"]),
+            change_of_kl(row["against_random_same_share"]),
             row["better_static"] or "",
         ]
         for row in report["policies"]
     ]
     if floor := report["noise_floor"]:
-        rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
+        rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"]), "", ""])
     return table(["policy", "share", "MB/token", "mean KL", "agreement", "vs chance", "better static"], rows)
 
 
@@ -177,11 +168,11 @@ def kickdown(results):
     rows = [
         [
             model,
-            percent(row["share_top"]),
-            change(row["against_random_same_share"]),
+            percent(row["share_top"], 0),
+            change_of_kl(row["against_random_same_share"]),
             AIMS[row["share_wanted"]],
-            change(by_name[row["name"].replace("kickdown", "route")]["against_random_same_share"]),
-            change(row["against_random_same_bytes"]),
+            change_of_kl(by_name[row["name"].replace("kickdown", "route")]["against_random_same_share"]),
+            change_of_kl(row["against_random_same_bytes"]),
         ]
         for model, row, by_name in policy_rows(results)
         if row["policy"] == "kickdown"
@@ -230,13 +221,13 @@ def pair(results, folder, *thresholds):
     rows = [
         [
             str(row["threshold"]).removesuffix(".0"),
-            percent(row["share_top"], 1),
-            megabytes(row["weight_bytes_per_token"]) if copy else percent(row["parameter_ratio"], 1),
+            percent(row["share_top"]),
+            megabytes(row["weight_bytes_per_token"]) if copy else percent(row["parameter_ratio"]),
             f"{row['perplexity']:.3f}",
             f"{row['against_random_same_share']['perplexity']:.3f}",
-            percent(row["top1_agreement"], 1),
-            percent(row["against_random_same_share"]["top1_agreement"], 1),
-            change(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
+            percent(row["top1_agreement"]),
+            percent(row["against_random_same_share"]["top1_agreement"]),
+            change_of_kl(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
         ]
         for row in policies
         if str(row["threshold"]).removesuffix(".0") in thresholds
@@ -250,10 +241,10 @@ def pair_writing(results, folder):
     rows = [
         [
             row["name"],
-            percent(row["accuracy"]),
-            percent(row["same_answer_as_reference"]),
-            percent(row["share_top"], 1),
-            percent(row["parameter_ratio"], 1),
+            percent(row["accuracy"], 0),
+            percent(row["same_answer_as_reference"], 0),
+            percent(row["share_top"]),
+            percent(row["parameter_ratio"]),
             f"{row['caught_up_per_token']:.2f}",
         ]
         for row in read(results, folder)["policies"]

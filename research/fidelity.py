@@ -20,7 +20,9 @@ from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, loa
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.evaluation import answers
-from gearbx_mlx.evaluation.report import percent
+from gearbx_mlx.evaluation.metrics import kl_divergence
+from gearbx_mlx.evaluation.replay import next_logprobs
+from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
@@ -95,8 +97,8 @@ def prompt_gear(
             row["name"],
             f"{row['effective_bits']:.2f}",
             f"{row['kl_mean']:.4f}",
-            "" if row["policy"] == "random" else change(row["against_random_same_share"]),
-            "" if row["policy"] == "random" else change(row["against_random_same_bytes"]),
+            "" if row["policy"] == "random" else change_of_kl(row["against_random_same_share"]),
+            "" if row["policy"] == "random" else change_of_kl(row["against_random_same_bytes"]),
             row["better_static"] or "none",
         ]
         for row in rows.values()
@@ -112,13 +114,6 @@ def prompt_gear(
     ]
     tables = {"prompt_gear": table_here(head, gears), "prompt_mixtures": table_here(mixed_head, mixed)}
     return Found(tables, {"same": same, "precise": precise, "first": first})
-
-
-def change(control: Mapping[str, Any] | None) -> str:
-    """By how much KL differs from chance's, with its standard error."""
-    if not control or control["kl_mean_change"] is None:
-        return ""
-    return f"{control['kl_mean_change']:+.0%} ± {control['kl_mean_change_error']:.0%}"
 
 
 def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
@@ -171,7 +166,8 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
     reference = followed(box, parts, 16, 16, 16)
     found = {}
     for name, gears in reads.items():
-        found[name] = [kl(p, q) for p, q in zip(reference, followed(box, parts, low, *gears))]
+        answers_by_low = followed(box, parts, low, *gears)
+        found[name] = [float(kl_divergence(p, q).mean()) for p, q in zip(reference, answers_by_low)]
     rows = [[name, *(f"{each:.3f}" for each in [*turns, statistics.fmean(turns)])] for name, turns in found.items()]
     head = [f"{model}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
     return Found({"conversation": table_here(head, rows)}, found)
@@ -187,16 +183,10 @@ def followed(
         mx.eval(box.model(mx.array([question[:-1]]), cache=cache))
         box.shift(writes)
         with Snapshot(cache).borrowed():
-            logits = box.model(mx.array([[question[-1], *answer[:-1]]]), cache=cache)[0].astype(mx.float32)
-            found.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+            found.append(next_logprobs(box.model, [question[-1], *answer[:-1]], cache))
         box.shift(answers)
         mx.eval(box.model(mx.array([[question[-1], *answer]]), cache=cache))
     return found
-
-
-def kl(reference: np.ndarray, other: np.ndarray) -> float:
-    """Mean KL (nats) over the tokens of an answer, from log-probabilities (n, V)."""
-    return float((np.exp(reference) * (reference - other)).sum(axis=-1).mean())
 
 
 @study("docs/evidence.md", "README.md", writes="docs/images/fidelity.png", minutes=30)
@@ -282,10 +272,8 @@ def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tup
 def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
     """By how many nats each token of a text is less likely than the top gear's best, in one pass over all of it."""
     box.shift(box.ladder.top)
-    logits = box.model(mx.array([[*prompt, *text[:-1]]]))[0, len(prompt) - 1 :].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    own = mx.take_along_axis(logprobs, mx.array(text)[:, None], -1)[:, 0]
-    return np.array(logprobs.max(axis=-1) - own)
+    logprobs = next_logprobs(box.model, [*prompt, *text[:-1]], None)[len(prompt) - 1 :]
+    return logprobs.max(axis=-1) - logprobs[range(len(text)), text]
 
 
 ANSWERING = (TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS))

@@ -12,6 +12,7 @@ import numpy as np
 from pages import table
 
 from gearbx_mlx import Gearbox, load
+from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.formats import native, planes
 from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.kernels.products import stack_product
@@ -58,11 +59,6 @@ def multiply_all(module: Any, x: mx.array, matrices: list[mx.array]) -> None:
 
 
 TOKENS = 200  # per text
-
-
-def logprobs(model, tokens: list[int]) -> mx.array:
-    logits = model(mx.array([tokens]))[0].astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def in_bfloat16(x: mx.array, *arguments) -> mx.array:
@@ -117,7 +113,7 @@ def activations(texts_file: Path, model: str | None = None, gears: str = "4,8", 
         gearbox.shift(gear)
         exact: list[mx.array] = []
         for name in ways(gearbox):
-            found = [logprobs(loaded, text) for text in tokens]
+            found = [log_probabilities(loaded, text) for text in tokens]
             mx.eval(found)
             exact = exact or found
             kl = np.concatenate([np.array((mx.exp(p) * (p - q)).sum(-1)) for p, q in zip(exact, found)])
