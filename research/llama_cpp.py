@@ -9,7 +9,6 @@ import os
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -253,17 +252,21 @@ Rows = list[dict[str, Any]]
 
 
 class RandomModels:
-    """The same random Llama for both sides: a gearbox for each kind of activations, and each type of llama.cpp."""
+    """The same random Llama for both sides: a gearbox for each kind of activations, and each type of llama.cpp.
 
-    def __init__(self, args: Namespace, folder: Path, threads: int) -> None:
-        room = max(args.contexts) + max(args.tokens, PROMPT_TOKENS) + len(PROMPT)
+    Args:
+        room: tokens that llama.cpp's KV cache has to take.
+    """
+
+    def __init__(
+        self, shape: str, activations: Sequence[str], room: int, trials: int, folder: Path, threads: int
+    ) -> None:
         room = -(-room // STEP) * STEP
         self.gearboxes = {
-            name: Gearbox(random_llama(args.shape), GEARS, kernels="native", activations=name)
-            for name in args.activations
+            name: Gearbox(random_llama(shape), GEARS, kernels="native", activations=name) for name in activations
         }
-        self.peers, self.bytes, self.trials, self.read_bandwidth = {}, {}, args.trials, BandwidthMeter()
-        model = random_llama(args.shape)
+        self.peers, self.bytes, self.trials, self.read_bandwidth = {}, {}, trials, BandwidthMeter()
+        model = random_llama(shape)
         self.vocabulary = model.args.vocab_size
         for bits, kind in TYPES.items():
             file = folder / f"{kind}.gguf"
@@ -297,16 +300,16 @@ class RandomModels:
         return rows_of(spent, sizes | shared)
 
 
-def decode_rows(models: RandomModels, args: Namespace) -> Rows:
+def decode_rows(models: RandomModels, contexts: Sequence[int], tokens: int) -> Rows:
     """Greedy tokens after each context. Our keys and values of a context are random, which does not change the time."""
     rows: Rows = []
-    text, kept = models.tokens(max(args.contexts) + len(PROMPT)), 0
-    for context in sorted(args.contexts):
+    text, kept = models.tokens(max(contexts) + len(PROMPT)), 0
+    for context in sorted(contexts):
         read = text[: context + len(PROMPT)]  # decode_seconds puts its prompt after the context
-        ours = partial(decode_seconds, tokens=args.tokens, context=context)
+        ours = partial(decode_seconds, tokens=tokens, context=context)
         for bits, peer in track(models.peers.items(), f"context {context}"):
             read_again(peer, read[kept:], kept)
-            theirs = partial(decoding_seconds, peer, read, args.tokens)
+            theirs = partial(decoding_seconds, peer, read, tokens)
             rows += models.compare(bits, ours, theirs, {"context": context})
         kept = len(read)
     return rows
@@ -372,18 +375,6 @@ def versions() -> dict[str, str]:
     return {"llama_cpp_python": llama_cpp.__version__}
 
 
-def measure(args: Namespace) -> tuple[dict[str, Rows], int]:
-    """The rows of each subject, and the number of threads."""
-    threads, found = native_kernels().threads(), {}
-    with tempfile.TemporaryDirectory() as name:
-        models = RandomModels(args, Path(name), threads)
-        if "decode" in args.subjects:
-            found["decode"] = decode_rows(models, args)
-        if "prompt" in args.subjects:
-            found["prompt"] = prompt_rows(models)
-    return found, threads
-
-
 Subject = Literal["decode", "prompt"]
 Activations = Literal["float", "int16", "int8"]
 
@@ -417,8 +408,14 @@ def compare_llama_cpp(
     for name, value, least in (("trials", trials, 1), ("tokens", tokens, 1), ("contexts", min(contexts), 0)):
         if value < least:
             raise GearbxError(f"--{name} {value}: is too few; give {least} or more")
-    args = Namespace(**{name: value for name, value in locals().items() if name not in ("installed", "name", "value")})
-    found, threads = measure(args)
+    threads, found = native_kernels().threads(), {}
+    room = max(contexts) + max(tokens, PROMPT_TOKENS) + len(PROMPT)
+    with tempfile.TemporaryDirectory() as folder:
+        models = RandomModels(shape, activations, room, trials, Path(folder), threads)
+        if "decode" in subjects:
+            found["decode"] = decode_rows(models, contexts, tokens)
+        if "prompt" in subjects:
+            found["prompt"] = prompt_rows(models)
     tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
     return Found(tables, found | {"threads": threads} | installed)
 

@@ -45,13 +45,15 @@ class Subject:
     length: int
     tokens: int
 
-    def texts(self, tokenizer):
-        """Windows of the calibration text and of the held-out text."""
+    def opened(self):
+        """The manifest, the model, and windows of the calibration text and of the held-out text."""
+        model, tokenizer = load(self.model)
         read, most = read_documents(CALIBRATION)[: self.samples], self.samples * self.length
-        return {
+        texts = {
             "calibration": windows_of(tokenizer, read, self.length, most, ""),
             "held_out": windows_of(tokenizer, read_documents(self.held_out), self.length, self.tokens, ""),
         }
+        return read_precision(self.results / "manifest.json"), model, texts
 
     def command(self, name, *flags):
         """A command of the package, on the model and the calibration text."""
@@ -92,9 +94,7 @@ def measured_tables(model, texts, tables):
 
 def measure(subject):
     """The content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
-    manifest = read_precision(subject.results / "manifest.json")
-    model, tokenizer = load(subject.model)
-    texts = subject.texts(tokenizer)
+    manifest, model, texts = subject.opened()
     dynamic = dynamic_tables(subject.results, model, texts["calibration"])
     tables: dict[tuple[str, float | None], Any] = {}
     for gear in (4, 5):
@@ -113,10 +113,9 @@ def measure(subject):
 
 def measure_least(subject):
     """The content of least.json: every layer at its min_bits."""
-    manifest = read_precision(subject.results / "manifest.json")
-    model, tokenizer = load(subject.model)
+    manifest, model, texts = subject.opened()
     least = {path: layer.min_bits for path, layer in manifest.layers.items()}
-    return measured_tables(model, subject.texts(tokenizer), {("every layer at its min_bits", None): least})[0]
+    return measured_tables(model, texts, {("every layer at its min_bits", None): least})[0]
 
 
 def allocation_table(found):
@@ -178,16 +177,13 @@ def has_heavy_tails(weight):
 
 def measure_clamps(subject):
     """The content of clamps.json: by layer with heavy tails, the KL at each width, as it is and with weights cut."""
-    bits = read_precision(subject.results / "manifest.json").bits
-    model, tokenizer = load(subject.model)
-    windows = subject.texts(tokenizer)["calibration"]
-    ladder = ",".join(map(str, (*bits, 16)))
+    manifest, model, texts = subject.opened()
+    bits, ladder = manifest.bits, ",".join(map(str, (*manifest.bits, 16)))
     heavy = [layer.path for layer in discover(model)[0] if has_heavy_tails(layer.module.weight)]
     found = {}
     for name, format in (("plain", "affine"), ("cut", Cut())):
-        exact = ExactSensitivity(
-            Gearbox(load(subject.model)[0], ladder, format=format, kernels="auto", activations="float"), windows
-        )
+        gearbox = Gearbox(load(subject.model)[0], ladder, format=format, kernels="auto", activations="float")
+        exact = ExactSensitivity(gearbox, texts["calibration"])
         layers = [layer for layer in exact.in_order() if layer.path in heavy]
         found[name] = {layer.path: [exact.measure(layer, width).kl for width in bits] for layer in layers}
     return found | {"layers": len(exact.layers)}
