@@ -73,14 +73,11 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     schedules = [resolved.ladder.schedule(schedule, "--schedule") for schedule in comparison.schedule]
     whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
     check_windows(whole, loaded.model, data)
-    windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
     # Shares and policies are not among these: a report may be extended.
     depends_on = inputs_of(settings, resolved) | {
         "context": context,
-        "tokens": comparison.tokens,
-        "seed": comparison.seed,
-        "reference_dtype": comparison.reference_dtype,
+        **{name: getattr(comparison, name) for name in ("tokens", "seed", "reference_dtype")},
         "between": [gear.bits for gear in between],
         **gate,
         "windows": hash_of_tokens(whole),
@@ -93,7 +90,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         runs = Runs(
             session,
             gearbox,
-            windows,
+            [window[prompt_tokens:] for window in whole],
             between,
             gate,
             comparison.seed,
@@ -102,8 +99,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             prompt_gear,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        kv_gears = comparison.kv_gears or ()
-        rows = entries(comparison.policy or POLICIES, comparison.share, resolved.ladder, kv_gears, schedules)
+        policies = comparison.policy or POLICIES
+        rows = entries(policies, comparison.share, resolved.ladder, comparison.kv_gears or (), schedules)
         try:
             runs.compute(rows)
             complete = True
