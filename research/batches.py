@@ -4,7 +4,7 @@ import json
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from gearbx_mlx.evaluation.replay import next_logprobs
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, OneGear, ThresholdGate, policy_named
 
 from .lossless import ASSISTANT, encode
-from .studies import HELD_OUT, Found, spread, study, table_here
+from .studies import HELD_OUT, Found, in_turn, ratios, results_in_turn, spread, study, table_here
 
 GEARS = "4,16"
 SIZES = (1, 2, 4, 8)
@@ -47,37 +47,21 @@ class Reader:
         return kl_divergence(top, found), top.argmax() == found.argmax()
 
 
-@dataclass
-class Costs:
-    """All predictions of a policy: their gears, bytes, KL in nats, agreement with the top gear."""
-
-    gears: list
-    weight_bytes: list
-    kl: list
-    agree: list
-
-    def row(self, texts, policy, top):
-        share = statistics.mean(gear == top for gear in self.gears)
-        agree, megabytes = statistics.mean(self.agree), statistics.mean(self.weight_bytes) / 1e6
-        return texts, policy, f"{share:.1%}", f"{megabytes:.2f}", f"{statistics.mean(self.kl):.2g}", f"{agree:.1%}"
-
-
 def side_by_side(gearbox, texts, references, size, policy, gate):
-    """Costs of reading all texts, `size` of them at a time."""
-    costs = Costs([], [], [], [])
+    """Share of the top gear, megabytes of a token, KL and agreement where `size` texts are read at a time: as cells."""
+    gears, megabytes, predictions = [], [], []
     for start in range(0, len(texts), size):
         pairs = list(zip(texts, references))[start : start + size]
         readers = [Reader(gearbox, text, reference, gate()) for text, reference in pairs]
         for _ in range(len(texts[0])):
             gear = gearbox.ladder[policy([reader.coming.popleft() for reader in readers])]
             gearbox.shift(gear)
-            for reader in readers:
-                kl, agree = reader.read()
-                costs.gears.append(gear.index)
-                costs.weight_bytes.append(gearbox.weight_bytes_per_token(gear) / len(readers))
-                costs.kl.append(float(kl))
-                costs.agree.append(bool(agree))
-    return costs
+            predictions += [reader.read() for reader in readers]
+            gears += [gear] * len(readers)
+            megabytes += [gearbox.weight_bytes_per_token(gear) / len(readers) / 1e6] * len(readers)
+    share = np.mean([gear == gearbox.ladder.top for gear in gears])
+    kl, agree = np.mean(predictions, axis=0)
+    return f"{share:.1%}", f"{np.mean(megabytes):.2f}", f"{kl:.2g}", f"{agree:.1%}"
 
 
 def median_entropy(gearbox, references):
@@ -103,16 +87,15 @@ def measure(count, length):
     texts = read_texts(tokenizer, count, length)
     gearbox.shift(gearbox.ladder.top)
     references = [next_logprobs(model, text, make_prompt_cache(model)) for text in texts]
-    threshold, top = median_entropy(gearbox, references), gearbox.ladder.top.index
+    threshold = median_entropy(gearbox, references)
     cases = [(size, name) for size in SIZES for name in (POLICIES if size > 1 else POLICIES[:1])]
     rows = []
     for size, name in track(cases, "reading"):
-        policy = policy_named(name)
-        found = side_by_side(gearbox, texts, references, size, policy, lambda: ThresholdGate((threshold,)))
-        rows.append(found.row(size, name if size > 1 else "(any)", top))
+        gate = partial(ThresholdGate, (threshold,))
+        cells = side_by_side(gearbox, texts, references, size, policy_named(name), gate)
+        rows.append([size, name if size > 1 else "(any)", *cells])
     for size in SIZES:
-        found = side_by_side(gearbox, texts, references, size, max, OneGear)
-        rows.append(found.row(size, "static, 4 bits", top))
+        rows.append([size, "static, 4 bits", *side_by_side(gearbox, texts, references, size, max, OneGear)])
     return rows
 
 
@@ -143,47 +126,42 @@ def batch(gearbox, tokenizer, prompts, mode, max_tokens):
     generator.close()
 
 
-def ratios(before, after, unit):
-    """How many times as fast `after` is, in each trial."""
-    return [one[unit] / other[unit] for one, other in zip(before, after)]
-
-
 def pass_seconds(gearbox, size):
     """Seconds of a step of the draft, and of top steps with one to three rows of each text: medians, taken in turn."""
     cache = [BatchKVCache([0] * size) for _ in gearbox.model.layers]
     mx.eval(gearbox.model(mx.full((size, CONTEXT), 5), cache=cache))
+
+    def one_pass(gear, rows):
+        gearbox.shift(gear)
+        mx.eval(gearbox.model(mx.full((size, rows), 7), cache=cache))
+        for each in cache:
+            each.trim(rows)
+
     kinds = {"draft": ("low", 1), "top": ("high", 1), "2 rows": ("high", 2), "3 rows": ("high", 3)}
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for _ in range(PASSES):
-        for kind, (gear, rows) in kinds.items():
-            gearbox.shift(gear)
-            begun = time.perf_counter()
-            mx.eval(gearbox.model(mx.full((size, rows), 7), cache=cache))
-            times[kind].append(time.perf_counter() - begun)
-            for each in cache:
-                each.trim(rows)
-    return {kind: statistics.median(values) for kind, values in times.items()}
+    seconds = in_turn({kind: partial(one_pass, *what) for kind, what in kinds.items()}, PASSES)
+    return {kind: statistics.median(values) for kind, values in seconds.items()}
 
 
 def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
     """The row of one size."""
-    top: list[dict] = []
-    lossless: list[dict] = []
-    single: list[dict] = []
-    for trial in range(trials + 1):
-        runs = [timed(batch(gearbox, tokenizer, prompts, each, max_tokens)) for each in (Static(), mode)]
-        if len(prompts) == 1:
-            stream = stream_generate(gearbox.model, tokenizer, prompts[0], max_tokens, mode=mode, gearbox=gearbox)
-            runs.append(timed([response] for response in stream))
-        if trial:  # the first one is a warm-up
-            for place, run in zip((top, lossless, single), runs):
-                place.append(run)
-    same = sum(a == b for a, b in zip(top[-1]["texts"].values(), lossless[-1]["texts"].values()))
-    row = {"size": len(prompts), "identical": same, "drafted": lossless[-1]["drafted"]}
-    row |= {unit: ratios(top, lossless, unit) for unit in ("clock", "cpu")}
+
+    def in_a_batch(mode):
+        return timed(batch(gearbox, tokenizer, prompts, mode, max_tokens))
+
+    def alone():
+        stream = stream_generate(gearbox.model, tokenizer, prompts[0], max_tokens, mode=mode, gearbox=gearbox)
+        return timed([response] for response in stream)
+
+    works = {"top": partial(in_a_batch, Static()), "lossless": partial(in_a_batch, mode)}
+    runs = results_in_turn(works | ({"single": alone} if len(prompts) == 1 else {}), trials)
+    top, last = runs["top"][-1]["texts"], runs["lossless"][-1]
+    same = sum(a == b for a, b in zip(top.values(), last["texts"].values()))
+    row = {"size": len(prompts), "identical": same, "drafted": last["drafted"]}
+    for name, prefix in (("top", ""), ("single", "to_single_")):
+        for unit in ("clock", "cpu") if name in runs else ():
+            row[prefix + unit] = ratios(*([run[unit] for run in runs[each]] for each in (name, "lossless")))
     seconds = pass_seconds(gearbox, len(prompts))
-    row["passes"] = {kind: value / seconds["top"] for kind, value in seconds.items() if kind != "top"}
-    return row | ({"to_single_" + unit: ratios(single, lossless, unit) for unit in ("clock", "cpu")} if single else {})
+    return row | {"passes": {kind: value / seconds["top"] for kind, value in seconds.items() if kind != "top"}}
 
 
 @study("docs/batches.md", minutes=3)

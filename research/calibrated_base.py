@@ -12,6 +12,7 @@ from mlx_lm.utils import save
 from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
+from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.cli.base_texts import answered, text_of
 from gearbx_mlx.cli.bases import Base, BaseKey, key_of, make_base
 from gearbx_mlx.cli.terminal import progress_bar
@@ -183,13 +184,13 @@ def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> tuple[flo
     """The lowest gear's perplexity along windows, as a multiple of the top gear's, and its KL from the top gear."""
     total = np.zeros(3)
     for window in windows:
-        tokens, found = mx.array([list(window)]), []
+        targets = mx.array(list(window[1:]))
+        found: list[Any] = []
         for gear in (gearbox.ladder.top, gearbox.ladder[0]):
             gearbox.shift(gear)
-            logits = gearbox.model(tokens)[0, :-1].astype(mx.float32)
-            found.append(logits - mx.logsumexp(logits, -1, keepdims=True))
+            found.append(log_probabilities(gearbox.model, window)[:-1])
         top, low = found
-        own = [mx.take_along_axis(log, tokens[0, 1:, None], -1).sum().item() for log in (top, low)]
+        own = [mx.take_along_axis(log, targets[:, None], -1).sum().item() for log in (top, low)]
         kl = (mx.exp(top) * (top - low)).sum().item()
         total += [own[0] - own[1], kl, len(window) - 1]
     return (math.exp(total[0] / total[2]), total[1] / total[2]) if len(windows) else None

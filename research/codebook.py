@@ -6,7 +6,7 @@ import json
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +48,7 @@ from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
 from .conservation import compiled
-from .studies import HELD_OUT, Found, native_kernels, read_report, spread, study, table_here
+from .studies import HELD_OUT, Found, in_turn, native_kernels, ratios, read_report, spread, study, table_here
 
 FORMATS = {  # module, bits, ladder, and the format, which keeps reconstructed weights
     "codebook": (codebook, (2, 3, 4, 5, 6), "2,3,4,5,6,16", codebook.Codebook(cache=True)),
@@ -445,9 +445,9 @@ def codebook_groups(models: list[str] = ["smollm2"]) -> Found:  # noqa: B006
         curves = [row_curve(weight) for weight in weights]
         for bits in GROUPED_BITS:
             found = [grouped_error(weight, bits) for weight in weights]
-            ratios = [error / at(curve, size) for (size, error), curve in zip(found, curves)]
+            errors = [error / at(curve, size) for (size, error), curve in zip(found, curves)]
             size = float(np.mean([each for each, _ in found]))
-            rows.append([name, len(weights), bits, f"{size:.2f}", spread(ratios)])
+            rows.append([name, len(weights), bits, f"{size:.2f}", spread(errors)])
     head = ["weights", "matrices", "bits", "effective bits of groups", "squared error over that of rows at equal bits"]
     return Found({"codebook_groups": table(head, rows)}, rows)
 
@@ -480,19 +480,20 @@ def bytes_row(library: Any, matrices: list[dict[str, mx.array]], vectors: int, t
     native, x = native_kernels(), mx.random.normal((vectors, BYTES_SIZE))
     given, y = np.array(x), np.zeros((vectors, BYTES_SIZE), np.float32)
     calls = [bytes_call(library, arrays, given, y) for arrays in matrices]
-    found = []
-    for _ in range(trials + 1):
-        start = time.perf_counter()
-        products = [native.codebook_matvec(x, **arrays, bits=4) for arrays in matrices]
-        mx.eval(products)
-        floats = time.perf_counter() - start
-        start = time.perf_counter()
+    wanted: list[mx.array] = []
+
+    def by_floats() -> None:
+        wanted[:] = [native.codebook_matvec(x, **arrays, bits=4) for arrays in matrices]
+        mx.eval(wanted)
+
+    def by_bytes() -> None:
         for call in calls:
             call()
-        found.append(floats / (time.perf_counter() - start))
-    wanted = np.array(products[-1])
-    error = np.sqrt(np.mean((y - wanted) ** 2) / np.mean(wanted**2))
-    return [vectors, spread(found[1:], quartiles=True), f"{error:.2%}"]
+
+    floats, quick = in_turn({"floats": by_floats, "bytes": by_bytes}, trials).values()
+    last = np.array(wanted[-1])
+    error = np.sqrt(np.mean((y - last) ** 2) / np.mean(last**2))
+    return [vectors, spread(ratios(floats, quick), quartiles=True), f"{error:.2%}"]
 
 
 @study("docs/codebook.md", minutes=1)
@@ -516,10 +517,8 @@ CASES = [("codebook", 2), ("codebook", 4), ("codebook", 6), ("codebook-library",
 TOKEN_COUNTS = (1, 4, 16)
 
 
-def seconds(module: SwitchLinear, x: mx.array, indices: mx.array) -> float:
-    start = time.perf_counter()
-    mx.eval(module(x, indices))
-    return time.perf_counter() - start
+def next_product(module: SwitchLinear, x: mx.array, chosen: Iterator[mx.array]) -> None:
+    mx.eval(module(x, next(chosen)))
 
 
 def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
@@ -527,17 +526,15 @@ def expert_ratios(format: str, bits: int, trials: int) -> list[list[float]]:
     dense = SwitchLinear(INPUTS, OUTPUTS, EXPERTS, bias=False)
     made: Any = get_format(format)
     arrays = made.encode(dense.weight, bits)
-    stock, native = (made.module(d, bits, arrays, (bits,), 64) for d in (dense, with_kernels(dense, native=True)))
+    bases = {"reconstruction": dense, "kernel": with_kernels(dense, native=True)}
+    modules = {name: made.module(base, bits, arrays, (bits,), 64) for name, base in bases.items()}
     found = []
     for tokens in TOKEN_COUNTS:
         x = mx.random.normal((tokens, 1, 1, INPUTS))
-        each = []
-        for _ in range(trials + 1):
-            indices = mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS)))[:, :CHOSEN]
-            mx.eval(x, indices)
-            ours = seconds(native, x, indices)
-            each.append(seconds(stock, x, indices) / ours)
-        found.append(each[1:])
+        chosen = [mx.argsort(mx.random.uniform(shape=(tokens, EXPERTS)))[:, :CHOSEN] for _ in range(trials + 1)]
+        mx.eval(x, chosen)
+        works = {name: partial(next_product, module, x, iter(chosen)) for name, module in modules.items()}
+        found.append(ratios(*in_turn(works, trials).values()))
     return found
 
 

@@ -9,7 +9,8 @@ beside mlx-lm's own over the same model with the same kernels.
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,7 +34,7 @@ from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import load
 from gearbx_mlx.routing.gates import ThresholdGate
 
-from .studies import Found, study, table_here
+from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 
 
 def engaged(model: str | None, shape: str, gears: str | None) -> Gearbox:
@@ -43,17 +44,6 @@ def engaged(model: str | None, shape: str, gears: str | None) -> Gearbox:
 
 def as_table(columns: Sequence[str], rows: Rows) -> str:
     return table_here(columns, [[cell(row[name]) for name in columns] for row in rows])
-
-
-def in_turn(first: Callable[[], float], second: Callable[[], float], count: int) -> tuple[list[float], list[float]]:
-    """Seconds of two loops, trial by trial. Which of them begins alternates; a trial before all others warms up."""
-    seconds: dict[Callable[[], float], list[float]] = {first: [], second: []}
-    for trial in range(count + 1):
-        for loop in (first, second) if trial % 2 else (second, first):
-            spent = loop()
-            if trial:
-                seconds[loop].append(spent)
-    return seconds[first], seconds[second]
 
 
 def ratio_row(gear: Gear, ratios: Sequence[float], figures: dict[str, Any], read_bandwidth: Any) -> dict[str, Any]:
@@ -105,22 +95,20 @@ def routing(
     rows = []
 
     def plain() -> float:
-        return seconds_per_token(
-            mlx_lm.stream_generate(gearbox.model, tokenizer, PROMPT, max_tokens=tokens + 1), tokens
-        )
+        steps = mlx_lm.stream_generate(gearbox.model, tokenizer, PROMPT, max_tokens=tokens + 1)
+        return seconds_per_token(steps, tokens)
 
     def routed() -> float:
         gate = Stay(tuple(map(float, range(1, len(gearbox.ladder)))))
         mode = Route(gate=gate, initial_gear=gearbox.gear.name)
-        return seconds_per_token(
-            stream_generate(gearbox.model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox), tokens
-        )
+        steps = stream_generate(gearbox.model, tokenizer, PROMPT, tokens + 1, mode=mode, gearbox=gearbox)
+        return seconds_per_token(steps, tokens)
 
     for gear in track(gearbox.ladder, "gears"):
         gearbox.shift(gear)
-        theirs, ours = in_turn(plain, routed, trials)
+        theirs, ours = results_in_turn({"mlx-lm": plain, "ours": routed}, trials).values()
         figures = {"seconds": statistics.median(ours), "seconds_of_mlx_lm": statistics.median(theirs)}
-        rows.append(ratio_row(gear, [mine / other for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+        rows.append(ratio_row(gear, ratios(ours, theirs), figures, read_bandwidth))
     return Found({"routing": as_table(ROUTING_COLUMNS, rows)}, rows)
 
 
@@ -133,9 +121,7 @@ def seconds_per_token(steps: Iterator, tokens: int) -> float:
 # A mixture of gears
 
 MIXED = "mixture"
-MIXTURE_COLUMNS = (
-    *("tokens", "shifts", "milliseconds_of_a_shift", "speedup", "spread", "predicted_speedup", "of_bytes"),
-)
+MIXTURE_COLUMNS = "tokens", "shifts", "milliseconds_of_a_shift", "speedup", "spread", "predicted_speedup", "of_bytes"
 
 
 @study(minutes=3)
@@ -160,12 +146,9 @@ def mixture(
     gearbox, read_bandwidth = engaged(model, shape, gears), BandwidthMeter()
     plan = plan_of(gearbox.ladder, asked, tokens, run)
     plans = {gear.name: [gear] * len(plan) for gear in gearbox.ladder} | {MIXED: plan}
-    measured = []
-    for _ in track(range(trials + 1), "trials"):
-        measured.append({name: seconds_of(gearbox, each) for name, each in plans.items()})
-    del measured[0]  # a warm-up
-    shared = {"read_bandwidth_gigabytes_per_second": read_bandwidth()} | read_bandwidth.row
-    rows = [mixture_row(gearbox, plan, measured) | shared]
+    measured = results_in_turn({name: partial(seconds_of, gearbox, each) for name, each in plans.items()}, trials)
+    bandwidth = {"read_bandwidth_gigabytes_per_second": read_bandwidth(), **read_bandwidth.row}
+    rows = [mixture_row(gearbox, plan, measured) | bandwidth]
     return Found({"mixture": as_table(MIXTURE_COLUMNS, rows)}, rows)
 
 
@@ -221,26 +204,28 @@ def dynamic_speedup(
 
 
 def mixture_row(
-    gearbox: Gearbox, plan: Sequence[Gear], measured: Sequence[dict[str, tuple[float, float]]]
+    gearbox: Gearbox, plan: Sequence[Gear], measured: Mapping[str, Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
     """Medians over the trials. predicted_speedup: GEARBX 9; of_bytes: as if bytes alone took time, and shifts none."""
-    top, shifts = gearbox.ladder.top, shifts_of(plan)
+    top, shifts = gearbox.ladder.top.name, shifts_of(plan)
     counts = {gear.name: sum(each == gear for each in plan) for gear in gearbox.ladder}
-    speedups = [trial[top.name][0] / trial[MIXED][0] for trial in measured]
+    seconds = {name: [spent for spent, _ in trials] for name, trials in measured.items()}
+    shifting = [spent for _, spent in measured[MIXED]]
+    speedups = ratios(seconds[top], seconds[MIXED])
     predicted = [
-        dynamic_speedup(counts, {name: trial[name][0] for name in counts}, top.name, 1, trial[MIXED][1])
-        for trial in measured
+        dynamic_speedup(counts, {name: seconds[name][trial] for name in counts}, top, 1, spent)
+        for trial, spent in enumerate(shifting)
     ]
     read = {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder}
     return {
         "tokens": len(plan),
         "shifts": shifts,
-        "milliseconds_of_a_shift": 1e3 * statistics.median(trial[MIXED][1] for trial in measured) / max(shifts, 1),
+        "milliseconds_of_a_shift": 1e3 * statistics.median(shifting) / max(shifts, 1),
         "speedup": statistics.median(speedups),
         "spread": spread_of(speedups),
         "predicted_speedup": statistics.median(predicted),
-        "of_bytes": len(plan) * read[top.name] / sum(count * read[name] for name, count in counts.items()),
-        "trials": len(measured),
+        "of_bytes": len(plan) * read[top] / sum(count * read[name] for name, count in counts.items()),
+        "trials": len(speedups),
     }
 
 
@@ -270,13 +255,25 @@ def batch_speed(
     cases = [(gear, size) for gear in gearbox.ladder for size in batch_size]
     rows = []
     for gear, size in track(cases, "batches"):
-        ours, theirs = time_batches(gearbox, never_ends, gear, size, tokens, trials)
+        prompts = random_prompts(gearbox.model, size)
+
+        def by_ours(gear: Gear = gear, prompts: Any = prompts) -> None:
+            batch_generate(
+                gearbox.model, never_ends, prompts, max_tokens=tokens, mode=Static(gear.name), gearbox=gearbox
+            )
+
+        def by_theirs(gear: Gear = gear, prompts: Any = prompts) -> None:
+            gearbox.shift(gear)
+            mlx_batch_generate(gearbox.model, never_ends, prompts, max_tokens=tokens)
+
+        seconds = in_turn({"ours": by_ours, "mlx-lm": by_theirs}, trials)
+        ours, theirs = ([spent / tokens for spent in each] for each in seconds.values())
         figures = {
             "batch_size": size,
             "tokens_per_second": size / statistics.median(ours),
             "tokens_per_second_of_mlx_lm": size / statistics.median(theirs),
         }
-        rows.append(ratio_row(gear, [other / mine for mine, other in zip(ours, theirs)], figures, read_bandwidth))
+        rows.append(ratio_row(gear, ratios(theirs, ours), figures, read_bandwidth))
     lines = [
         [
             *(row["batch_size"], row["bits"], f"{row['tokens_per_second']:.0f}"),
@@ -286,23 +283,6 @@ def batch_speed(
     ]
     head = ["texts", "bits", "tokens/s", "tokens/s of mlx-lm", "ratio", "spread"]
     return Found({"beside": table_here(head, lines)}, rows)
-
-
-def time_batches(
-    gearbox: Gearbox, never_ends: "EndlessTokenizer", gear: Gear, size: int, tokens: int, trials: int
-) -> tuple[list[float], list[float]]:
-    """Seconds per step of a batch by ours and by mlx-lm's, trial by trial, in turn."""
-    model = gearbox.model
-    prompts = random_prompts(model, size)
-
-    def ours() -> Any:
-        return batch_generate(model, never_ends, prompts, max_tokens=tokens, mode=Static(gear.name), gearbox=gearbox)
-
-    def theirs() -> Any:
-        gearbox.shift(gear)
-        return mlx_batch_generate(model, never_ends, prompts, max_tokens=tokens)
-
-    return in_turn(lambda: timed(ours) / tokens, lambda: timed(theirs) / tokens, trials)
 
 
 def random_prompts(model: nn.Module, size: int) -> list[list[int]]:

@@ -3,21 +3,21 @@
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
-from mlx_lm.models import llama
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import save_model
 
 from gearbx_mlx import Gearbox, load, stream_generate
+from gearbx_mlx.benchmark.decode import VOCABULARY, decode_seconds, random_model
 from gearbx_mlx.convert import convert
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL, find
@@ -33,32 +33,23 @@ runpy.run_module("gearbx_mlx.convert", run_name="__main__")
 """
 
 
-def random_model(folder: Path, hidden: int, layers: int) -> Path:
-    """Write a Llama of random bfloat16 weights, whose largest layer is the head. Returns its directory."""
-    args = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=4 * hidden,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 256,
-        rms_norm_eps=1e-5,
-        vocab_size=32000,
-        tie_word_embeddings=False,
-    )
-    return save_model(llama.Model(args), folder / "original")
-
-
-def save_model(model: Any, path: Path) -> Path:
-    """Write a Llama in bfloat16 with the demo model's tokenizer, as a directory that mlx-lm loads. Returns it."""
-    path.mkdir(parents=True)
-    arrays = {name: array.astype(mx.bfloat16) for name, array in tree_flatten(model.parameters())}
-    mx.save_safetensors(str(path / "model.safetensors"), arrays)
-    config = {name: value for name, value in vars(model.args).items() if value is not None}
-    (path / "config.json").write_text(json.dumps(config))
+def random_checkpoint(path: Path, hidden: int, layers: int) -> None:
+    """Write a Llama of random bfloat16 weights, whose largest layer is the head, with the demo model's tokenizer."""
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "intermediate_size": 4 * hidden,
+        "num_attention_heads": hidden // 64,
+        "num_key_value_heads": hidden // 256,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCABULARY,
+        "tie_word_embeddings": False,
+    }
+    save_model(path, random_model(sizes))
+    (path / "config.json").write_text(json.dumps(sizes))
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (path / name).write_bytes((DEMO_MODEL / name).read_bytes())
-    return path
+        shutil.copy(DEMO_MODEL / name, path)
 
 
 def read(files: list[Path]) -> None:
@@ -102,6 +93,17 @@ def models(model: str, directory: Path) -> tuple[Path, Path]:
     return original, geared
 
 
+def memory(field: str) -> int:
+    """Bytes of this process, as Linux counts them: VmRSS, what is really there, or VmHWM, the most so far."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(field))
+
+
+def study_in_process(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "research", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
 def print_text(form, limit, original, geared, max_tokens, kernels):
     """What a process under the limit does: print a text in the top gear."""
     if limit:
@@ -118,36 +120,23 @@ def print_text(form, limit, original, geared, max_tokens, kernels):
     mode = "static" if form == "bf16" else "lossless"
     responses = stream_generate(model, tokenizer, PROMPT, max_tokens, gearbox=gearbox, mode=mode)
     print(json.dumps([response.token for response in responses]))
-    status = Path("/proc/self/status").read_text()
-    print(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")), file=sys.stderr)
+    print(memory("VmHWM"), file=sys.stderr)
 
 
-def under_limit(form: str, limit: int, about: "Streamed") -> tuple[str | None, Any]:
+def under_limit(command: Sequence[object], form: str, limit: int) -> tuple[str | None, Any]:
     """The text of a process under a limit, or the last line of its error, and its largest memory in bytes."""
-    command = [sys.executable, "-m", "research", "streaming", about.directory, "--model", about.model, "--form", form]
-    command += ["--limit", limit, "--kernels", about.kernels, "--max-tokens", about.max_tokens]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT)
+    done = study_in_process(*command, "--form", form, "--limit", limit)
     last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit status {done.returncode}"
-    return (done.stdout, 1024 * int(last)) if done.returncode == 0 else (None, last)
+    return (done.stdout, int(last)) if done.returncode == 0 else (None, last)
 
 
-def least_limit(form: str, text: str | None, about: "Streamed", high: int) -> int:
+def least_limit(command: Sequence[object], form: str, text: str | None) -> int:
     """The least limit in bytes, to LIMIT_STEP, under which a process writes the text."""
-    low = 0
+    low, high = 0, MOST_LIMIT
     while high - low > LIMIT_STEP:
         middle = (low + high) // 2
-        low, high = (low, middle) if under_limit(form, middle, about)[0] == text else (middle, high)
+        low, high = (low, middle) if under_limit(command, form, middle)[0] == text else (middle, high)
     return high
-
-
-@dataclass
-class Streamed:
-    """The models of `streaming`, and how their texts are written."""
-
-    directory: Path
-    model: str
-    max_tokens: int
-    kernels: str
 
 
 @study("docs/performance.md", minutes=5)
@@ -171,16 +160,16 @@ def streaming(
         form: Write one text under --limit, and nothing else.
         limit: Bytes.
     """
-    about = Streamed(directory.resolve(), model, max_tokens, kernels)
-    original, geared = models(model, about.directory)
+    original, geared = models(model, directory.resolve())
     if form:
         print_text(form, limit, original, geared, max_tokens, kernels)
         return None
-    free = {name: under_limit(name, 0, about) for name in FORMS}
+    command = ["streaming", directory.resolve(), "--model", model, "--max-tokens", max_tokens, "--kernels", kernels]
+    free = {name: under_limit(command, name, 0) for name in FORMS}
     if missing := [last for text, last in free.values() if text is None]:
         raise GearbxError(f"no text without a limit: {missing[0]}")
     text = free["bf16"][0]
-    least = {name: least_limit(name, text, about, MOST_LIMIT) for name in FORMS}
+    least = {name: least_limit(command, name, text) for name in FORMS}
     rows = [
         [FORMS[name], f"{most / MEGABYTE:.0f}", f"{least[name] / MEGABYTE:.0f}", "yes" if own == text else "no"]
         for name, (own, most) in free.items()
@@ -204,7 +193,8 @@ def checkpoint(
     """
     with tempfile.TemporaryDirectory(dir=folder) as name:
         place = Path(name)
-        source, out = random_model(place, hidden, layers), place / "geared"
+        source, out = place / "original", place / "geared"
+        random_checkpoint(source, hidden, layers)
         shipped: list[Any] = [sys.executable, "-c", PEAK, "--mlx-path", place / "small"]
         command: list[Any] = [sys.executable, "-c", PEAK, "--model", source, "--mlx-path", out, "--embeddings", "keep"]
         idle, peak = (
@@ -214,7 +204,7 @@ def checkpoint(
         base, rest = out / "model.safetensors", out / "gears.safetensors"
         size = sum(file.stat().st_size for file in (base, rest)) / 1e9
         print(f"conversion: peak {peak:.2f} GB, {idle:.2f} GB for the demo model; output {size:.2f} GB, ", end="")
-        print(f"head {32000 * hidden * 2 / 1e9:.2f} GB")
+        print(f"head {VOCABULARY * hidden * 2 / 1e9:.2f} GB")
         middle = ["mid"] if gears.count(",") > 1 else []
         for cold in (False, True):
             report(out, [base], ["low"], cold, trials)
@@ -261,28 +251,10 @@ RESIDENCIES = {  # name: the checkpoint, its format and residency
 MEGABYTE = 1e6
 
 
-def resident_bytes() -> int:
-    """Memory of this process that is really there: its resident set."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-
-
-def passes(gearbox: Gearbox, tokens: int) -> float:
-    """Seconds of a token in the engaged gear, after a prompt of a few tokens and one token."""
-    cache = make_prompt_cache(gearbox.model)
-    token = gearbox.model(mx.array([list(range(2, 10))]), cache=cache)[:, -1].argmax(-1)
-    begun = 0.0
-    for step in range(tokens + 1):
-        token = gearbox.model(token[None], cache=cache)[:, -1].argmax(-1)
-        mx.eval(token)
-        begun = begun if step else time.perf_counter()
-    return (time.perf_counter() - begun) / tokens
-
-
 def of_residency(name: str, paths: dict[str, Path], tokens: int, trials: int) -> dict[str, dict[str, list[float]]]:
     """For each gear in each trial: `shift` into it and a `token`, in seconds, and the `memory` afterwards, in bytes."""
     checkpoint, ladder, format, residency = RESIDENCIES[name]
-    empty = resident_bytes()
+    empty = memory("VmRSS")
     model, _ = load(paths[checkpoint])
     how: dict[str, Any] = {"kernels": "native", "residency": residency, "checkpoint": paths[checkpoint]}
     gearbox = Gearbox(model, **how) if checkpoint == "exact" else Gearbox(model, ladder, format=format, **how)
@@ -292,9 +264,9 @@ def of_residency(name: str, paths: dict[str, Path], tokens: int, trials: int) ->
             begun = time.perf_counter()
             gearbox.shift(gear)
             mx.eval(gearbox.model.parameters())
-            shift, token = time.perf_counter() - begun, passes(gearbox, tokens)
+            shift, token = time.perf_counter() - begun, decode_seconds(gearbox.model, tokens)
             if trial:  # the first time a gear is made
-                figures = {"shift": shift, "token": token, "memory": resident_bytes() - empty}
+                figures = {"shift": shift, "token": token, "memory": memory("VmRSS") - empty}
                 for what, value in figures.items():
                     found.setdefault(str(gear.bits), {}).setdefault(what, []).append(value)
     return found
@@ -332,9 +304,7 @@ def residencies(
     """
     with tempfile.TemporaryDirectory() as temporary:
         place = (directory or Path(temporary)).resolve()
-        paths = {"original": find(model), "exact": place / "exact"}
-        if not paths["exact"].exists():
-            convert(paths["original"], paths["exact"], gears="4,16", format="exact")
+        paths = dict(zip(("original", "exact"), models(model, place)))
         if form:
             if form not in RESIDENCIES:
                 raise GearbxError(f"--form {form}: there is none; choose from {', '.join(RESIDENCIES)}")
@@ -342,11 +312,12 @@ def residencies(
             return None
         found = {}
         for name in RESIDENCIES:
-            command = [sys.executable, "-m", "research", "residencies", "--model", model, "--directory", place]
-            command += ["--tokens", tokens, "--trials", trials, "--form", name]
-            done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, text=True, cwd=ROOT)
+            flags = ["--model", model, "--directory", place, "--tokens", tokens, "--trials", trials]
+            done = study_in_process("residencies", *flags, "--form", name)
             if done.returncode:
-                raise GearbxError(f"{name}: its process ended with status {done.returncode}")
+                raise GearbxError(
+                    f"{name}: its process ended with status {done.returncode}: {done.stderr.strip()[-200:]}"
+                )
             found[name] = json.loads(done.stdout.strip().splitlines()[-1])
     head = ["residency", "memory in 4 bits, MB", "in 16 bits", "shift to 4 bits, ms", "to 16 bits"]
     rows = [residency_row(name, each) for name, each in found.items()]

@@ -25,11 +25,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gearbx_mlx import Gearbox, generate, load
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.files.writing import write_text
 
 from . import ROOT
 from .exact import exact, lossless_table
-from .studies import STUDIES, Found, publish, study
+from .studies import STUDIES, Found, publish, read_report, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
 REPORTS = MODELS | {"smollm2": "smollm2-report", "schedules": "smollm2-schedules"}  # without a part in the advice
@@ -38,7 +39,7 @@ SIGNIFICANT = 2  # standard errors
 
 
 def read(results: Path, name: str) -> dict:
-    return json.loads((results / name / "evaluation.json").read_text(encoding="utf-8"))
+    return read_report(results / name / "evaluation.json")
 
 
 def reports(results: Path, pattern: str) -> list[dict]:
@@ -46,7 +47,7 @@ def reports(results: Path, pattern: str) -> list[dict]:
     files = sorted(results.glob(pattern))
     if not files:
         raise FileNotFoundError(errno.ENOENT, "no report", str(results / pattern))
-    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    return [read_report(file) for file in files]
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
@@ -129,43 +130,32 @@ def advice(results: Path) -> str:
 AIMS = {0.25: "-12 %", 0.5: "-35 %"}  # share of tokens -> the change of mean KL that kickdown should reach
 
 
-def percent(part, digits=0):
-    return f"{100 * part:.{digits}f} %"
-
-
-def change(control):
-    if not control:
-        return ""
-    return f"{100 * control['kl_mean_change']:+.0f} ± {100 * control['kl_mean_change_error']:.0f} %"
-
-
 def megabytes(count):
     return f"{count / 1e6:.2f}"
 
 
 def policies(results, model):
-    report = json.loads((results / REPORTS[model] / "evaluation.json").read_text())
+    report = read(results, REPORTS[model])
     rows = [
         [
             row["name"],
-            percent(row["share_top"], 1),
+            percent(row["share_top"]),
             megabytes(row["weight_bytes_per_token"]),
             f"{row['kl_mean']:.2g}" if row["kl_mean"] > 1e-9 else 0,
-            percent(row["top1_agreement"], 1),
-            change(row["against_random_same_share"]),
+            percent(row["top1_agreement"]),
+            change_of_kl(row["against_random_same_share"]),
             row["better_static"] or "",
         ]
         for row in report["policies"]
     ]
     if floor := report["noise_floor"]:
-        rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"], 1), "", ""])
+        rows.append(["bfloat16 noise", "", "", f"{floor['kl_mean']:.2g}", percent(floor["top1_agreement"]), "", ""])
     return table(["policy", "share", "MB/token", "mean KL", "agreement", "vs chance", "better static"], rows)
 
 
 def buckets(results, model, *names):
     """Mean KL by the reference's top probability."""
-    report = json.loads((results / MODELS[model] / "evaluation.json").read_text())
-    by_name = {row["name"]: row["buckets"] for row in report["policies"]}
+    by_name = {row["name"]: row["buckets"] for row in read(results, MODELS[model])["policies"]}
     first = by_name[names[0]]
     rows = [
         [part["top_probability"], part["tokens"], *(f"{by_name[name][i]['kl_mean']:.2g}" for name in names)]
@@ -175,22 +165,18 @@ def buckets(results, model, *names):
 
 
 def kickdown(results):
-    rows = []
-    for model, folder in MODELS.items():
-        report = json.loads((results / folder / "evaluation.json").read_text())
-        for row in report["policies"]:
-            if row["policy"] == "kickdown":
-                route = next(r for r in report["policies"] if r["name"] == row["name"].replace("kickdown", "route"))
-                rows.append(
-                    [
-                        model,
-                        percent(row["share_top"]),
-                        change(row["against_random_same_share"]),
-                        AIMS[row["share_wanted"]],
-                        change(route["against_random_same_share"]),
-                        change(row["against_random_same_bytes"]),
-                    ]
-                )
+    rows = [
+        [
+            model,
+            percent(row["share_top"], 0),
+            change_of_kl(row["against_random_same_share"]),
+            AIMS[row["share_wanted"]],
+            change_of_kl(by_name[row["name"].replace("kickdown", "route")]["against_random_same_share"]),
+            change_of_kl(row["against_random_same_bytes"]),
+        ]
+        for model, row, by_name in policy_rows(results)
+        if row["policy"] == "kickdown"
+    ]
     head = ["model", "share", "kickdown vs chance", "aim", "route vs chance", "kickdown at its bytes"]
     return table(head, rows)
 
@@ -220,7 +206,7 @@ def lossless(results):
 
 
 def chi_square(results):
-    found = [test for test in json.loads((results / "chi.json").read_text())["chi_square"] if test]
+    found = [test for test in read_report(results / "chi.json")["chi_square"] if test]
     rows = [
         [number, f"{test['statistic']:.1f}", test["freedom"], f"{test['p']:.3f}"]
         for number, test in enumerate(found, 1)
@@ -230,20 +216,20 @@ def chi_square(results):
 
 def pair(results, folder, *thresholds):
     """A copy of a model has as many parameters, and fewer bytes."""
-    report = json.loads((results / folder / "evaluation.json").read_text())
-    copy = all(row["parameter_ratio"] == 1 for row in report["policies"])
+    policies = read(results, folder)["policies"]
+    copy = all(row["parameter_ratio"] == 1 for row in policies)
     rows = [
         [
             str(row["threshold"]).removesuffix(".0"),
-            percent(row["share_top"], 1),
-            megabytes(row["weight_bytes_per_token"]) if copy else percent(row["parameter_ratio"], 1),
+            percent(row["share_top"]),
+            megabytes(row["weight_bytes_per_token"]) if copy else percent(row["parameter_ratio"]),
             f"{row['perplexity']:.3f}",
             f"{row['against_random_same_share']['perplexity']:.3f}",
-            percent(row["top1_agreement"], 1),
-            percent(row["against_random_same_share"]["top1_agreement"], 1),
-            change(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
+            percent(row["top1_agreement"]),
+            percent(row["against_random_same_share"]["top1_agreement"]),
+            change_of_kl(row["against_random_same_share"]) if 0 < row["share_top"] < 1 else "",
         ]
-        for row in report["policies"]
+        for row in policies
         if str(row["threshold"]).removesuffix(".0") in thresholds
     ]
     cost = "MB/token" if copy else "parameters"
@@ -252,24 +238,23 @@ def pair(results, folder, *thresholds):
 
 
 def pair_writing(results, folder):
-    report = json.loads((results / folder / "evaluation.json").read_text())
     rows = [
         [
             row["name"],
-            percent(row["accuracy"]),
-            percent(row["same_answer_as_reference"]),
-            percent(row["share_top"], 1),
-            percent(row["parameter_ratio"], 1),
+            percent(row["accuracy"], 0),
+            percent(row["same_answer_as_reference"], 0),
+            percent(row["share_top"]),
+            percent(row["parameter_ratio"]),
             f"{row['caught_up_per_token']:.2f}",
         ]
-        for row in report["policies"]
+        for row in read(results, folder)["policies"]
     ]
     return table(["policy", "right", "same answer as the large", "large", "parameters", "caught up"], rows)
 
 
 def measured(results):
     """When, where and how long all of it was measured."""
-    made = json.loads((results / "made.json").read_text()).values()
+    made = read_report(results / "made.json").values()
     days = sorted({each["day"] for each in made})
     machines = sorted({each["machine"] for each in made})
     hours = sum(each["minutes"] for each in made) / 60
@@ -277,13 +262,8 @@ def measured(results):
     return f"Measured {when} on {' and '.join(machines)}: {len(made)} commands, {hours:.1f} hours.\n"
 
 
-TABLES = {
-    function.__name__: function
-    for function in (
-        *(advice, measured, policies, buckets, kickdown, lossless, chi_square, pair),
-        pair_writing,
-    )
-}
+COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square, pair, pair_writing)
+TABLES = {function.__name__: function for function in COLLECTED}
 
 
 PAGE = "docs/evidence.md"
@@ -350,7 +330,7 @@ def lay_out(results: Path, models: Path, data: Path) -> None:
 
 def made_so_far(results: Path) -> dict[str, Made]:
     file = results / "made.json"
-    return {name: Made(**made) for name, made in json.loads(file.read_text()).items()} if file.exists() else {}
+    return {name: Made(**made) for name, made in read_report(file).items()} if file.exists() else {}
 
 
 def make(command: str, results: Path, data: Path, code: str) -> Made:
@@ -386,9 +366,7 @@ def evidence_tables(results: Path) -> Found:
     Args:
         results: Directory in which the commands ran.
     """
-    tables = {name: partial(function, results) for name, function in TABLES.items()} | {
-        "exact": partial(lossless_table, results)
-    }
+    tables = {name: partial(function, results) for name, function in (TABLES | {"exact": lossless_table}).items()}
     folders = {**{folder: f"kl_{model}" for model, folder in MODELS.items()}, "pair": "pair"}
     pictures = {
         f"{name}.png": partial(shutil.copy, results / folder / "evaluation.png")

@@ -1,7 +1,6 @@
 """Format exact: bits per weight, memory, what lossless mode reads, and a picture, for docs/exact.md."""
 
 import errno
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color
 
-from .studies import Found, study
+from .studies import Found, read_report, study
 
 LADDERS = ("3,16", "4,16", "4,8,16")
 COPIES = ("4,16", "4,8,16")  # in planes
@@ -102,9 +101,9 @@ def entropy(model: nn.Module) -> float:
     return float(-(shares * np.log2(shares)).sum())
 
 
-def bits_table(models: list[str]) -> str:
+def bits_table(demo: Weights, models: list[str]) -> str:
     found = [measured(name, lambda weight=weight: Block(weight), 64) for name, weight in random_matrices()]
-    found.append(measured("demo", lambda: bfloat16_model(None), 64))
+    found.append(demo)
     for path in models:
         name = f"{Path(path).name}, groups of {SMALL_GROUP}"
         found.append(measured(name, lambda path=path: bfloat16_model(path), SMALL_GROUP))
@@ -122,8 +121,7 @@ def bits_table(models: list[str]) -> str:
     return table([*head, *(f"`planes` {ladder}" for ladder in COPIES)], rows)
 
 
-def memory_table() -> str:
-    demo = measured("demo", lambda: bfloat16_model(None), 64)
+def memory_table(demo: Weights) -> str:
     head = ["weights", "bfloat16", *(f"`exact` {ladder}" for ladder in LADDERS), *(f"`planes` {x}" for x in COPIES)]
     bits = [16.0, *demo.exact.values(), *demo.copies.values()]
     return table(head, [[f"{count} B", *(f"{count * each / 8:.1f} GB" for each in bits)] for count in BILLIONS])
@@ -133,7 +131,7 @@ def lossless_table(results: Path) -> str:
     """What lossless mode reads, from reports of the study `lossless`. Raises FileNotFoundError if there are none."""
     rows = []
     for file in sorted(results.glob("exact_lossless_*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_report(file)
         run = found["curve"]
         rows.append(
             [
@@ -241,7 +239,8 @@ def exact(models: list[str] = [], results: Path | None = None) -> Found:  # noqa
         models: Directories, beside the demo model and random matrices, such as of stories260K and babyllama105.
         results: Directory in which the commands on docs/evidence.md ran; without it that table stays.
     """
-    tables: dict[str, Any] = {"bits": bits_table(models), "memory": memory_table()}
+    demo = measured("demo", lambda: bfloat16_model(None), 64)
+    tables: dict[str, Any] = {"bits": bits_table(demo, models), "memory": memory_table(demo)}
     if results:
         tables["lossless"] = lossless_table(results)
     return Found(tables, pictures={"exact.png": draw})

@@ -6,9 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,15 @@ from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, loa
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.evaluation import answers
-from gearbx_mlx.evaluation.report import percent
+from gearbx_mlx.evaluation.metrics import kl_divergence
+from gearbx_mlx.evaluation.replay import next_logprobs
+from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
 
-from .lossless import ASSISTANT, first_prompts
-from .studies import HELD_OUT, Found, ratios, spread, study, table_here
+from .lossless import ASSISTANT, first_prompts, generated, times_faster, written_in_turn
+from .studies import HELD_OUT, Found, in_turn, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
 MIXTURES = ("random", "route", "position", "kickdown")
@@ -97,8 +97,8 @@ def prompt_gear(
             row["name"],
             f"{row['effective_bits']:.2f}",
             f"{row['kl_mean']:.4f}",
-            "" if row["policy"] == "random" else change(row["against_random_same_share"]),
-            "" if row["policy"] == "random" else change(row["against_random_same_bytes"]),
+            "" if row["policy"] == "random" else change_of_kl(row["against_random_same_share"]),
+            "" if row["policy"] == "random" else change_of_kl(row["against_random_same_bytes"]),
             row["better_static"] or "none",
         ]
         for row in rows.values()
@@ -116,13 +116,6 @@ def prompt_gear(
     return Found(tables, {"same": same, "precise": precise, "first": first})
 
 
-def change(control: Mapping[str, Any] | None) -> str:
-    """By how much KL differs from chance's, with its standard error."""
-    if not control or control["kl_mean_change"] is None:
-        return ""
-    return f"{control['kl_mean_change']:+.0%} ± {control['kl_mean_change_error']:.0%}"
-
-
 def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dict[str, list[list[float]]]:
     """By static gear: time to the first token with a prompt in 8 and in 16 bits, over the time with one in its own."""
     loaded, tokenizer = load(model)
@@ -131,13 +124,9 @@ def first_tokens(model: str, text: Path, prompt_tokens: int, trials: int) -> dic
     found = {}
     for gear in box.ladder[:-1]:
         modes = {reads: Static(gear.bits, prompt_gear=reads) for reads in ("same", "8", "16")}
-        seconds: dict[str, list[float]] = {reads: [] for reads in modes}
-        for _ in range(trials + 1):
-            for reads, mode in modes.items():
-                begun = time.perf_counter()
-                next(stream_generate(loaded, tokenizer, prompt, 1, gearbox=box, mode=mode))
-                seconds[reads].append(time.perf_counter() - begun)
-        found[f"static-{gear.bits}"] = [ratios(seconds[reads][1:], seconds["same"][1:]) for reads in ("8", "16")]
+        works = {reads: partial(write, (box, mode), tokenizer, prompt, 1) for reads, mode in modes.items()}
+        seconds = in_turn(works, trials)
+        found[f"static-{gear.bits}"] = [ratios(seconds[reads], seconds["same"]) for reads in ("8", "16")]
     return found
 
 
@@ -177,7 +166,8 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
     reference = followed(box, parts, 16, 16, 16)
     found = {}
     for name, gears in reads.items():
-        found[name] = [kl(p, q) for p, q in zip(reference, followed(box, parts, low, *gears))]
+        answers_by_low = followed(box, parts, low, *gears)
+        found[name] = [float(kl_divergence(p, q).mean()) for p, q in zip(reference, answers_by_low)]
     rows = [[name, *(f"{each:.3f}" for each in [*turns, statistics.fmean(turns)])] for name, turns in found.items()]
     head = [f"{model}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
     return Found({"conversation": table_here(head, rows)}, found)
@@ -193,26 +183,10 @@ def followed(
         mx.eval(box.model(mx.array([question[:-1]]), cache=cache))
         box.shift(writes)
         with Snapshot(cache).borrowed():
-            logits = box.model(mx.array([[question[-1], *answer[:-1]]]), cache=cache)[0].astype(mx.float32)
-            found.append(np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
+            found.append(next_logprobs(box.model, [question[-1], *answer[:-1]], cache))
         box.shift(answers)
         mx.eval(box.model(mx.array([[question[-1], *answer]]), cache=cache))
     return found
-
-
-def kl(reference: np.ndarray, other: np.ndarray) -> float:
-    """Mean KL (nats) over the tokens of an answer, from log-probabilities (n, V)."""
-    return float((np.exp(reference) * (reference - other)).sum(axis=-1).mean())
-
-
-@dataclass
-class Written:
-    """What a way to write gives, a number for each prompt: nats that a token gives up, share of the top gear's, ..."""
-
-    regret: list[float] = field(default_factory=list)
-    agreed: list[float] = field(default_factory=list)
-    bytes: list[float] = field(default_factory=list)
-    faster: list[float] = field(default_factory=list)
 
 
 @study("docs/evidence.md", "README.md", writes="docs/images/fidelity.png", minutes=30)
@@ -231,27 +205,30 @@ def fidelity(
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.
         num_prompts: Of each file.
-        pairs: Trials of a prompt, each beside the top gear alone, whose median counts.
+        pairs: Trials of a prompt, whose median counts.
     """
     ways, tokenizer = ways_of(model)
     asked = first_prompts(tokenizer, prompts, num_prompts)
-    found = {name: Written() for name in ways}
-    for way in ways.values():
-        write(way, tokenizer, asked[0], 16)  # makes the gears
-    for prompt in track(asked, "prompts"):
-        for name, done in written(ways, tokenizer, prompt, max_tokens, pairs).items():
-            for column, value in done.items():
-                getattr(found[name], column).append(value)
-    top = statistics.fmean(found[TOP].bytes)
+    works = {name: partial(write, way, tokenizer) for name, way in ways.items()}
+    found = written_in_turn(works, asked, max_tokens, pairs)
+    regret, read = {}, {}
+    for name, each in found.items():
+        texts = [trials[-1][0] for trials in each]
+        regret[name] = [regrets(ways[TOP][0], prompt, text) for prompt, (text, _) in zip(asked, texts)]
+        read[name] = statistics.fmean(count for _, count in texts)
+    faster = {name: times_faster(found[TOP], each) for name, each in found.items()}
+    points = {
+        name: {
+            "regret": statistics.fmean(float(lost.mean()) for lost in regret[name]),
+            "agreed": statistics.fmean(float((lost == 0).mean()) for lost in regret[name]),
+            "fewer_bytes": read[TOP] / read[name],
+            "faster": statistics.median(faster[name]),
+        }
+        for name in ways
+    }
     rows = [
-        [
-            name,
-            f"{statistics.fmean(one.regret):.4f}",
-            f"{statistics.fmean(one.agreed):.3f}",
-            f"{top / statistics.fmean(one.bytes):.2f}",
-            spread(one.faster),
-        ]
-        for name, one in found.items()
+        [name, f"{one['regret']:.4f}", f"{one['agreed']:.3f}", f"{one['fewer_bytes']:.2f}", spread(faster[name])]
+        for name, one in points.items()
     ]
     head = [
         f"{model}, {len(asked)} prompts, {max_tokens} tokens",
@@ -260,7 +237,6 @@ def fidelity(
         "times fewer bytes",
         "times as fast: median (range)",
     ]
-    points = {name: summed(one, top) for name, one in found.items()}
     return Found({"fidelity": table_here(head, rows)}, points, {"fidelity.png": partial(draw, points)})
 
 
@@ -285,60 +261,19 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
     return one | two, tokenizer
 
 
-def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[list[int], float, float]:
-    """The tokens of a text, and for each of them the seconds (after the first) and the bytes of weights."""
+def write(way: Way, tokenizer: Any, prompt: list[int], tokens: int) -> tuple[tuple[list[int], float], float]:
+    """The tokens of a text with the bytes of weights of one, and the seconds of one (after the first)."""
     box, mode = way
     responses = stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode)
-    text, begun = [], 0.0
-    for response in responses:
-        begun = begun or time.perf_counter()
-        text.append(response.token)
-    seconds = (time.perf_counter() - begun) / max(len(text) - 1, 1)
-    return text, seconds, responses.summary()["weight_bytes_per_token"]
-
-
-def written(
-    ways: Mapping[str, Way], tokenizer: Any, prompt: list[int], tokens: int, pairs: int
-) -> dict[str, dict[str, float]]:
-    """By way: regret, agreement, bytes, and how many times as fast as the top gear alone, in turn with it."""
-    texts: dict[str, list[int]] = {}
-    read: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    beside: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(pairs):
-        for name, way in ways.items():
-            beside[name].append(write(ways[TOP], tokenizer, prompt, tokens)[1])
-            texts[name], spent, read[name] = write(way, tokenizer, prompt, tokens)
-            seconds[name].append(spent)
-    box, _ = ways[TOP]
-    found = {}
-    for name, text in texts.items():
-        lost = regrets(box, prompt, text)
-        found[name] = {
-            "regret": float(lost.mean()),
-            "agreed": float((lost == 0).mean()),
-            "bytes": read[name],
-            "faster": statistics.median(ratios(beside[name], seconds[name])),
-        }
-    return found
+    text, seconds = generated(responses)
+    return (text, responses.summary()["weight_bytes_per_token"]), seconds
 
 
 def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
     """By how many nats each token of a text is less likely than the top gear's best, in one pass over all of it."""
     box.shift(box.ladder.top)
-    logits = box.model(mx.array([[*prompt, *text[:-1]]]))[0, len(prompt) - 1 :].astype(mx.float32)
-    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    own = mx.take_along_axis(logprobs, mx.array(text)[:, None], -1)[:, 0]
-    return np.array(logprobs.max(axis=-1) - own)
-
-
-def summed(one: Written, top: float) -> dict[str, float]:
-    return {
-        "regret": statistics.fmean(one.regret),
-        "agreed": statistics.fmean(one.agreed),
-        "fewer_bytes": top / statistics.fmean(one.bytes),
-        "faster": statistics.median(one.faster),
-    }
+    logprobs = next_logprobs(box.model, [*prompt, *text[:-1]], None)[len(prompt) - 1 :]
+    return logprobs.max(axis=-1) - logprobs[range(len(text)), text]
 
 
 ANSWERING = (TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS))

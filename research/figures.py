@@ -9,7 +9,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from gearbx_mlx.telemetry.report import get_pyplot, save
 from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color
 
 from .decoding_costs import dynamic_speedup, engaged, plan_of, seconds_of
-from .studies import Found, spread, study
+from .studies import Found, results_in_turn, spread, study
 
 SETTINGS = {
     "font.size": 8,
@@ -445,7 +445,7 @@ def table_residency(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 LADDER = ",".join(map(str, GEARS))
 TRIALS, PASSES = 9, 5
 WAYS = {"first": "first pass, unpacking", "cached": "dequant cache", "packed": "packed kernel"}
-WAY_COLORS = dict(zip(WAYS, (ORANGE, BLUE, VERMILION)))
+WAY_COLORS = (ORANGE, BLUE, VERMILION)
 
 
 def pass_seconds(model: nn.Module, passes: int) -> float:
@@ -490,18 +490,23 @@ def ratios(data: Mapping[str, Any], gear: str, way: str) -> list[float]:
     return [a / b for a, b in zip(data["gears"][gear][way], dense)]
 
 
+def draw_bars(axes: Any, found: Mapping[str, Sequence[Sequence[float]]], colors: Sequence[str]) -> None:
+    """Bars side by side: for each name the medians of the trials at each place, with their range; a line at 1."""
+    for number, ((name, trials), color) in enumerate(zip(found.items(), colors)):
+        middle = [statistics.median(each) for each in trials]
+        ends = [[m - min(e) for m, e in zip(middle, trials)], [max(e) - m for m, e in zip(middle, trials)]]
+        left = [x + 0.27 * (number - (len(found) - 1) / 2) for x in range(len(trials))]
+        style = {"color": color, "hatch": HATCHES[number], "label": name, "edgecolor": "white"}
+        ranges = ends if max(map(len, trials)) > 1 else None
+        axes.bar(left, middle, 0.25, yerr=ranges, error_kw={"linewidth": 0.8, "capsize": 2}, **style)
+    axes.axhline(1, **GUIDE)
+
+
 def draw_forward_latency(data: Mapping[str, Any], figure: Any) -> None:
     """Bars: medians over dense weights on MLX, with the range of the trials."""
     axes, gears = figure.subplots(), list(data["gears"])
     ways = [way for way in WAYS if way in data["gears"][gears[0]]]
-    for place, way in enumerate(ways):
-        found = [ratios(data, gear, way) for gear in gears]
-        middle = [statistics.median(each) for each in found]
-        ends = [[m - min(e) for m, e in zip(middle, found)], [max(e) - m for m, e in zip(middle, found)]]
-        left = [x + 0.27 * (place - (len(ways) - 1) / 2) for x in range(len(gears))]
-        style = {"color": WAY_COLORS[way], "hatch": HATCHES[place], "label": WAYS[way], "edgecolor": "white"}
-        axes.bar(left, middle, 0.25, yerr=ends, error_kw={"linewidth": 0.8, "capsize": 2}, **style)
-    axes.axhline(1, **GUIDE)
+    draw_bars(axes, {WAYS[way]: [ratios(data, gear, way) for gear in gears] for way in ways}, WAY_COLORS)
     axes.set_xticks(range(len(gears)), [f"{gear} ({data['bits'][gear]} bits)" for gear in gears])
     axes.set(ylabel="processor time, dense = 1")
     axes.legend()
@@ -531,12 +536,14 @@ def measure_bandwidth(subject: Subject) -> dict[str, Any]:
     """Seconds of a token and of all shifts of each mixture in each trial, on the kernels that run; bytes of gears."""
     gearbox = engaged(None, subject.shape, LADDER)
     plans = [plan_of(gearbox.ladder, shares, MIXED_TOKENS, RUN) for shares in MIXTURES]
-    trials = [[seconds_of(gearbox, plan) for plan in plans] for _ in range(MIXED_TRIALS + 1)]
+    seconds = results_in_turn(
+        {place: partial(seconds_of, gearbox, plan) for place, plan in enumerate(plans)}, MIXED_TRIALS
+    )
     return {
         "shape": subject.shape,
         "bytes": {gear.name: gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder},
         "plans": [[gear.name for gear in plan] for plan in plans],
-        "trials": trials[1:],  # the first one warms up
+        "trials": [*zip(*seconds.values())],
     }
 
 
@@ -563,19 +570,12 @@ def draw_bandwidth(data: Mapping[str, Any], figure: Any) -> None:
     """Bars: what bytes predict, what the times of the gears predict, and what was measured, with its range."""
     axes = figure.subplots()
     found = [speedups(data, place) for place in range(len(MIXTURES))]
-    middle = {way: [statistics.median(each[way]) for each in found] for way in ("predicted", "measured")}
-    ends = [[m - min(e["measured"]) for m, e in zip(middle["measured"], found)]]
-    ends.append([max(e["measured"]) - m for m, e in zip(middle["measured"], found)])
-    bars = (
-        ("by bytes", [each["of_bytes"] for each in found], None, BLUE),
-        ("by the times of the gears", middle["predicted"], None, ORANGE),
-        ("measured", middle["measured"], ends, VERMILION),
-    )
-    for place, (label, heights, range_of, color) in enumerate(bars):
-        left = [x + 0.27 * (place - 1) for x in range(len(found))]
-        style = {"color": color, "hatch": HATCHES[place], "label": label, "edgecolor": "white"}
-        axes.bar(left, heights, 0.25, yerr=range_of, error_kw={"linewidth": 0.8, "capsize": 2}, **style)
-    axes.axhline(1, **GUIDE)
+    bars = {
+        "by bytes": [[each["of_bytes"]] for each in found],
+        "by the times of the gears": [[statistics.median(each["predicted"])] for each in found],
+        "measured": [each["measured"] for each in found],
+    }
+    draw_bars(axes, bars, (BLUE, ORANGE, VERMILION))
     axes.set_xticks(range(len(found)), [mixture_name(shares) for shares in MIXTURES])
     axes.set(xlabel="tokens in low, mid and high gear, %", ylabel="speed, high gear alone = 1")
     axes.legend()

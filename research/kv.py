@@ -4,6 +4,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -23,7 +24,7 @@ from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
 from .lossless import widened
-from .studies import TALES, Found, spread, study
+from .studies import TALES, Found, in_turn, ratios, spread, study
 
 CONTEXTS = (256, 512, 1024, 4096)  # of `quality`
 LADDERS = ((4, 8), (4, 8, 16))
@@ -31,15 +32,6 @@ LONG = (1024, 4096, 16384)  # of `cost`
 BITS = (4, 8, 16)
 TIMES = 4  # copies of each unit of the demo model
 WEIGHTS = "4"  # gear of the weights in a timed step, as in a draft
-
-
-def quality(models: list[str], data: Path, tokens: int) -> str:
-    """A row for each model, context and ladder: KL and agreement of gears 4 and 8, and the noise floor."""
-    with tempfile.TemporaryDirectory() as folder:
-        text = one_text(data, Path(folder))
-        rows = [row for model in models for context in CONTEXTS for row in of_context(model, text, context, tokens)]
-    head = ["model", "context", "`--kv-gears`", "KL, 4 bits", "same token", "KL, 8 bits", "same token", "noise floor"]
-    return table(head, rows)
 
 
 def one_text(data: Path, folder: Path) -> Path:
@@ -72,16 +64,6 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
         print(f"{Path(name).name}, {context} tokens, {ladder}: {found}", flush=True)
 
 
-def cost(trials: int) -> str:
-    """A row for each context and gear of the cache."""
-    mx.set_default_device(mx.cpu)
-    gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")
-    gearbox.shift(gearbox.ladder.find(WEIGHTS))
-    rows = [row for context in track(LONG, "contexts") for row in of_gears(gearbox, context, trials)]
-    times = [cell for name in ("attention", "step", "step, 4,8") for cell in (name, "of 16")]
-    return table(["context", "gear", "MB a step", "of 16", "of 16, bfloat16", *times], rows)
-
-
 def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
     """The rows of a context: bytes, milliseconds of attention in all layers, and of a step."""
     engaged = [16]
@@ -98,16 +80,15 @@ def of_gears(gearbox: Gearbox, context: int, trials: int) -> list[list[str]]:
     def attention() -> None:
         mx.eval([attended(layer, gearbox.model.args.num_attention_heads) for layer in cache])
 
-    seconds: dict[tuple[str, int], list[float]] = {}
-    for trial in range(-1, trials):  # the first packs what is not packed yet
-        for bits in BITS:
-            engaged[0] = bits
-            for name, timed in (("attention", attention), ("step", step), ("alone", lambda: step(alone))):
-                if name == "alone" and bits not in BITS[:2]:
-                    continue
-                taken = clocked(timed)
-                if trial >= 0:
-                    seconds.setdefault((name, bits), []).append(taken)
+    parts: dict[str, Callable[[], None]] = {"attention": attention, "step": step, "alone": partial(step, alone)}
+
+    def in_gear(bits: int, work: Callable[[], None]) -> None:
+        engaged[0] = bits
+        work()
+
+    works = {(name, bits): partial(in_gear, bits, work) for bits in BITS for name, work in parts.items()}
+    del works["alone", 16]
+    seconds = in_turn(works, trials, time.process_time)  # of all threads: others may use the machine
     read = {bits: sum(bytes_read(layer, engaged, bits) for layer in cache) for bits in BITS}
     halves = filled(gearbox.model, context, KVGears(BITS, lambda: engaged[0]), mx.bfloat16)[0]
     in_half = {bits: bytes_read(halves, engaged, bits) for bits in BITS}
@@ -157,16 +138,9 @@ def bytes_read(layer: NestedKVCache, engaged: list[int], bits: int) -> int:
     return layer.gears.meter.bytes[bits] - before.get(bits, 0)
 
 
-def clocked(timed: Callable[[], None]) -> float:
-    start = time.process_time()  # of all threads: others may use the machine
-    timed()
-    return time.process_time() - start
-
-
 def times_of(seconds: list[float], of_16: list[float]) -> list[str]:
     """Median milliseconds, and the median ratio to gear 16 with the least and the most."""
-    ratios = [a / b for a, b in zip(seconds, of_16)]
-    return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread(ratios)]
+    return [f"{statistics.median(seconds) * 1e3:.1f} ms", "" if seconds is of_16 else spread(ratios(seconds, of_16))]
 
 
 @study("docs/kv_gears.md", minutes=15)
@@ -178,7 +152,12 @@ def kv_quality(models: list[str] = [], data: Path = TALES, tokens: int = 1000) -
         data: A text, or JSON Lines.
         tokens: Predictions of each model and context.
     """
-    return Found({"kv_quality": quality([str(DEMO_MODEL), *models], data, tokens)})
+    with tempfile.TemporaryDirectory() as folder:
+        text = one_text(data, Path(folder))
+        named = [str(DEMO_MODEL), *models]
+        rows = [row for model in named for context in CONTEXTS for row in of_context(model, text, context, tokens)]
+    head = ["model", "context", "`--kv-gears`", "KL, 4 bits", "same token", "KL, 8 bits", "same token", "noise floor"]
+    return Found({"kv_quality": table(head, rows)})
 
 
 @study("docs/kv_gears.md", minutes=5)
@@ -188,4 +167,9 @@ def kv_cost(trials: int = 9) -> Found:
     The demo model is widened, over random keys and values. A step is timed with planes beside entries (4,8,16) and
     with planes alone (4,8). In each trial every gear takes its turn; a ratio compares processor times within one trial.
     """
-    return Found({"kv_cost": cost(trials)})
+    mx.set_default_device(mx.cpu)
+    gearbox = Gearbox(widened(load()[0], TIMES), "4,8,16", kernels="native")
+    gearbox.shift(gearbox.ladder.find(WEIGHTS))
+    rows = [row for context in track(LONG, "contexts") for row in of_gears(gearbox, context, trials)]
+    times = [cell for name in ("attention", "step", "step, 4,8") for cell in (name, "of 16")]
+    return Found({"kv_cost": table(["context", "gear", "MB a step", "of 16", "of 16, bfloat16", *times], rows)})

@@ -9,10 +9,8 @@ import os
 import statistics
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
@@ -26,21 +24,20 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from pages import table
-from rich.progress import Progress, track
+from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark import parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, decode_seconds, random_llama
-from gearbx_mlx.benchmark.measuring import BandwidthMeter, timed
+from gearbx_mlx.benchmark.measuring import BandwidthMeter, spread_of, timed
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.writing import write_text
 
 from . import ROOT
 from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
-from .studies import HELD_OUT, Found, native_kernels, ratios, spread, study, table_here
+from .studies import HELD_OUT, Found, native_kernels, ratios, results_in_turn, spread, study, table_here
 
 REFERENCE = ROOT / "tests" / "data" / "llama_cpp_smollm2.json"
 BEST, GREEDY_TOKENS = 5, 16
@@ -128,6 +125,10 @@ def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path 
             writer.add_tensor(gguf_name(path), weight)
         else:
             writer.add_tensor(gguf_name(path), gguf.quants.quantize(weight, target), raw_dtype=target)
+    write_out(writer)
+
+
+def write_out(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -209,41 +210,28 @@ PAUSE = 0.02  # seconds until threads that wait for work sleep
 Clock = Callable[[], float]  # seconds per token, when called
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """How often everything is timed, and the read bandwidth of the machine.
+def spent_in_turn(clocks: Mapping[str, Clock], trials: int, read_bandwidth: Clock) -> tuple[dict[str, Any], float]:
+    """Seconds per token of each clock in each trial, all in turn after a warm-up, and the median bandwidth, GB/s."""
 
-    Args:
-        read_bandwidth: GB/s, when called.
-    """
+    def after_a_pause(clock: Clock) -> float:
+        time.sleep(PAUSE)
+        seconds = clock()
+        mx.synchronize()  # mlx-lm begins one token more than it hands out
+        return seconds
 
-    trials: int
-    read_bandwidth: Clock
-    progress: Progress
-
-    def time(self, what: str, clocks: Mapping[str, Clock]) -> tuple[dict[str, list[float]], float]:
-        """Seconds per token of each clock in each trial, all in turn after a warm-up, and the median bandwidth."""
-        spent: dict[str, list[float]] = {name: [] for name in clocks}
-        bandwidths = []
-        for trial in self.progress.track(range(self.trials + 1), description=what):
-            bandwidths.append(self.read_bandwidth())
-            for name, clock in clocks.items():
-                time.sleep(PAUSE)
-                seconds = clock()
-                mx.synchronize()  # mlx-lm begins one token more than it hands out
-                if trial:
-                    spent[name].append(seconds)
-        return spent, statistics.median(bandwidths)
+    works = {name: partial(after_a_pause, clock) for name, clock in clocks.items()}
+    found = results_in_turn({"bandwidth": read_bandwidth, **works}, trials)
+    return found, statistics.median(found.pop("bandwidth"))
 
 
 def compared(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     """Tokens per second of both, and our speed over llama.cpp's: the median of the trials, smallest and largest."""
-    ratios = [other / own for own, other in zip(ours, theirs)]
+    times = ratios(theirs, ours)
     return {
         "tokens_per_second": 1 / statistics.median(ours),
         "llama_cpp_tokens_per_second": 1 / statistics.median(theirs),
-        "ratio": statistics.median(ratios),
-        "spread": [min(ratios), max(ratios)],
+        "ratio": statistics.median(times),
+        "spread": spread_of(times),
     }
 
 
@@ -264,17 +252,21 @@ Rows = list[dict[str, Any]]
 
 
 class RandomModels:
-    """The same random Llama for both sides: a gearbox for each kind of activations, and each type of llama.cpp."""
+    """The same random Llama for both sides: a gearbox for each kind of activations, and each type of llama.cpp.
 
-    def __init__(self, args: Namespace, folder: Path, threads: int) -> None:
-        room = max(args.contexts) + max(args.tokens, PROMPT_TOKENS) + len(PROMPT)
+    Args:
+        room: tokens that llama.cpp's KV cache has to take.
+    """
+
+    def __init__(
+        self, shape: str, activations: Sequence[str], room: int, trials: int, folder: Path, threads: int
+    ) -> None:
         room = -(-room // STEP) * STEP
         self.gearboxes = {
-            name: Gearbox(random_llama(args.shape), GEARS, kernels="native", activations=name)
-            for name in args.activations
+            name: Gearbox(random_llama(shape), GEARS, kernels="native", activations=name) for name in activations
         }
-        self.peers, self.bytes = {}, {}
-        model = random_llama(args.shape)
+        self.peers, self.bytes, self.trials, self.read_bandwidth = {}, {}, trials, BandwidthMeter()
+        model = random_llama(shape)
         self.vocabulary = model.args.vocab_size
         for bits, kind in TYPES.items():
             file = folder / f"{kind}.gguf"
@@ -286,45 +278,39 @@ class RandomModels:
     def tokens(self, count: int) -> list[int]:
         return np.random.default_rng(0).integers(self.vocabulary, size=count).tolist()
 
-    def compare(
-        self, bits: int, rounds: Rounds, what: str, ours: Callable[[Any], float], theirs: Clock, shared: dict[str, Any]
-    ) -> Rows:
+    def compare(self, bits: int, ours: Callable[[Any], float], theirs: Clock, shared: dict[str, Any]) -> Rows:
         """Time the gear of some bits of each gearbox, and llama.cpp's type of as many.
 
         Args:
             ours: seconds per token of a model.
         """
         gearboxes = self.gearboxes if bits < 16 else {DENSE: next(iter(self.gearboxes.values()))}
-        clocks: dict[str, Callable[..., float]] = {}
+        clocks: dict[str, Clock] = {}
         for name, gearbox in gearboxes.items():
             gearbox.shift(bits)
-            clocks[name] = lambda model=gearbox.model: ours(model)
-        spent, bandwidth = rounds.time(f"{what}, {bits} bits", clocks | {THEIRS: theirs})
-        read = gearbox.weight_bytes_per_token(gearbox.gear)
-        return rows_of(
-            spent,
-            {
-                "bits": bits,
-                "llama_cpp_type": TYPES[bits].lower(),
-                "weight_bytes_per_token": read,
-                "llama_cpp_file_bytes": self.bytes[bits],
-                "read_bandwidth_gigabytes_per_second": bandwidth,
-            }
-            | shared,
-        )
+            clocks[name] = partial(ours, gearbox.model)
+        spent, bandwidth = spent_in_turn(clocks | {THEIRS: theirs}, self.trials, self.read_bandwidth)
+        sizes = {
+            "bits": bits,
+            "llama_cpp_type": TYPES[bits].lower(),
+            "weight_bytes_per_token": gearbox.weight_bytes_per_token(gearbox.gear),
+            "llama_cpp_file_bytes": self.bytes[bits],
+            "read_bandwidth_gigabytes_per_second": bandwidth,
+        }
+        return rows_of(spent, sizes | shared)
 
 
-def decode_rows(models: RandomModels, rounds: Rounds, args: Namespace) -> Rows:
+def decode_rows(models: RandomModels, contexts: Sequence[int], tokens: int) -> Rows:
     """Greedy tokens after each context. Our keys and values of a context are random, which does not change the time."""
     rows: Rows = []
-    text, kept = models.tokens(max(args.contexts) + len(PROMPT)), 0
-    for context in sorted(args.contexts):
+    text, kept = models.tokens(max(contexts) + len(PROMPT)), 0
+    for context in sorted(contexts):
         read = text[: context + len(PROMPT)]  # decode_seconds puts its prompt after the context
-        ours = partial(decode_seconds, tokens=args.tokens, context=context)
-        for bits, peer in models.peers.items():
+        ours = partial(decode_seconds, tokens=tokens, context=context)
+        for bits, peer in track(models.peers.items(), f"context {context}"):
             read_again(peer, read[kept:], kept)
-            theirs = partial(decoding_seconds, peer, read, args.tokens)
-            rows += models.compare(bits, rounds, f"context {context}", ours, theirs, {"context": context})
+            theirs = partial(decoding_seconds, peer, read, tokens)
+            rows += models.compare(bits, ours, theirs, {"context": context})
         kept = len(read)
     return rows
 
@@ -335,17 +321,17 @@ def decoding_seconds(peer: Any, read: list[int], tokens: int) -> float:
     return timed(lambda: [*islice(follow(peer), tokens + 1)]) / tokens  # the first one is known already
 
 
-def prompt_rows(models: RandomModels, rounds: Rounds) -> Rows:
+def prompt_rows(models: RandomModels) -> Rows:
     """A prompt up to the first token of its answer: seconds per token of the prompt."""
     prompt = models.tokens(PROMPT_TOKENS)
     ours = partial(first_token_seconds, prompt=prompt)
     rows: Rows = []
-    for bits, peer in models.peers.items():
+    for bits, peer in track(models.peers.items(), "prompt"):
 
         def theirs(peer: Any = peer) -> float:
             return timed(lambda: first_after(peer, prompt)) / PROMPT_TOKENS
 
-        rows += models.compare(bits, rounds, "prompt", ours, theirs, {"prompt_tokens": PROMPT_TOKENS})
+        rows += models.compare(bits, ours, theirs, {"prompt_tokens": PROMPT_TOKENS})
     return rows
 
 
@@ -356,10 +342,7 @@ def first_token_seconds(model: Any, prompt: list[int]) -> float:
 
 
 LENGTHS = {"decode": "context", "prompt": "prompt_tokens"}  # of a row of each subject
-HEAD = (
-    *("bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"),
-    "read, GB/s",
-)
+HEAD = ["bits", "llama.cpp's type", "activations", "ours, tokens/s", "llama.cpp, tokens/s", "ratio", "spread"]
 
 
 def significant(number: float) -> str:
@@ -379,7 +362,7 @@ def table_of(subject: str, rows: Rows) -> str:
         ]
         for row in rows
     ]
-    return table([length.removeprefix("prompt_"), *HEAD], cells)
+    return table([length.removeprefix("prompt_"), *HEAD, "read, GB/s"], cells)
 
 
 def versions() -> dict[str, str]:
@@ -390,18 +373,6 @@ def versions() -> dict[str, str]:
     except ImportError as error:
         raise GearbxError(f"{error.name} is not installed: pip install llama-cpp-python gguf") from error
     return {"llama_cpp_python": llama_cpp.__version__}
-
-
-def measure(args: Namespace) -> tuple[dict[str, Rows], int]:
-    """The rows of each subject, and the number of threads."""
-    threads, found = native_kernels().threads(), {}
-    with tempfile.TemporaryDirectory() as name, progress_bar() as progress:
-        rounds, models = Rounds(args.trials, BandwidthMeter(), progress), RandomModels(args, Path(name), threads)
-        if "decode" in args.subjects:
-            found["decode"] = decode_rows(models, rounds, args)
-        if "prompt" in args.subjects:
-            found["prompt"] = prompt_rows(models, rounds)
-    return found, threads
 
 
 Subject = Literal["decode", "prompt"]
@@ -437,8 +408,14 @@ def compare_llama_cpp(
     for name, value, least in (("trials", trials, 1), ("tokens", tokens, 1), ("contexts", min(contexts), 0)):
         if value < least:
             raise GearbxError(f"--{name} {value}: is too few; give {least} or more")
-    args = Namespace(**{name: value for name, value in locals().items() if name not in ("installed", "name", "value")})
-    found, threads = measure(args)
+    threads, found = native_kernels().threads(), {}
+    room = max(contexts) + max(tokens, PROMPT_TOKENS) + len(PROMPT)
+    with tempfile.TemporaryDirectory() as folder:
+        models = RandomModels(shape, activations, room, trials, Path(folder), threads)
+        if "decode" in subjects:
+            found["decode"] = decode_rows(models, contexts, tokens)
+        if "prompt" in subjects:
+            found["prompt"] = prompt_rows(models)
     tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
     return Found(tables, found | {"threads": threads} | installed)
 
@@ -470,10 +447,7 @@ def rewritten(file: Path, out: Path, type: Literal["F16", "Q8_0"]) -> Path:
             writer.add_tensor(tensor.name, values)
         else:
             writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_out(writer)
     return out
 
 
@@ -586,25 +560,20 @@ def same_file(
         }
         asked = first_prompts(plain.tokenizer, prompts, num_prompts)
         found = written_in_turn(ways, asked, max_tokens, pairs)
-    first = found[next(iter(ways))]
+    first = next(iter(ways))
+    times = {name: [spent for texts in trials for _, spent in texts] for name, trials in found.items()}
     rows = [
         [
             name,
-            spread([time for texts in trials for _, time in texts]),
-            spread(
-                [ratio for theirs, ours in zip(first, trials) for ratio in ratios(times_of(theirs), times_of(ours))]
-            ),
-            f"{sum(theirs[0][0] == ours[0][0] for theirs, ours in zip(first, trials))} of {len(asked)}",
+            spread(times[name]),
+            spread(ratios(times[first], times[name])),
+            f"{sum(theirs[0][0] == ours[0][0] for theirs, ours in zip(found[first], trials))} of {len(asked)}",
         ]
         for name, trials in found.items()
     ]
     title = f"smollm2, {len(asked)} prompts, {max_tokens} tokens"
     head = [title, "ms a token: median (range)", "times as fast", "texts"]
     return Found({"same_file": table_here(head, rows)}, found)
-
-
-def times_of(trials: list[tuple[str, float]]) -> list[float]:
-    return [time for _, time in trials]
 
 
 @study(writes="tests/data/llama_cpp_smollm2.json", minutes=2)

@@ -4,7 +4,8 @@ import gc
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,7 +18,7 @@ from gearbx_mlx import Gearbox, Lossless, Static, load
 from gearbx_mlx.files.smollm2 import smollm2_directory
 from gearbx_mlx.gears.gearbox import attached
 
-from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
+from .lossless import ASSISTANT, Writer, agreeing, first_prompts, times_faster, written_in_turn
 from .studies import DATA, HELD_OUT, Found, in_turn, ratios, spread, study, table_here
 
 OWN_TEXTS = DATA / "own_texts.jsonl"  # code to edit, texts to copy and to summarize, documents to quote
@@ -102,19 +103,13 @@ def kept_and_most(load_model: Callable[[], nn.Module]) -> tuple[int, int]:
     mx.reset_peak_memory()
     model = load_model()
     most = mx.get_peak_memory() - before
-    for _ in in_each_gear(model):
+    box = attached(model)
+    for gear in [None] if box is None else box.ladder:
+        if box is not None and gear is not None:
+            box.shift(gear)
         mx.eval(model(mx.array([[1, 2]])))
     forget()
     return mx.get_active_memory() - before, most
-
-
-def in_each_gear(model: nn.Module) -> Iterator[None]:
-    """Yield in every gear of a model, and once for a model without gears."""
-    box = attached(model)
-    for gear in [None] if box is None else box.ladder:
-        if gear is not None:
-            box.shift(gear)
-        yield
 
 
 def forget() -> None:
@@ -128,10 +123,9 @@ def speed(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pairs: 
     rows, data = [], {}
     for bits, gears in GEARS.items():
         writer = Writer(checkpoints[bits], gears, None, Lossless())
-        plain = Lossless(lookup_tokens=0)
-        ways = {"without lookup": in_mode(writer, plain), "with lookup": writer.lossless}
-        fewer = {"without lookup": times_fewer(writer, plain, texts, tokens)}
-        fewer["with lookup"] = times_fewer(writer, writer.mode, texts, tokens)
+        modes = {"without lookup": Lossless(lookup_tokens=0), "with lookup": writer.mode}
+        ways = {name: partial(writer.written, mode) for name, mode in modes.items()}
+        fewer = {name: times_fewer(writer, mode, texts, tokens) for name, mode in modes.items()}
         faster, same = beside(writer.alone, ways, texts, tokens, pairs)
         for name in ways:
             rows.append([f"{bits} bits, {gears}, {name}", spread(faster[name]), spread(fewer[name]), same[name]])
@@ -143,10 +137,6 @@ def speed(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pairs: 
         "texts identical",
     ]
     return table_here(head, rows), data
-
-
-def in_mode(writer: Writer, mode: Lossless) -> Callable[[list[int], int], tuple[list[int], float]]:
-    return lambda prompt, tokens: writer.written(mode, prompt, tokens)
 
 
 def times_fewer(writer: Writer, mode: Lossless, texts: list[list[int]], tokens: int) -> list[float]:
@@ -169,17 +159,9 @@ def beside(
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """For each way and text: its speed over that of `alone` in the same trial, the median; texts that agree."""
     found = written_in_turn({"alone": alone, **ways}, texts, tokens, pairs)
-    faster, same = {}, {}
-    for name in ways:
-        both = [*zip(found["alone"], found[name])]
-        faster[name] = [statistics.median(ratios(seconds(mine), seconds(own))) for mine, own in both]
-        equal = sum(all(text == mine[0][0] for text, _ in own) for mine, own in both)
-        same[name] = f"{equal} of {len(texts)}"
-    return faster, same
-
-
-def seconds(trials: list[tuple[list[int], float]]) -> list[float]:
-    return [spent for _, spent in trials]
+    first = found.pop("alone")
+    same = {name: f"{agreeing(first, each)} of {len(texts)}" for name, each in found.items()}
+    return {name: times_faster(first, each) for name, each in found.items()}, same
 
 
 def agreement(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pairs: int) -> tuple[str, Any]:

@@ -6,13 +6,19 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chromium
 from rich.console import Console
 from rich.text import Text
 
+from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.server import ServerSettings
+from gearbx_mlx.server.run import serving
 from gearbx_mlx.telemetry.report import get_pyplot
 
 from . import ROOT
@@ -127,10 +133,39 @@ def analysis() -> None:
             (IMAGES / picture.name).write_bytes(picture.read_bytes())
 
 
+QUESTION = "Claire makes a 3 egg omelet every morning for breakfast. How many dozens of eggs will she eat in 4 weeks?"
+PATIENCE = 60  # seconds
+PAGES = (  # name, width, height, colour scheme
+    ("page_light.png", 900, 660, "light"),
+    ("page_dark.png", 900, 660, "dark"),
+    ("page_phone.png", 390, 760, "light"),
+)
+
+
 @study(writes="images/page_light.png, images/page_dark.png, images/page_phone.png for docs/server.md")
 def page() -> None:
-    """The server's page in Chromium, with an answer of the demo model; written at once."""
-    run_python(ROOT / "scripts" / "screenshot_page.py", IMAGES)
+    """The server's page in Chromium, with an answer of the demo model; written at once.
+
+    The text is in the fonts of this machine. Needs Chromium, its driver and selenium.
+    """
+    if why := chromium.why_not():
+        raise GearbxError(why)
+    with serving(command_settings(ServerSettings, {"port": 0})) as server, chromium.browser() as driver:
+        for name, width, height, scheme in PAGES:
+            chromium.show_as(driver, width, height, scheme, scale=1.5)
+            ask(driver, server.where)
+            driver.save_screenshot(str(IMAGES / name))
+
+
+def ask(driver: Any, url: str) -> None:
+    """Open the page, ask, and wait for the whole answer. Raises TimeoutError."""
+    driver.get(url)
+    driver.find_element("id", "message").send_keys(QUESTION + "\ue007")
+    until = time.monotonic() + PATIENCE
+    while not driver.execute_script("return answers.at(-1)?.ended"):
+        if time.monotonic() > until:
+            raise TimeoutError(f"no answer in {PATIENCE} s")
+        time.sleep(0.1)
 
 
 @study(writes="docs/models.md", minutes=3)

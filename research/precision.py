@@ -21,7 +21,7 @@ from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save
 
-from .studies import HELD_OUT, Found, run_python, study
+from .studies import HELD_OUT, Found, read_report, run_python, study
 
 TEXT = CalibrationTextSettings()
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
@@ -45,25 +45,21 @@ class Subject:
     length: int
     tokens: int
 
-    def texts(self, tokenizer):
-        """Windows of the calibration text and of the held-out text."""
+    def opened(self):
+        """The manifest, the model, and windows of the calibration text and of the held-out text."""
+        model, tokenizer = load(self.model)
         read, most = read_documents(CALIBRATION)[: self.samples], self.samples * self.length
-        return {
+        texts = {
             "calibration": windows_of(tokenizer, read, self.length, most, ""),
             "held_out": windows_of(tokenizer, read_documents(self.held_out), self.length, self.tokens, ""),
         }
+        return read_precision(self.results / "manifest.json"), model, texts
 
-    def measure_layers(self, out, *flags):
-        """`gearbx_mlx sensitivity` on the calibration text."""
-        text = ["--num-samples", self.samples, "--sequence-length", self.length, "--format", "affine"]
-        named = [] if self.model is None else ["--model", self.model]
-        run_python("-m", "gearbx_mlx.sensitivity", *named, *text, *flags, "--out", self.results / out)
-
-    def allocate(self):
+    def command(self, name, *flags):
+        """A command of the package, on the model and the calibration text."""
         text = ["--num-samples", self.samples, "--sequence-length", self.length]
         named = [] if self.model is None else ["--model", self.model]
-        manifest = self.results / "manifest.json"
-        run_python("-m", "gearbx_mlx.allocate", *named, *text, "--manifest", manifest, "--gears", "4,5,16")
+        run_python("-m", f"gearbx_mlx.{name}", *named, *text, *flags)
 
 
 def dynamic_tables(results, model, calibration):
@@ -98,9 +94,7 @@ def measured_tables(model, texts, tables):
 
 def measure(subject):
     """The content of allocation.json: tables at the same bits per weight, compared with their uniform gear."""
-    manifest = read_precision(subject.results / "manifest.json")
-    model, tokenizer = load(subject.model)
-    texts = subject.texts(tokenizer)
+    manifest, model, texts = subject.opened()
     dynamic = dynamic_tables(subject.results, model, texts["calibration"])
     tables: dict[tuple[str, float | None], Any] = {}
     for gear in (4, 5):
@@ -119,10 +113,9 @@ def measure(subject):
 
 def measure_least(subject):
     """The content of least.json: every layer at its min_bits."""
-    manifest = read_precision(subject.results / "manifest.json")
-    model, tokenizer = load(subject.model)
+    manifest, model, texts = subject.opened()
     least = {path: layer.min_bits for path, layer in manifest.layers.items()}
-    return measured_tables(model, subject.texts(tokenizer), {("every layer at its min_bits", None): least})[0]
+    return measured_tables(model, texts, {("every layer at its min_bits", None): least})[0]
 
 
 def allocation_table(found):
@@ -154,7 +147,7 @@ def classes_table(manifest):
 
 
 def least_table(results):
-    row = json.loads((results / "least.json").read_text())
+    row = read_report(results / "least.json")
     head = ["", "bits per weight", "KL, calibration text", "perplexity", "KL, held out", "perplexity"]
     kls = [
         figure
@@ -184,32 +177,28 @@ def has_heavy_tails(weight):
 
 def measure_clamps(subject):
     """The content of clamps.json: by layer with heavy tails, the KL at each width, as it is and with weights cut."""
-    bits = read_precision(subject.results / "manifest.json").bits
-    model, tokenizer = load(subject.model)
-    windows = subject.texts(tokenizer)["calibration"]
-    ladder = ",".join(map(str, (*bits, 16)))
+    manifest, model, texts = subject.opened()
+    bits, ladder = manifest.bits, ",".join(map(str, (*manifest.bits, 16)))
     heavy = [layer.path for layer in discover(model)[0] if has_heavy_tails(layer.module.weight)]
     found = {}
     for name, format in (("plain", "affine"), ("cut", Cut())):
-        exact = ExactSensitivity(
-            Gearbox(load(subject.model)[0], ladder, format=format, kernels="auto", activations="float"), windows
-        )
+        gearbox = Gearbox(load(subject.model)[0], ladder, format=format, kernels="auto", activations="float")
+        exact = ExactSensitivity(gearbox, texts["calibration"])
         layers = [layer for layer in exact.in_order() if layer.path in heavy]
         found[name] = {layer.path: [exact.measure(layer, width).kl for width in bits] for layer in layers}
     return found | {"layers": len(exact.layers)}
 
 
 def clamps_table(results):
-    found = json.loads((results / "clamps.json").read_text())
+    found = read_report(results / "clamps.json")
     lower = [[a < b for a, b in zip(found["cut"][path], kls)] for path, kls in found["plain"].items()]
     rows = [[found["layers"], len(lower), sum(each[0] for each in lower), sum(map(all, lower))]]
     return table(["layers", "heavier tails", "lower KL at the fewest bits", "at every width"], rows)
 
 
 def cost_table(manifest):
-    shares = manifest.cost
-    rows = [["blocks", "calls of managed layers", "multiplications of managed layers"]]
-    return table(rows[0], [[f"{shares[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]])
+    shares = [f"{manifest.cost[name]:.3f}" for name in ("blocks", "layer_calls", "multiplications")]
+    return table(["blocks", "calls of managed layers", "multiplications of managed layers"], [shares])
 
 
 def spearman(a, b):
@@ -228,7 +217,7 @@ def ranks_table(manifest, results):
 
 def tables_of(results):
     """Name of a table in docs/sensitivity.md to its text."""
-    found = json.loads((results / "allocation.json").read_text())
+    found = read_report(results / "allocation.json")
     manifest = read_precision(results / "manifest.json")
     return {
         "allocation": lambda: allocation_table(found),
@@ -291,12 +280,13 @@ def sensitivity(
     measures = {"clamps": measure_clamps, "least": measure_least, "allocation": measure}
     if not keep:
         results.mkdir(parents=True, exist_ok=True)
-        subject.measure_layers("manifest.json")
-        subject.measure_layers("fast.json", "--fast")
-        subject.allocate()
+        manifest = results / "manifest.json"
+        subject.command("sensitivity", "--format", "affine", "--out", manifest)
+        subject.command("sensitivity", "--format", "affine", "--fast", "--out", results / "fast.json")
+        subject.command("allocate", "--manifest", manifest, "--gears", "4,5,16")
         for name in measures if model is None else ["allocation"]:
             (results / f"{name}.json").write_text(json.dumps(measures[name](subject), indent=1))
     if model is not None:
-        found = json.loads((results / "allocation.json").read_text())
+        found = read_report(results / "allocation.json")
         return Found({f"allocation_{model}": allocation_table(found)}, found)
     return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})

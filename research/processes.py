@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from gearbx_mlx.ranks.meeting import meet
 from gearbx_mlx.ranks.place import begin, current
 
 from . import ROOT
-from .studies import Found, in_turn, ratios, spread, study, table_here
+from .studies import Found, in_turn, ratios, results_in_turn, spread, study, table_here
 
 IMPORT = "import mlx_lm"
 GENERATE = ("-m", "gearbx_mlx.generate", "--max-tokens", "20")
@@ -56,21 +57,18 @@ def timed_here(place):
     group = run.group
     model, tokenizer = load(group=group)
     gearbox, agreement = Gearbox(model, "4,16"), Agreement(group)
+
+    def with_agreement(chosen: Agreement) -> list[float]:
+        sampling.agreement_of = lambda model: chosen
+        return token_seconds(model, tokenizer, gearbox)
+
     kinds = {"agreed": agreement, "not agreed": ALONE}
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(2 * TEXTS + 2):
-        name = list(kinds)[number % 2]
-        sampling.agreement_of = partial(given, kinds[name])
-        found = token_seconds(model, tokenizer, gearbox)
-        seconds[name] += found if number > 1 else []  # the first of each kind warms up
+    found = results_in_turn({name: partial(with_agreement, kind) for name, kind in kinds.items()}, TEXTS)
+    seconds = {name: [*chain(*each)] for name, each in found.items()}
     seconds["shared"] = sum_seconds(agreement)
     mx.eval(mx.distributed.all_sum(mx.ones(1), group=group))
     del channels
     return {name: np.percentile(np.array(found) * 1e3, PERCENTILES).tolist() for name, found in seconds.items()}
-
-
-def given(agreement: Agreement, _: object) -> Agreement:
-    return agreement
 
 
 def token_seconds(model, tokenizer, gearbox) -> list[float]:
@@ -94,16 +92,8 @@ def sum_seconds(agreement: Agreement) -> list[float]:
 def on_ranks(count: int) -> dict:
     """What rank 0 reports in a run of `count` ranks."""
     launcher = Path(sys.executable).with_name("mlx.launch")
-    command = [
-        launcher,
-        "-n",
-        str(count),
-        "--backend",
-        "ring",
-        "--python",
-        sys.executable,
-        str(Path(__file__).with_name("on_rank.py")),
-    ]
+    program = Path(__file__).with_name("on_rank.py")
+    command = [launcher, "-n", count, "--backend", "ring", "--python", sys.executable, program]
     threads = max(1, (os.cpu_count() or 1) // count)  # of each rank: they share the cores
     environment = os.environ | {"GEARBX_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment)

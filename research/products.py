@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,16 @@ import numpy as np
 from pages import table
 
 from gearbx_mlx import Gearbox, load
-from gearbx_mlx.formats import (
-    native,
-    planes,
-)
+from gearbx_mlx.bit_selection.h_process import log_probabilities
+from gearbx_mlx.formats import native, planes
 from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.kernels.products import stack_product
 
-from .studies import Found, native_kernels, study
+from .studies import Found, in_turn, native_kernels, study
 
 ROWS, WIDTHS, BYTES = 1024, (1024, 4096), 160 << 20
 VECTORS = (1, 2, 4, 8, 12, 16, 64, 512)
+READ = "reading the weights"
 
 
 def time_width(module: Any, width: int, trials: int) -> dict[str, list[str]]:
@@ -35,43 +34,31 @@ def time_width(module: Any, width: int, trials: int) -> dict[str, list[str]]:
     mx.eval(words, matrices, wide)
     inputs = {vectors: mx.random.normal((vectors, width)) for vectors in VECTORS}
     mx.eval(inputs)
-    works: dict[str, tuple[int, Callable[..., object]]] = {"": (0, lambda: module.read_sum(words))}
+    works: dict[str, Callable[[], object]] = {READ: lambda: module.read_sum(words)}
+    products = {}
     for vectors, x in inputs.items():
         some = matrices[: max(2, count * 16 // max(vectors, 16))]  # enough of them for a long time
-        works[str(vectors)] = (
-            vectors * len(some),
-            lambda x=x, some=some: in_order(partial(module.dense_matvec, x, matrix) for matrix in some),
-        )
+        works[str(vectors)] = partial(multiply_all, module, x, some)
+        products[str(vectors)] = vectors, vectors * len(some)
     last = VECTORS[-1]
-    works[f"{last}, MLX, float32"] = (last, lambda: mx.eval(inputs[last] @ wide.T))
-    seconds = np.array([[cpu_seconds(work) for _, work in works.values()] for _ in range(trials + 1)])[1:]
+    works[f"{last}, MLX, float32"] = lambda: mx.eval(inputs[last] @ wide.T)
+    products[f"{last}, MLX, float32"] = last, last
+    seconds = {name: np.array(each) for name, each in in_turn(works, trials, time.process_time).items()}
     found = {}
-    for (name, (products, _)), times in list(zip(works.items(), seconds.T))[1:]:
-        vectors = int(name.split(",")[0])
-        ratios = times / seconds[:, 0] * (count * vectors / products)
-        low, middle, high = np.quantile(ratios, (0, 0.5, 1))
-        speed = 2 * products * ROWS * width / np.median(times) / 1e9
+    for name, (vectors, done) in products.items():
+        times = seconds[name] / seconds[READ] * (count * vectors / done)
+        low, middle, high = np.quantile(times, (0, 0.5, 1))
+        speed = 2 * done * ROWS * width / np.median(seconds[name]) / 1e9
         found[name] = [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{speed:.0f}"]
     return found
 
 
-def in_order(products: Iterable[Callable[[], mx.array]]) -> None:
-    for product in products:
-        mx.eval(product())
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.process_time()
-    work()
-    return time.process_time() - start
+def multiply_all(module: Any, x: mx.array, matrices: list[mx.array]) -> None:
+    for matrix in matrices:
+        mx.eval(module.dense_matvec(x, matrix))
 
 
 TOKENS = 200  # per text
-
-
-def logprobs(model, tokens: list[int]) -> mx.array:
-    logits = model(mx.array([tokens]))[0].astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def in_bfloat16(x: mx.array, *arguments) -> mx.array:
@@ -126,7 +113,7 @@ def activations(texts_file: Path, model: str | None = None, gears: str = "4,8", 
         gearbox.shift(gear)
         exact: list[mx.array] = []
         for name in ways(gearbox):
-            found = [logprobs(loaded, text) for text in tokens]
+            found = [log_probabilities(loaded, text) for text in tokens]
             mx.eval(found)
             exact = exact or found
             kl = np.concatenate([np.array((mx.exp(p) * (p - q)).sum(-1)) for p, q in zip(exact, found)])

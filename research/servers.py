@@ -46,12 +46,8 @@ class AtOnce(BaseHTTPRequestHandler):
         else:
             words = min(WORDS, body["max_tokens"])
             logprobs = {"content": [{**TOP[0], "top_logprobs": TOP}] * words} if asked else None
-            choice = {
-                "index": 0,
-                "message": {"content": "word " * words},
-                "logprobs": logprobs,
-                "finish_reason": "stop",
-            }
+            message = {"content": "word " * words}
+            choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": "stop"}
             self.send("application/json", [json.dumps({"choices": [choice]}).encode()])
 
     def send(self, kind: str, parts) -> None:
@@ -188,13 +184,6 @@ def lines(row: dict[str, Any]) -> list[str]:
     return [row["part"], row["kernels"], row["measure"], value, spread, aim(row), str(row["count"])]
 
 
-def server(files: list[Path]) -> str:
-    """The table, and where and when its rows were measured."""
-    rows = [row for file in files for row in read_report(file)["rows"]]
-    places = sorted({f"{row['machine']}, {row['date']}" for row in rows})
-    return table(SERVER_HEAD, map(lines, rows)) + f"\n{'; '.join(places)}\n"
-
-
 @study("docs/server.md", minutes=2)
 def proxy_time(trials: int = 200, server: str | None = None, model: str | None = None) -> Found:
     """What the proxy adds to an answer: a server asked directly and through the proxy, in turn.
@@ -217,4 +206,6 @@ def server_figures(files: list[Path]) -> Found:
     Args:
         files: Of --json.
     """
-    return Found({"server": server(files)})
+    rows = [row for file in files for row in read_report(file)["rows"]]
+    places = sorted({f"{row['machine']}, {row['date']}" for row in rows})
+    return Found({"server": table(SERVER_HEAD, map(lines, rows)) + f"\n{'; '.join(places)}\n"})

@@ -17,35 +17,20 @@ from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here
 
-COMMON = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": True, "max_position_embeddings": 8192}
-SHAPES: dict[str, dict[str, Any]] = {
-    "SmolLM2-135M": {
-        "model_type": "llama",
-        "hidden_size": 576,
-        "num_hidden_layers": 30,
-        "intermediate_size": 1536,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-    },
-    "Qwen2.5-0.5B": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "intermediate_size": 4864,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-    },
-    "Llama-3.2-1B": {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-    },
+COMMON: dict[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+FIELDS = (
+    *("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size"),
+)
+SHAPES = {
+    "SmolLM2-135M": ("llama", 576, 30, 1536, 9, 3, 49152),
+    "Qwen2.5-0.5B": ("qwen2", 896, 24, 4864, 14, 2, 151936),
+    "Llama-3.2-1B": ("llama", 2048, 16, 8192, 32, 8, 128256),
 }
 
 
@@ -84,8 +69,8 @@ def larger_shapes(
         asked = first_prompts(writer.tokenizer, prompts, num_prompts)
         drafts[name] = recorded(writer, asked, max_tokens)
     rows, figures = [], []
-    for shape in SHAPES:
-        box = Gearbox(random_model(COMMON | SHAPES[shape]), gears, kernels="native")
+    for shape, sizes in SHAPES.items():
+        box = Gearbox(random_model(COMMON | dict(zip(FIELDS, sizes))), gears, kernels="native")
         times = draft_times(box, box.ladder.top, box.ladder[0], context, *drafts["nearest codes"])
         costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
         faster = [times.alone / predicted_cost(*each, costs) for each in drafts.values()]

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import NoneType
@@ -162,30 +163,36 @@ def add_flag(parser: argparse.ArgumentParser, parameter: inspect.Parameter, expl
         parser.add_argument(f"--{parameter.name.replace('_', '-')}", default=default, **options)
 
 
+def results_in_turn(works: Mapping[Any, Callable[[], Any]], trials: int) -> dict[Any, list[Any]]:
+    """What each work returns in each trial. All take their turn in every trial, so that other load affects them alike.
+
+    Returns:
+        lists as long as `trials`; a first round, the warm-up, is left out.
+    """
+    rounds = [{name: work() for name, work in works.items()} for _ in range(trials + 1)]
+    return {name: [each[name] for each in rounds[1:]] for name in works}
+
+
 def in_turn(
     works: Mapping[Any, Callable[[], object]],
     trials: int,
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[float]]:
-    """Seconds of each work in each trial. All take their turn in every trial, so that other load affects them alike.
+    """Seconds of each work in each trial, as of `results_in_turn`.
 
     Args:
         clock: `time.process_time` counts all threads of this process and no other process.
         before: called before each work, and not timed.
-
-    Returns:
-        lists as long as `trials`; a first round, the warm-up, is left out.
     """
-    seconds: dict[Any, list[float]] = {name: [] for name in works}
-    for trial in range(trials + 1):
-        for name, work in works.items():
-            before()
-            begun = clock()
-            work()
-            if trial:
-                seconds[name].append(clock() - begun)
-    return seconds
+
+    def seconds(work: Callable[[], object]) -> float:
+        before()
+        begun = clock()
+        work()
+        return clock() - begun
+
+    return results_in_turn({name: partial(seconds, work) for name, work in works.items()}, trials)
 
 
 def ratios(times: Sequence[float], others: Sequence[float]) -> list[float]:

@@ -142,16 +142,21 @@ def thread_row(threads: int, bits: int, found: list[dict[int, Trial]], alone: li
     }
 
 
+def random_product(rows: int, cols: int) -> tuple[mx.array, mx.array]:
+    """A matrix, and a vector of activations."""
+    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
+    x = mx.random.normal((1, cols), key=mx.random.key(1))
+    mx.eval(weight, x)
+    return weight, x
+
+
 FIELDS = "bits", "seconds", "bandwidth_ratio", "read_bandwidth_gigabytes_per_second"
 
 
 def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
     """One trial: FIELDS and `threads` of a product with one vector, in 4, 8 and 16 bits."""
     module, total = native_module(), megabytes * 2**20
-    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
-    x = mx.random.normal((1, cols), key=mx.random.key(1))
-    mx.eval(weight, x)
-    read_bandwidth = BandwidthMeter(total)
+    (weight, x), read_bandwidth = random_product(rows, cols), BandwidthMeter(total)
     found = []
     for make in (
         lambda: cases_of_stack(weight, (4,), total, [INT16]),
@@ -256,10 +261,7 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
     On one thread also those of the baselines.
     """
     module, total = native_module(), megabytes * 2**20
-    weight = mx.random.normal((rows, cols), key=mx.random.key(0)) * 0.02
-    x = mx.random.normal((1, cols), key=mx.random.key(1))
-    mx.eval(weight, x)
-    read_bandwidth = BandwidthMeter(total)
+    (weight, x), read_bandwidth = random_product(rows, cols), BandwidthMeter(total)
     seconds, bandwidths = {}, []
     dense = cases_of(FLOAT32, 32, weight, total, {NATIVE: dense_product}, [NATIVE])
     for case in chain(dense, groupwise_cases(weight, total, list(NAMES))):

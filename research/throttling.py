@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +152,9 @@ def simulate(
     top = gearbox.weight_bytes_per_token(gearbox.ladder.top)
     schedule = governor.controller.schedule
     fewest = schedule.read(governor.controller.top)[-1]
-    run = Run(scenario)
-    number = 0
+    run, prompts = Run(scenario), cycle(PROMPTS)
     while machine.time < scenario.seconds:
-        prompt = PROMPTS[number % len(PROMPTS)]
-        number += 1
+        prompt = next(prompts)
         before = math.nan  # the first token includes the prompt
         for response in stream_generate(
             gearbox.model, tokenizer, prompt, 150, gearbox=gearbox, controller=governor, sampler=machine.sample
@@ -246,18 +245,10 @@ def rows(measured: list[dict]) -> str:
         of = [entry for entry in measured if (entry["target"], entry["noise"]) == (target, noise)]
         down = max(entry["tokens"] for entry in of if entry["slower"] > 1)
         up = max(entry["tokens"] for entry in of if entry["slower"] == 1)
-        found.append(
-            [
-                f"{target:g}",
-                f"{noise:.0%}",
-                len(of),
-                down,
-                up,
-                f"{max(entry['overshoot'] for entry in of):.1%}",
-                f"{np.mean([entry['late_changes'] for entry in of]):.2f}",
-                sum(entry["reversals"] for entry in of),
-            ]
-        )
+        overshoot = max(entry["overshoot"] for entry in of)
+        late, reversals = (sum(entry[name] for entry in of) for name in ("late_changes", "reversals"))
+        cells = [f"{overshoot:.1%}", f"{late / len(of):.2f}", reversals]
+        found.append([f"{target:g}", f"{noise:.0%}", len(of), down, up, *cells])
     head = ["target", "noise", "steps", "settled, throttled", "settled, not throttled", "overshoot", "late changes"]
     return table([*head, "up and down"], found)
 

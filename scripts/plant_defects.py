@@ -35,19 +35,8 @@ NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a
 OTHER = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
     **{"in": "not in", "not in": "in", "and": "or", "or": "and", "&&": "||", "||": "&&"},
-    **{
-        "+": "-",
-        "-": "+",
-        "*": "+",
-        "/": "*",
-        "//": "*",
-        "%": "*",
-        "**": "*",
-        "<<": ">>",
-        ">>": "<<",
-        "+=": "-=",
-        "-=": "+=",
-    },
+    **{"+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "*", "**": "*", "<<": ">>", ">>": "<<"},
+    **{"+=": "-=", "-=": "+="},
 }
 SYMBOLS = "|".join(sorted(map(re.escape, OTHER), key=len, reverse=True))
 FOUND, SURVIVED, LATE, NO_PROGRAM = "found", "survived", "too slow", "does not compile"

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -13,7 +12,7 @@ from pages import fill
 
 from gearbx_mlx import GearbxError
 from research import llama_cpp
-from research.llama_cpp import LENGTHS, THEIRS, Rounds, gguf_name, interleaved, rows_of, table_of, write_gguf
+from research.llama_cpp import LENGTHS, THEIRS, gguf_name, interleaved, rows_of, spent_in_turn, table_of, write_gguf
 
 ROOT = Path(__file__).parents[1]
 HEADS, SIZE = 3, 8
@@ -83,12 +82,11 @@ def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
     def clock(name: str, seconds: list[float]):
         return lambda: (order.append(name), seconds.pop(0))[1]
 
-    progress = SimpleNamespace(track=lambda trials, description: trials)
     clocks = {"int8": clock("int8", [9, 1, 2, 4]), THEIRS: clock("theirs", [9, 3, 2, 2])}
-    spent, bandwidth = Rounds(3, iter([7, 20, 30, 10]).__next__, progress).time("", clocks)
+    spent, bandwidth = spent_in_turn(clocks, 3, iter([7, 20, 30, 10]).__next__)
     assert order == ["int8", "theirs"] * 4
     assert spent == {"int8": [1, 2, 4], THEIRS: [3, 2, 2]}
-    assert bandwidth == 15
+    assert bandwidth == 20
     assert rows_of(spent, {"bits": 4}) == [
         {
             "bits": 4,

@@ -34,7 +34,7 @@ from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
 from ..serving import ASSUMED_VOCABULARY
 from ..serving.remote import Connection, Question, RemoteError, RemoteServer, RemoteToken
-from ..telemetry.report import PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot, interval_record
+from ..telemetry.report import BOUNDS, PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
 from . import AnalyzeSettings
@@ -234,8 +234,9 @@ class RunThere(AnalyzedRun):
             low, high = (self.ladder[gear].name for gear in seen.gears)
             gear = UNDECIDED if len(seen.possible) > 1 else low
             pairs = {"entropy": entropies, "mean_entropy": seen.means, "gear": (low, high)}
-            last = before and before["gear"]
-            entry = interval_record(number, index, token.number, token.text, gear, pairs, last)
+            entry: dict[str, Any] = {"prompt": number, "index": index, "token": token.number, "text": token.text}
+            entry |= {f"{name}_{bound}": pair[i] for name, pair in pairs.items() for i, bound in enumerate(BOUNDS)}
+            entry |= {"gear": gear, "shifted": before is not None and before["gear"] != gear}
             self.tally.add(entry, before)
             self.seconds += time.monotonic() - started
             yield entry

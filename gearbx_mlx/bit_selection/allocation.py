@@ -81,6 +81,11 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
     return points
 
 
+def chosen(options: Mapping[str, Sequence[Option]], table: Mapping[str, int]) -> dict[str, Option]:
+    """The option of each layer of a table."""
+    return {path: next(o for o in options[path] if o.bits == bits) for path, bits in table.items()}
+
+
 def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> PathPoint:
     """The last table of the greedy path within a budget, and single steps that the rest of the budget allows.
 
@@ -90,7 +95,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
     budget = math.floor(budget + ROUNDING)
     best = points[max(bisect.bisect_right([point.bytes for point in points], budget) - 1, 0)]
     table, total, kl = dict(best.table), best.bytes, best.kl
-    now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
+    now = chosen(options, table)
     while True:
         steps = [
             (gain(now[path], option), path, option)
@@ -121,7 +126,7 @@ def moves(options: Mapping[str, Sequence[Option]], table: Mapping[str, int], roo
     Args:
         room: the most bytes that a table may have more than the given one.
     """
-    now = {path: next(o for o in choices if o.bits == table[path]) for path, choices in options.items()}
+    now = chosen(options, table)
 
     def neighbour(path: str, step: int) -> Option | None:
         choices = sorted(options[path], key=lambda o: o.bits)
@@ -190,7 +195,7 @@ class Allocator:
 
     def bytes_of(self, bits: Mapping[str, int]) -> int:
         """Bytes that one use of all layers reads in a table."""
-        return sum(next(o.bytes for o in self.options[path] if o.bits == width) for path, width in bits.items())
+        return sum(option.bytes for option in chosen(self.options, bits).values())
 
     def budget(self, bits_per_weight: float) -> float:
         """Bytes of all layers at these bits per weight."""
@@ -222,7 +227,7 @@ class Allocator:
         if key not in self._known:
             distance = self.exact.measure_caps(bits)
             self.progress()
-            parts = sum(o.kl for path, width in bits.items() for o in self.options[path] if o.bits == width)
+            parts = sum(option.kl for option in chosen(self.options, bits).values())
             self._known[key] = MeasuredTable(dict(bits), self.bytes_of(bits), distance, parts)
         return self._known[key]
 

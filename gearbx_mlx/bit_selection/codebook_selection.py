@@ -94,11 +94,11 @@ def sample(weight: mx.array, mask: np.ndarray) -> tuple[mx.array, mx.array]:
     return rows[mx.array(chosen)].astype(mx.float32), mx.array(outlying[chosen])
 
 
-def some_experts(weight: mx.array, count: int = EXPERTS_JUDGED) -> mx.array:
-    """So many evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is returned as it is."""
-    if weight.ndim == 2 or len(weight) <= count:
+def some_experts(weight: mx.array) -> mx.array:
+    """EXPERTS_JUDGED evenly spaced experts of (E, O, I), or all if there are fewer; a matrix is returned as it is."""
+    if weight.ndim == 2 or len(weight) <= EXPERTS_JUDGED:
         return weight
-    return weight[mx.arange(count) * len(weight) // count]
+    return weight[mx.arange(EXPERTS_JUDGED) * len(weight) // EXPERTS_JUDGED]
 
 
 def match_rows(format: CodebookFormat, weight: mx.array, mask: np.ndarray) -> Iterator[tuple[int, Match, Match]]:
@@ -245,13 +245,9 @@ def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
         floor = floors.of(layer.kind)
         allowed = [q for q in layer.qualities if q.bits >= layer.lowest_bits]
         good = next((q for q in allowed if q.cosine >= floor), None)
-        choices.append(
-            CodebookChoice(
-                *(layer.path, layer.kind, layer.weights, floor),
-                good.bits if good else DENSE,
-                good or layer.qualities[-1],
-            )
-        )
+        bits = good.bits if good else DENSE
+        quality = good or layer.qualities[-1]
+        choices.append(CodebookChoice(layer.path, layer.kind, layer.weights, floor, bits, quality))
     return Selection(floors, choices)
 
 
@@ -300,11 +296,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
 
 def selection_as_dict(selection: Selection) -> dict[str, Any]:
     """The whole report, for a JSON file."""
-    return {
-        "floors": vars(selection.floors),
-        "classes": class_rows(selection),
-        "layers": layer_rows(selection),
-    }
+    return {"floors": vars(selection.floors), "classes": class_rows(selection), "layers": layer_rows(selection)}
 
 
 def select_bits(
@@ -313,7 +305,6 @@ def select_bits(
     manage: str | Predicate,
     floors: Floors,
     progress: Progress,
-    group_size: int = 64,
     give_up: bool = False,
 ) -> Selection:
     """The fewest bits of every managed layer that reach its floor.
@@ -324,7 +315,7 @@ def select_bits(
     """
     codebooks = get_format(format)
     assert isinstance(codebooks, CodebookFormat)
-    layers, _ = discover(model, manage, group_size, codebooks)
+    layers, _ = discover(model, manage, format=codebooks)
     task = progress.add_task("judging codebooks", total=len(layers))
     judged = dropping_weights(layers) if give_up else layers
     return select(measure(judged, codebooks, floors, lambda path: progress.advance(task)), floors)

@@ -375,18 +375,12 @@ def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
 def layer_precisions(
     layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], threshold: float = ACCURACY_THRESHOLD
 ) -> dict[str, LayerPrecision]:
-    """What the manifest says of every layer.
-
-    Args:
-        layers: with their dense modules.
-        parts: of the journal.
-        threshold: percent that a layer at its fewest bits may add to the perplexity.
-    """
+    """What the manifest says of every layer. parts: of the journal; the rest is as of `layer_precision`."""
     made = {}
     for layer in layers:
         found = parts[layer.path]["distances"].items()
-        kl = {int(width): kl for width, (kl, _) in found}
-        made[layer.path] = layer_precision(layer, kl, {int(width): change for width, (_, change) in found}, threshold)
+        kl, change = ({int(width): both[i] for width, both in found} for i in (0, 1))
+        made[layer.path] = layer_precision(layer, kl, change, threshold)
     return made
 
 
@@ -399,6 +393,10 @@ def layer_precision(
     """What the manifest says of a layer, from the KL (nats) and the change of perplexity (percent) at its widths.
 
     An estimate knows no change of perplexity.
+
+    Args:
+        layer: with its dense module.
+        threshold: percent that a layer at its fewest bits may add to the perplexity.
     """
     return LayerPrecision(
         kind=kind_of(layer.path, layer.module),

@@ -21,7 +21,7 @@ from ..decoding.route import SHORT_PROMPTS
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..evaluation.replay import Begun, Recording, Reference, ReplayStep, read_at_once, record, targets_of
-from ..evaluation.report import RecordingCosts
+from ..evaluation.report import read_per_token
 from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.target import PolicyOutcome
 from ..evaluation.text import check_windows, read_documents, windows_of
@@ -172,7 +172,7 @@ class Study:
         """The outcome of a sequential run. used: the gears of its passes."""
         tracked = self.progress.track(steps, len(reference.nll), description=name)
         recording = record(tracked, reference)
-        read = RecordingCosts(gearbox, used).weight_bytes(recording)
+        read, _ = read_per_token(gearbox, used, recording)
         return PolicyOutcome(float(recording.agree.mean()), float(recording.kl.mean()), read)
 
 

@@ -17,15 +17,7 @@ from ..gears.ladder import KV_BITS, kv_ladder, parse_schedule
 
 SCHEDULED = "schedule", "schedule-route"
 POLICIES = (
-    "static",
-    "random",
-    "route",
-    "kickdown",
-    "inverted",
-    "position",
-    *SCHEDULED,
-    "oracle",
-    "lossless",
+    *("static", "random", "route", "kickdown", "inverted", "position", *SCHEDULED, "oracle", "lossless"),
     "lossless-fixed",
 )
 WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own

@@ -55,9 +55,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
                 attempts[name] = session.rows(name, solve, answers.Attempt, numbers)
         except KeyboardInterrupt:
             note_or_raise(attempts, out)
-    kernels = "native" if gearbox.kernels.native else "mlx"
     reference = next(iter(attempts))
-    report = about(settings, resolved, kernels) | {
+    report = about(settings, resolved, gearbox) | {
         "complete": len(attempts) == len(modes),
         "reference": reference,
         "policies": answers.grouped(problems, answers.score(attempts, reference)),

@@ -18,6 +18,7 @@ from ..evaluation.runs import Runs
 from ..evaluation.session import EvaluationSession, hash_of_tokens
 from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
+from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..loading import fingerprint, model_name
 from . import POLICIES, ComparisonSettings, EvaluateSettings
@@ -32,19 +33,15 @@ def inputs_of(settings: EvaluateSettings, resolved: Resolved) -> dict[str, Any]:
     }
 
 
-def about(settings: EvaluateSettings, resolved: Resolved, kernels: str) -> dict[str, Any]:
-    """What the report of one model says of how it was made.
-
-    Args:
-        kernels: those that ran, "native" or "mlx".
-    """
+def about(settings: EvaluateSettings, resolved: Resolved, gearbox: Gearbox) -> dict[str, Any]:
+    """What the report of one model says of how it was made."""
     return {
         "model": model_name(settings.model.model),
         "data": settings.task.data,
         "format": resolved.format,
         "manage": resolved.manage,
         "group_size": resolved.group_size,
-        "kernels": kernels,
+        "kernels": "native" if gearbox.kernels.native else "mlx",
     }
 
 
@@ -76,17 +73,24 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     schedules = [resolved.ladder.schedule(schedule, "--schedule") for schedule in comparison.schedule]
     whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
     check_windows(whole, loaded.model, data)
-    windows = [window[prompt_tokens:] for window in whole]
     gate = vars(settings.gate.filled())
-    depends_on = {"windows": hash_of_tokens(whole), "native": gearbox.kernels.native}
+    # Shares and policies are not among these: a report may be extended.
+    depends_on = inputs_of(settings, resolved) | {
+        "context": context,
+        **{name: getattr(comparison, name) for name in ("tokens", "seed", "reference_dtype")},
+        "between": [gear.bits for gear in between],
+        **gate,
+        "windows": hash_of_tokens(whole),
+        "native": gearbox.kernels.native,
+    }
     if prompt_tokens:
         depends_on |= {"prompt_tokens": prompt_tokens, "prompt_gear": comparison.prompt_gear}
-    session = EvaluationSession(out, inputs(settings, resolved, between, context, gate) | depends_on)
+    session = EvaluationSession(out, depends_on)
     with terminal.progress_bar() as progress:
         runs = Runs(
             session,
             gearbox,
-            windows,
+            [window[prompt_tokens:] for window in whole],
             between,
             gate,
             comparison.seed,
@@ -95,16 +99,15 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             prompt_gear,
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
-        kv_gears = comparison.kv_gears or ()
-        rows = entries(comparison.policy or POLICIES, comparison.share, resolved.ladder, kv_gears, schedules)
+        policies = comparison.policy or POLICIES
+        rows = entries(policies, comparison.share, resolved.ladder, comparison.kv_gears or (), schedules)
         try:
             runs.compute(rows)
             complete = True
         except KeyboardInterrupt:
             note_or_raise(runs.recordings, out)
             complete = False
-    kernels = "native" if gearbox.kernels.native else "mlx"
-    report = runs.report({**about(settings, resolved, kernels), "complete": complete, "context": context})
+    report = runs.report({**about(settings, resolved, gearbox), "complete": complete, "context": context})
     return Report(report, markdown(report), COLUMNS, FIRST, {PICTURE: draw} if "noise_floor" in report else {})
 
 
@@ -113,21 +116,6 @@ def note_or_raise(done: Mapping[Any, Any], out: Path) -> None:
     if not done:
         terminal.note(f"{out}: no policy is finished; give the same command again, and it continues")
         raise KeyboardInterrupt
-
-
-def inputs(
-    settings: EvaluateSettings, resolved: Resolved, between: tuple[Gear, Gear], context: int, gate: dict
-) -> dict:
-    """All that the recordings depend on. Shares and policies are not among it: a report may be extended."""
-    comparison = settings.comparison
-    return inputs_of(settings, resolved) | {
-        "context": context,
-        "tokens": comparison.tokens,
-        "seed": comparison.seed,
-        "reference_dtype": comparison.reference_dtype,
-        "between": [gear.bits for gear in between],
-        **gate,
-    }
 
 
 def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:

@@ -52,30 +52,24 @@ BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])[ \t]*")
 BRACES = re.compile(r"\\[{}]|[{}]")  # an escaped brace is a sign of a set, and closes nothing
 
 # What is replaced, in this order; first in the answer with its spaces, then in the one without.
-SPACED = tuple(
-    (re.compile(pattern), to)
-    for pattern, to in (
-        (r"\n|\\!", ""),  # line breaks and negative spaces
-        (r"\\\\", r"\\"),
-        (r"\\[td]frac", r"\\frac"),
-        (r"\\(?:left|right)(?![A-Za-z])", ""),
-        (r"\^(?:\{\\circ\}|\\circ)", ""),  # degrees
-        (r"\\?\$", ""),  # dollars, and the signs of formulas
-        (r"\\(?:text|mbox)\{ .*", ""),  # a unit to the right: in MATH only units have a space there
-        (r"\\?%", ""),
-        (r"(^|[ {])\.(?=\d)", r"\g<1>0."),
-        (r"^[^=]{0,2}=([^=]*)$", r"\1"),  # the name of a variable
-    )
+SPACED = (
+    (r"\n|\\!", ""),  # line breaks and negative spaces
+    (r"\\\\", r"\\"),
+    (r"\\[td]frac", r"\\frac"),
+    (r"\\(?:left|right)(?![A-Za-z])", ""),
+    (r"\^(?:\{\\circ\}|\\circ)", ""),  # degrees
+    (r"\\?\$", ""),  # dollars, and the signs of formulas
+    (r"\\(?:text|mbox)\{ .*", ""),  # a unit to the right: in MATH only units have a space there
+    (r"\\?%", ""),
+    (r"(^|[ {])\.(?=\d)", r"\g<1>0."),
+    (r"^[^=]{0,2}=([^=]*)$", r"\1"),  # the name of a variable
 )
-TIGHT = tuple(
-    (re.compile(pattern), to)
-    for pattern, to in (
-        (r"\\sqrt([A-Za-z0-9])", r"\\sqrt{\1}"),
-        (r"\\frac([A-Za-z0-9])([A-Za-z0-9])", r"\\frac{\1}{\2}"),
-        (r"\\frac([A-Za-z0-9])\{", r"\\frac{\1}{"),
-        (r"^0\.5$", r"\\frac{1}{2}"),
-        (r"^(0|-?[1-9]\d*)/([1-9]\d*)$", r"\\frac{\1}{\2}"),
-    )
+TIGHT = (
+    (r"\\sqrt([A-Za-z0-9])", r"\\sqrt{\1}"),
+    (r"\\frac([A-Za-z0-9])([A-Za-z0-9])", r"\\frac{\1}{\2}"),
+    (r"\\frac([A-Za-z0-9])\{", r"\\frac{\1}{"),
+    (r"^0\.5$", r"\\frac{1}{2}"),
+    (r"^(0|-?[1-9]\d*)/([1-9]\d*)$", r"\\frac{\1}{\2}"),
 )
 
 
@@ -113,10 +107,10 @@ def box_content(text: str, start: int) -> str | None:
 def normalised(answer: str) -> str:
     """An answer as the public evaluation compares it: without units, spaces and the many ways to write a fraction."""
     for pattern, to in SPACED:
-        answer = pattern.sub(to, answer)
+        answer = re.sub(pattern, to, answer)
     answer = re.sub(r"\s", "", answer)
     for pattern, to in TIGHT:
-        answer = pattern.sub(to, answer)
+        answer = re.sub(pattern, to, answer)
     return answer
 
 
@@ -189,9 +183,8 @@ def checked_row(place: str, problem: Problem) -> dict[str, str]:
     return problem.row()
 
 
-DRAFTS = Lossless(
-    cost="bytes", lookup_tokens=0, draft_ahead=0
-)  # what it reads is compared, and is the same in every run
+# What it reads is compared, and is the same in every run.
+DRAFTS = Lossless(cost="bytes", lookup_tokens=0, draft_ahead=0)
 
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 

@@ -107,29 +107,21 @@ def change_of_kl(control: Mapping[str, Any] | None) -> str:
 SCHEMA, VERSION = "gearbx-mlx evaluation", 1
 
 
-class RecordingCosts:
-    """What a recording read, from its passes.
+def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording) -> tuple[float, float]:
+    """What a recording read per token: bytes of weights, and bits per weight of the managed layers.
 
     Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
-    store it in planes that other gears share.
+    store it in planes that other gears share. A token that is computed twice reads twice.
 
     Args:
         used: the gears that the recording has passes in.
     """
-
-    def __init__(self, gearbox: Gearbox, used: Sequence[Gear]):
-        ladder = Ladder([gear.bits for gear in used])
-        alone = gearbox.costed_in(ladder)
-        costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
-        self.gear_bytes, self.gear_bits = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
-
-    def weight_bytes(self, recording: Recording) -> float:
-        """Bytes of weights per token."""
-        return float((recording.passes @ self.gear_bytes).mean())
-
-    def effective_bits(self, recording: Recording) -> float:
-        """Bits read per weight of the managed layers and token; a token that is computed twice reads them twice."""
-        return float((recording.passes @ self.gear_bits).mean())
+    ladder = Ladder([gear.bits for gear in used])
+    alone = gearbox.costed_in(ladder)
+    costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
+    of_gears = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
+    weight_bytes, bits = (float((recording.passes @ each).mean()) for each in of_gears)
+    return weight_bytes, bits
 
 
 def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[str, np.ndarray]:
@@ -156,7 +148,7 @@ def row_of(
         used = entry.gears(between) if shifts else (between[0], ladder.top)
     tokens = quality_arguments(recording, reference.nll)
     shares = {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
-    costs = RecordingCosts(gearbox, used)
+    weight_bytes, bits = read_per_token(gearbox, used, recording)
     return {
         "policy": entry.policy,
         "name": entry.name,
@@ -164,8 +156,8 @@ def row_of(
         "schedule": None if entry.schedule is None else str(entry.schedule),
         "share_top": shares[used[-1].name if entry.policy != "static" else ladder.top.name],
         "gear_shares": shares,
-        "effective_bits": costs.effective_bits(recording),
-        "weight_bytes_per_token": costs.weight_bytes(recording),
+        "effective_bits": bits,
+        "weight_bytes_per_token": weight_bytes,
         "counted": COUNTED[entry.policy],
         **quality(**tokens),
         "buckets": by_bucket(reference.top_probability, tokens),

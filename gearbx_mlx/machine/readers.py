@@ -433,14 +433,22 @@ class Scripted:
         Each has `seconds` or `tokens` since generation began, and any of `thermal`, `battery`, `charging`, `memory`.
 
         Raises:
-            GearbxError: naming file and line (of an array, entry).
+            GearbxError: naming file and line (of an array, entry): a value that cannot be, no time or two, another unit
+                than the points before it, or a time before theirs.
         """
         points: list[Point] = []
         unit = None
         for place, entry in read_entries(Path(path)):
             with about(f"{path}, {place}"):
-                unit, point = point_of(entry, unit, points)
-            points.append(point)
+                times = [name for name in TIMES if getattr(entry, name) is not None]
+                if len(times) != 1:
+                    raise GearbxError("give either seconds or tokens")
+                if unit not in (None, times[0]):
+                    raise GearbxError(f"{times[0]}, where the lines before have {unit}; use one of them")
+                unit, at = times[0], getattr(entry, times[0])
+                if points and at < points[-1].at:
+                    raise GearbxError(f"{unit} is {at:g}, before the line above; put them in order")
+                points.append(Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES})))
         if unit is None:
             raise GearbxError(f"{path}: no states in it; {GIVE}")
         return cls(points, unit)
@@ -466,20 +474,3 @@ def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
     for number, entry in enumerate(entries, 1):
         with about(f"{path}, entry {number}"):
             yield f"entry {number}", typed(entry, ScriptEntry)
-
-
-def point_of(entry: ScriptEntry, unit: str | None, before: Sequence[Point]) -> tuple[str, Point]:
-    """The unit of an entry's time, and its point.
-
-    Raises:
-        GearbxError: no time or two, another unit than the points before it, or a time before theirs.
-    """
-    times = [name for name in TIMES if getattr(entry, name) is not None]
-    if len(times) != 1:
-        raise GearbxError("give either seconds or tokens")
-    if unit not in (None, times[0]):
-        raise GearbxError(f"{times[0]}, where the lines before have {unit}; use one of them")
-    at = getattr(entry, times[0])
-    if before and at < before[-1].at:
-        raise GearbxError(f"{times[0]} is {at:g}, before the line above; put them in order")
-    return times[0], Point(at, MachineState(**{name: getattr(entry, name) for name in NAMES}))

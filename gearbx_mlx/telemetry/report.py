@@ -31,29 +31,6 @@ def middle(record: Mapping[str, Any], name: str) -> float:
     return sum(interval(record, name)) / 2
 
 
-def interval_record(
-    prompt: int,
-    index: int,
-    token: int | None,
-    text: str,
-    gear: str,
-    bounds: Mapping[str, tuple[Any, Any]],
-    before: str | None,
-) -> dict[str, Any]:
-    """The trace's object for one token.
-
-    Args:
-        index: counts from 0 after each prompt.
-        token: its number, where the server says it.
-        gear: or UNDECIDED.
-        bounds: the lower and the upper one of `entropy` and `mean_entropy`, in bits, and the `gear` that each leads to.
-        before: `gear` of the token before, if there is one.
-    """
-    pairs = {f"{name}_{bound}": pair[i] for name, pair in bounds.items() for i, bound in enumerate(BOUNDS)}
-    shifted = before is not None and before != gear
-    return {"prompt": prompt, "index": index, "token": token, "text": text, **pairs, "gear": gear, "shifted": shifted}
-
-
 @dataclass
 class IntervalTally:
     """What adds up over the tokens of a run; `gear_tokens` names every gear and UNDECIDED, also with 0."""

@@ -19,18 +19,9 @@ from gearbx_mlx.cli.settings import flag_of
 from .cases import STRANGE, Case
 from .inputs import MODELS
 
-PATHS: tuple[str, ...] = (
-    *STRANGE,
-    "missing",
-    "no/such/file",
-    "/dev/null",
-    "/dev/full",
-    "/proc",
-    ".",
-    "prompts.txt",
-    "gsm8k.jsonl",
-)
-PATHS += ("manifest.json", "thresholds.json", "cache.safetensors", "llama/model.safetensors", "geared", "evaluation")
+PATHS: tuple[str, ...] = (*STRANGE, "missing", "no/such/file", "/dev/null", "/dev/full", "/proc", ".", "prompts.txt")
+PATHS += ("gsm8k.jsonl", "manifest.json", "thresholds.json", "cache.safetensors", "llama/model.safetensors")
+PATHS += ("geared", "evaluation")
 TEXTS: tuple[str, ...] = (
     "",
     " ",
@@ -46,26 +37,9 @@ TEXTS: tuple[str, ...] = (
     "\udcff",
     "nan",
     "inf",
-    "-1",
-    "0",
-    ",",
 )
-TEXTS += (
-    "1,",
-    "4,8,16",
-    "1e999",
-    "None",
-    "{}",
-    "[]",
-    '{"a": 1}',
-    "%s%n",
-    "~",
-    "$HOME",
-    "*",
-    "[red]",
-    "\x1b[31m",
-    "low",
-)
+TEXTS += ("-1", "0", ",", "1,", "4,8,16", "1e999", "None", "{}", "[]", '{"a": 1}', "%s%n", "~", "$HOME", "*", "[red]")
+TEXTS += ("\x1b[31m", "low")
 TEXTS += ("nobody/nothing", "a/b/c", "٣", "1_0", "0x10", "16,16", "2,3,4,5,6,8,16", "1e-400", "10" * 200)
 NUMBERS = (0, -1, 1, 10**20, -(10**20), 2**31, 2**63)
 FLOATS = ("nan", "inf", "-inf", "1e-300", "1e300", "1e-46", "-0.0", "0.5")
