@@ -22,7 +22,7 @@ from gearbx_mlx.decoding.draft_trials import FEW_DRAFTED, TRIALS, TimedPasses
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.files.smollm2 import smollm2_directory
 
-from .lossless import ASSISTANT, Writer, first_prompts, times_faster, written_in_turn
+from .lossless import ASSISTANT, Writer, agreeing, first_prompts, times_faster, written_in_turn
 from .studies import HELD_OUT, TALES, Found, in_turn, ratios, spread, study, table_here
 
 CHOSEN = 2  # experts of a token
@@ -69,8 +69,8 @@ def upcycled(experts: int, to: Path) -> list[float]:
     text = TALES.read_text(encoding="utf-8")
     inputs = mlp_inputs(model, tokenizer.encode(text[: 8 * READ], verbose=False)[:READ])
     args = model.args
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    names += ("num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    names = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "rms_norm_eps", "rope_theta", "tie_word_embeddings"]
     config = {name: getattr(args, name) for name in names} | {"model_type": "mixtral"}
     config |= {"num_local_experts": experts, "num_experts_per_tok": CHOSEN}
     made = random_model(config)
@@ -141,10 +141,7 @@ def lossless_experts(
             asked = first_prompts(writer.tokenizer, prompts, num_prompts)
             found = written_in_turn({"alone": writer.alone, "lossless": writer.lossless}, asked, max_tokens, pairs)
             faster = times_faster(found["alone"], found["lossless"])
-            same = sum(
-                all(text == alone[0][0] for text, _ in lossless)
-                for alone, lossless in zip(found["alone"], found["lossless"])
-            )
+            same = agreeing(found["alone"], found["lossless"])
             passes = pass_ratios(writer.gearbox, asked[0])
             shown = [f"{share:.2f}" for share in passes.values()]
             picked = [f"{each:.1f}" for each in chosen[1:]] if count > 1 else [""] * (len(ROWS) - 1)
