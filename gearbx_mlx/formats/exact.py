@@ -10,7 +10,7 @@ neighbours was found by trying, and not by a proof; groups with NaN or infinitie
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -38,7 +38,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product
-from .base import DENSE, StoredArray, whole_groups
+from .base import DENSE, Arrays, Bits, Format, Gears, Shape, StoredArray, StoredArrays, whole_groups
 from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
@@ -347,7 +347,7 @@ class NativeExactMultiLinear(ExactMultiLinear):
         return decoded(self.matrix)
 
 
-class Exact:
+class Exact(Format):
     """One copy of the weights that is every gear of its ladder, the top gear bit for bit.
 
     The low gears are those of `planes`, over codes as MLX has them. A layer whose bits in the gears are not a ladder of
@@ -355,13 +355,11 @@ class Exact:
     """
 
     name = "exact"
-    layer_bits: tuple[int, ...] = ()
-    native = native_experts = rounds = True
+    native = native_experts = rounds = takes_base = True
     scales = NestedPlanes.scales
     viewed = frozenset({"group_scales", "group_biases"})
     ladders: tuple[tuple[int, ...], ...] = tuple(WIDTHS)
-    types: tuple[mx.Dtype, ...] = (mx.bfloat16,)
-    by_rows = True
+    types = (mx.bfloat16,)
 
     def check(self, bits: int) -> None:
         if not any(bits in ladder for ladder in WIDTHS):
@@ -370,39 +368,30 @@ class Exact:
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
 
-    def span(self, group_size: int) -> int | None:
-        return None
-
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, self.widths(bits, ladder), group_size), ladder, dtype)
 
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         if len(ladder) > 2:
             return None  # the second plane goes on from the first
         return quantize(weight, WIDTHS[tuple(ladder)], group_size).each_scale(lambda array: array.view(mx.bfloat16))
 
     window = staticmethod(in_window)
 
-    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, base.widths, base.group_size, base), ladder, dtype)
 
-    def _gears(
-        self, dense: nn.Module, matrix: ExactMatrix, ladder: Sequence[int], dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def _gears(self, dense: nn.Module, matrix: ExactMatrix, ladder: Bits, dtype: mx.Dtype) -> Gears:
         """Bits to module of all gears."""
         matrix = for_kernels(dense, matrix)
         planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
         low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return WIDTHS[tuple(ladder)]
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits != DENSE:
             return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
         widths = self.widths(bits, ladder)
@@ -413,9 +402,7 @@ class Exact:
         beside = arrays["low"], arrays["high"], arrays["offsets"]
         return exact_module(dense, kind(planes.weights, planes.scales, planes.biases, *beside, widths, group_size))
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         if bits != DENSE:
             return PLANES.stored_arrays(shape, bits, ladder[:-1], group_size, dtype)
         highest = PLANES.stored_arrays(shape, ladder[-2], ladder[:-1], group_size, dtype)
@@ -428,9 +415,7 @@ class Exact:
         high = StoredArray(mx.uint8, (None,), DENSE, "high")
         return arrays | {"low": low, "high": high, "offsets": offsets_array(shape)}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """An estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
             return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)

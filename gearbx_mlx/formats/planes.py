@@ -11,7 +11,7 @@ half-precision numbers per group: one scale and two biases. A shift copies nothi
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
 from . import CODES
-from .base import Copies, StoredArray, kind_for, whole_groups
+from .base import Arrays, Bits, Format, Gears, Shape, StoredArray, StoredArrays, kind_for, whole_groups
 from .native import (
     Native,
     NativeExperts,
@@ -244,16 +244,12 @@ class JoinedMultiLinear(PlanesMultiLinear):
         return planes_matmul(x, self.planes.joined(), transpose)
 
 
-class Affine(Copies):
+class Affine(Format):
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"
-    layer_bits: tuple[int, ...] = ()
-    native = native_experts = rounds = True
+    native = native_experts = rounds = takes_base = True
     scales = frozenset({"scales", "biases"})
-
-    def check(self, bits: int) -> None:
-        pass  # MLX supports all bits that a ladder may have
 
     def fits(self, width: int, group_size: int) -> str | None:
         return whole_groups(width, group_size)
@@ -261,40 +257,30 @@ class Affine(Copies):
     def span(self, group_size: int) -> int | None:
         return group_size
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
         planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], self.widths(bits, ladder), group_size)
         return {bits: planes_module(dense, for_kernels(dense, planes))}
 
-    window = None  # no gear depends on another one's codes
-
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         words, scales, biases = mx.quantize(weight, group_size, ladder[0])
         return Planes([words], scales, [biases], (ladder[0],), group_size)
 
-    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
         planes = for_kernels(dense, base.each_scale(lambda array: array.astype(dtype)))
         return {ladder[0]: planes_module(dense, planes)}
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return (bits,)
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         planes = stored_planes(dense, [arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
         return quantized_module(dense, planes)
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         return affine_arrays(shape, bits, group_size, dtype)
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         weights = math.prod(shape)
         return weights * bits // 8 + 2 * weights // group_size * scale_size
 
@@ -305,21 +291,17 @@ class NestedPlanes(Affine):
     name = "planes"
     scales = Affine.scales | {"plane_biases"}
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         return split(weight, ladder, group_size) if len(ladder) == 1 else None
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return plane_widths(ladder)
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         count = ladder.index(bits) + 1
         if count == 1:
             return super().module(dense, bits, arrays, ladder, group_size)
@@ -327,9 +309,7 @@ class NestedPlanes(Affine):
         widths = plane_widths(ladder[:count])
         return planes_module(dense, stored_planes(dense, weights, arrays["scales"], biases, widths, group_size))
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         made = affine_arrays(shape, ladder[0], group_size, dtype)
         if bits == ladder[0]:
             return made
@@ -342,9 +322,7 @@ class NestedPlanes(Affine):
             arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
         return arrays
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         weights = math.prod(shape)
         planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size
@@ -358,15 +336,13 @@ class SplitCodes(NestedPlanes):
 
     name = CODES
 
-    def of_codes(self, dense: nn.Module, affine: Planes, ladder: Sequence[int]) -> dict[int, nn.Module]:
+    def of_codes(self, dense: nn.Module, affine: Planes, ladder: Bits) -> Gears:
         """All gears of a layer that is quantized to the highest bits of a ladder."""
         planes = split_affine(affine, plane_widths(ladder))
         made = {bits: planes_module(dense, planes.prefix(bits)) for bits in ladder[1:]}
         return made | {ladder[0]: planes_module(dense, planes.prefix(ladder[0]).with_biases())}
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits == ladder[0]:
             return super().module(dense, bits, arrays, ladder, group_size)
         widths = plane_widths(ladder[: ladder.index(bits) + 1])
@@ -375,18 +351,14 @@ class SplitCodes(NestedPlanes):
         joined = bits == ladder[-1] and not isinstance(dense, Native)
         return planes_module(dense, planes._replace(rest=ladder[-1] - bits), joined)
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         arrays = super().stored_arrays(shape, bits, ladder, group_size, dtype)
         if bits == ladder[0]:
             return arrays
         shared = arrays["plane_biases.0"]._replace(bits=ladder[-1], name="plane_biases.0")
         return {name: array for name, array in arrays.items() if "biases" not in name} | {"plane_biases.0": shared}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         return math.prod(shape) * bits // 8 + 2 * math.prod(shape) // group_size * scale_size
 
 
