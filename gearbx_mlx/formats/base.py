@@ -263,6 +263,24 @@ class ReconstructedSwitchLinear(Reconstructed):
         return self.weight.shape[0]
 
 
+class PackedExperts:
+    """What packed experts say of themselves, as mlx-lm's SwitchLinear does."""
+
+    weight_shape: tuple[int, ...]  # (E, O, I)
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight_shape[0]
+
+    @property
+    def output_dims(self) -> int:
+        return self.weight_shape[1]
+
+    @property
+    def input_dims(self) -> int:
+        return self.weight_shape[2]
+
+
 class ReconstructedMultiLinear(Reconstructed):
     """A MultiLinear over packed rows: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
 

@@ -31,7 +31,6 @@ STEP, PLAIN_ROUNDS = 1.9, 2
 DEFAULTS = CodebookOptions()
 WIDEST = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
-GAUSSIAN_SHARE = DEFAULTS.gaussian_share
 BLOCK = 2**22  # weights in a block of rows
 
 

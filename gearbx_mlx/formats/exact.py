@@ -38,7 +38,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product
-from .base import DENSE, Arrays, Bits, Format, Gears, Shape, StoredArray, StoredArrays, whole_groups
+from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, whole_groups
 from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
@@ -308,24 +308,12 @@ class NativeExactLinear(Native, ExactLinear):
         return kernels.exact_part(*self.matrix, self.get("bias"))
 
 
-class ExactSwitchLinear(ExactModule):
+class ExactSwitchLinear(PackedExperts, ExactModule):
     """A SwitchLinear over exact weights: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native))
         return with_expert_bias(self, y, indices)
-
-    @property
-    def input_dims(self) -> int:
-        return self.weight_shape[-1]
-
-    @property
-    def output_dims(self) -> int:
-        return self.weight_shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight_shape[0]
 
 
 class NativeExactSwitchLinear(Native, ExactSwitchLinear):
@@ -413,7 +401,8 @@ class Exact(Format):
         if len(WIDTHS[tuple(ladder)]) > 1:
             low = StoredArray(mx.uint32, (*shape[:-1], shape[-1] * LOW_BITS // 32), DENSE, "low")
         high = StoredArray(mx.uint8, (None,), DENSE, "high")
-        return arrays | {"low": low, "high": high, "offsets": offsets_array(shape)}
+        offsets = StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
+        return arrays | {"low": low, "high": high, "offsets": offsets}
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """An estimate at 16 bits, for Gaussian weights; a module knows its own."""
@@ -433,10 +422,6 @@ def renamed(name: str) -> str:
     return (
         name.replace("weights.", "codes.").replace("plane_biases.", "group_biases.").replace("scales", "group_scales")
     )
-
-
-def offsets_array(shape: Sequence[int]) -> StoredArray:
-    return StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:

@@ -35,7 +35,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
 from . import CODES
-from .base import Arrays, Bits, Format, Gears, Shape, StoredArray, StoredArrays, kind_for, whole_groups
+from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for, whole_groups
 from .native import (
     Native,
     NativeExperts,
@@ -43,6 +43,7 @@ from .native import (
     NativeQuantizedSwitchLinear,
     experts_kind,
     for_kernels,
+    over_plane,
     planes_kind,
     stored_planes,
     with_expert_bias,
@@ -180,23 +181,11 @@ class NativePlanesLinear(Native, PlanesLinear):
         return kernels.stack_part(*self.planes, self.x_bits, self.get("bias"))
 
 
-class PlanesSwitchLinear(PlanesModule):
+class PlanesSwitchLinear(PackedExperts, PlanesModule):
     """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, planes_gather_matmul(x, self.planes, indices, sorted_indices), indices)
-
-    @property
-    def input_dims(self) -> int:
-        return self.weight_shape[-1]
-
-    @property
-    def output_dims(self) -> int:
-        return self.weight_shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight_shape[0]
 
 
 class NativePlanesSwitchLinear(NativeExperts, PlanesSwitchLinear):
@@ -395,13 +384,9 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
         module.global_scale = None
     if planes.rest:  # which native kernels alone read
         module.rest = planes.rest
-    module.group_size, (module.bits,), module.mode = planes.group_size, planes.widths, "affine"
-    module.record = type(planes)
-    (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
     if "bias" in dense:
         module.bias = dense.bias
-    module.freeze(recurse=False)
-    return module
+    return over_plane(module, planes)
 
 
 def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:

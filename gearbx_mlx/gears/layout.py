@@ -191,7 +191,7 @@ def compute_model_in(
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):
-            module.stored, module.activations = module.weight.dtype, compute_dtype
+            module.stored, module.dtype = module.weight.dtype, compute_dtype
     places = places_of(model)
     names = {layer.path: f"{places.get(layer.path, layer.path)}.weight" for layer in layers}
     storage = {path: stored_dtype(model, name) for path, name in {"": "", **names}.items()}
