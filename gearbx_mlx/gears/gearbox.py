@@ -273,8 +273,7 @@ class Gearbox:
             self._prepared.add(gear)
             mx.async_eval([m.parameters() for m in self._modules.make(self._bits_in(gear)).values()])
         else:
-            self._complete(gear)
-            self._give_up_idle()
+            self.make(gear)
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
         """The module of a layer in a gear, if that is made; None for a layer that does not change."""

@@ -17,7 +17,7 @@ from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
 from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
-from .in_place import OwnCodes, own_codes, take_layers
+from .in_place import OwnCodes, coded_layers, own_codes
 from .ladder import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -120,19 +120,24 @@ def managed_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
 
-    Those of a geared checkpoint take their places in the model as dense ones without weights. Only there, and in
-    formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any gear.
+    Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
+    and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
+    gear.
     """
     put_adapters_over_gears(model)
-    if layout.codes is not None:
-        return take_layers(model, layout.codes, manage or "all")
-    if layout.saved is None:
-        layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
-        wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
+    manage = manage or "all"
+    if layout.codes is None and layout.saved is None:
+        layers, unmanaged = discover(model, manage, layout.group_size, layout.format)
+        wanted = manage, [gear.bits for gear in layout.ladder], layout.format, layout.group_size
         return layers, tables_to_pack(model, *wanted) if layout.format.ladders else [], unmanaged
-    layers, tables = layout.saved.layers(model), layout.saved.tables(model)
+    if layout.saved is not None:
+        layers, tables = layout.saved.layers(model), layout.saved.tables(model)
+        unmanaged = dict(layout.saved.manifest.unmanaged)
+    elif layout.codes is not None:
+        found, unmanaged = coded_layers(model, layout.codes, manage)
+        layers, tables = ([layer for layer in found if layer.is_table == is_table] for is_table in (False, True))
     put_layers(model, {layer.path: layer.module for layer in (*layers, *tables)})
-    return layers, tables, dict(layout.saved.manifest.unmanaged)
+    return layers, tables, unmanaged
 
 
 def quantized_widths(

@@ -93,9 +93,9 @@ class SavedGears:
             put_layers(model, lowest)
         own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
-    def storage(self, path: str = "") -> mx.Dtype:
-        """The type of a layer in the original, or ("") of most of the original."""
-        return DTYPES[self.manifest.changing[path].dtype if path else self.manifest.dtype]
+    def storage(self, path: str) -> mx.Dtype:
+        """The type of a layer in the original."""
+        return DTYPES[self.manifest.changing[path].dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
         """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""

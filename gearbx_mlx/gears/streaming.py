@@ -33,7 +33,7 @@ from .offload import Host, OriginalDisk, Residency, Resident, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
-from .strips import Bandwidth, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
+from .strips import Bandwidth, Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
 SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
@@ -107,7 +107,7 @@ class Streamed(nn.Module):
         """
         offsets = self.offsets_on_cpu
         numbers = np.clip(chosen.astype(np.int64), 0, (len(offsets) - 1) // height - 1)
-        self.reader.verify(self.remainder.low, self.remainder.high)
+        self.reader.verify(self.remainder.low.array, self.remainder.high.array)
         strips = [self.remainder.rows(height * n, height * (n + 1), offsets) for n in numbers.tolist()]
         low = self.reader.joined([strip.low for strip in strips])
         high = self.reader.joined([strip.high for strip in strips])
@@ -231,9 +231,9 @@ class StreamedFiles(FromFiles):
 
 def remainder_of(saved: SavedGears, path: str) -> Remainder:
     """Where a layer's low and high bytes are."""
-    names = saved.manifest.changing[path].gears[DENSE]
-    low, high = names["low"], names["high"]
-    return Remainder(low, high, saved.hashes.places[low], saved.hashes.places[high])
+    names = (saved.manifest.changing[path].gears[DENSE][parameter] for parameter in ("low", "high"))
+    places = {name: saved.hashes.places[name] for name in names}
+    return Remainder(*(Piece(name, place.begin, place.end) for name, place in places.items()))
 
 
 def fits_in_memory(saved: SavedGears) -> bool:

@@ -24,7 +24,7 @@ from ..compat.arrays import memory_of
 from ..errors import GearbxError
 from ..kernels.exact import ExactMatrix, tile_ends
 from .manifest import RESTORE
-from .tensor_files import ArrayHashes, ArrayPlace
+from .tensor_files import ArrayHashes
 
 LARGER = 1.25  # times the size of a strip that its memory may have
 
@@ -93,26 +93,21 @@ class Strip:
 
 @dataclass(frozen=True)
 class Remainder:
-    """The arrays beside the base of one layer, which stay in the file.
+    """The arrays beside the base of one layer, which stay in the file."""
 
-    low, high: names of the arrays. low_place, high_place: where they are.
-    """
-
-    low: str
-    high: str
-    low_place: ArrayPlace
-    high_place: ArrayPlace
+    low: Piece
+    high: Piece
 
     @property
     def nbytes(self) -> int:
-        return self.low_place.size + self.high_place.size
+        return self.low.size + self.high.size
 
     def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
         """The rows from `first` to the one before `end`. offsets: of the layer."""
-        width = self.low_place.size // (len(offsets) - 1)
-        low = (self.low_place.begin + width * row for row in (first, end))
-        high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
-        return Strip(first, end, Piece(self.low, *low), Piece(self.high, *high))
+        width = self.low.size // (len(offsets) - 1)
+        low = (self.low.begin + width * row for row in (first, end))
+        high = (self.high.begin + int(offsets[row]) for row in (first, end))
+        return Strip(first, end, Piece(self.low.array, *low), Piece(self.high.array, *high))
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
@@ -121,8 +116,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
     They have every byte of the two arrays, also the one of a `high` of which no row needs any.
     """
     *strips, last = (remainder.rows(first, end, offsets) for first, end in tile_ends(matrix))
-    high = last.high._replace(end=remainder.high_place.end)
-    return [*strips, Strip(last.first, last.end, last.low, high)]
+    return [*strips, Strip(last.first, last.end, last.low, last.high._replace(end=remainder.high.end))]
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array, low: mx.Dtype) -> ExactMatrix:
