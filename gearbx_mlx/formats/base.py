@@ -23,6 +23,7 @@ Gears = dict[int, nn.Module]  # by their bits
 K = TypeVar("K")
 
 DENSE = 16  # bits of the weights as they are
+BLOCK = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
 
 
 class StoredArray(NamedTuple):
@@ -168,6 +169,12 @@ def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> 
 def whole_groups(width: int, group_size: int) -> str | None:
     """`Format.fits` for formats that have no partial groups."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
+
+
+def row_blocks(rows: int, width: int) -> list[slice]:
+    """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
+    height = max(1, BLOCK // width)
+    return [slice(first, first + height) for first in range(0, rows, height)]
 
 
 def dense_weight(linear: nn.Module) -> mx.array:

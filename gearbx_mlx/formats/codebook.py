@@ -41,6 +41,7 @@ from .base import (
     Shape,
     StoredArray,
     StoredArrays,
+    row_blocks,
 )
 from .codebook_fitting import (
     DEFAULTS,
@@ -53,7 +54,6 @@ from .codebook_fitting import (
     find_all,
     lloyd,
     nearest,
-    row_blocks,
     take_out,
 )
 from .native import Native, NativeExperts, experts_kind, with_expert_bias

@@ -8,7 +8,6 @@ The encoder proves itself: it decodes every group, and stores one that does not 
 neighbours was found by trying, and not by a proof; groups with NaN or infinities have no scale.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from operator import itemgetter
@@ -38,7 +37,19 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product
-from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, whole_groups
+from .base import (
+    DENSE,
+    Arrays,
+    Bits,
+    Format,
+    Gears,
+    PackedExperts,
+    Shape,
+    StoredArray,
+    StoredArrays,
+    row_blocks,
+    whole_groups,
+)
 from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
@@ -47,7 +58,6 @@ NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weigh
 
 RANGES = {3: (0.9, 0.8), 4: ()}  # bits to parts of a group's range that are tried beside all of it
 FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
-BLOCK = 2**22  # weights that are encoded at a time: the temporary memory is several times their size
 
 
 def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Planes | None = None) -> ExactMatrix:
@@ -60,13 +70,10 @@ def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Plane
         base: codes (O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back from
             them get the nearest.
     """
-    rows = weight.reshape(-1, weight.shape[-1])
-    count = max(1, min(len(rows), math.ceil(rows.size / BLOCK)))
-    cuts = [len(rows) * i // count for i in range(count + 1)]
-    parts = []
-    for first, end in itertools.pairwise(cuts):
-        part = None if base is None else base.each(itemgetter(slice(first, end)))
-        parts.append(encode_block(rows[first:end], tuple(widths), group_size, part))
+    rows, parts = weight.reshape(-1, weight.shape[-1]), []
+    for block in row_blocks(*rows.shape):
+        part = None if base is None else base.each(itemgetter(block))
+        parts.append(encode_block(rows[block], tuple(widths), group_size, part))
     return join(parts, weight.shape[:-1])
 
 
@@ -85,7 +92,7 @@ def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, bas
         planes = mixed(kept, planes, quantize(weight, widths, group_size))
         kept, low, high, offsets = rest()
     if not kept.all().item():
-        planes = planes.each(lambda array: without(array, kept))
+        planes = planes.each(lambda array: pick_groups(kept, array, mx.zeros_like(array)))
     matrix = ExactMatrix(*planes[:3], low, high, offsets, planes.widths, planes.group_size)
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
@@ -117,12 +124,7 @@ def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.a
         made = mx.quantize(cut, group_size, bits)
         error = squared_error(grouped, made, bits)
         better = error < best  # false for NaN
-        words, scales, biases = (
-            mx.where(better[..., None], new.reshape(*better.shape, -1), old.reshape(*better.shape, -1)).reshape(
-                old.shape
-            )
-            for new, old in zip(made, (words, scales, biases))
-        )
+        words, scales, biases = (pick_groups(better, new, old) for new, old in zip(made, (words, scales, biases)))
         best = mx.where(better, error, best)
         mx.eval(words, scales, biases, best)
     return words, scales, biases
@@ -139,22 +141,17 @@ def squared_error(grouped: mx.array, made: Sequence[mx.array], bits: int) -> mx.
     return mx.where(far, mx.inf, ((grouped - values) ** 2).sum(-1))
 
 
-def without(array: mx.array, kept: mx.array) -> mx.array:
-    """An array (O, ...) with zeros in the groups that are not kept. kept: (O, G)."""
-    groups = array.reshape(*kept.shape, -1)
-    return mx.where(kept[..., None], groups, mx.zeros_like(groups)).reshape(array.shape)
+def pick_groups(better: mx.array, own: mx.array, other: mx.array) -> mx.array:
+    """An array (O, ...) where its groups are the better ones, and another one elsewhere. better: (O, G)."""
+    groups, others = (array.reshape(*better.shape, -1) for array in (own, other))
+    return mx.where(better[..., None], groups, others).reshape(own.shape)
 
 
 def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
     """A plane whose groups are those of another one where they are not kept. kept: (O, G)."""
-
-    def choose(own: mx.array, other: mx.array) -> mx.array:
-        groups, others = own.reshape(*kept.shape, -1), other.reshape(*kept.shape, -1)
-        return mx.where(kept[..., None], groups, others).reshape(own.shape)
-
-    (words,), (other_words,), (bias,), (other_bias,) = planes.weights, others.weights, planes.biases, others.biases
-    scales = choose(planes.scales, others.scales)
-    return planes._replace(weights=[choose(words, other_words)], scales=scales, biases=[choose(bias, other_bias)])
+    arrays = ((each.weights[0], each.scales, each.biases[0]) for each in (planes, others))
+    words, scales, bias = (pick_groups(kept, own, other) for own, other in zip(*arrays))
+    return planes._replace(weights=[words], scales=scales, biases=[bias])
 
 
 def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -385,7 +382,7 @@ class Exact(Format):
         widths = self.widths(bits, ladder)
         codes, biases = ([arrays[f"{name}.{i}"] for i in range(len(widths))] for name in ("codes", "group_biases"))
         check_offsets(arrays["offsets"], arrays["high"].size)
-        planes = stored_planes(dense, codes, arrays["group_scales"], biases, widths, group_size)
+        planes = stored_planes(dense, Planes(codes, arrays["group_scales"], biases, widths, group_size))
         kind = PanelExactMatrix if isinstance(planes, PanelPlanes) else ExactMatrix
         beside = arrays["low"], arrays["high"], arrays["offsets"]
         return exact_module(dense, kind(planes.weights, planes.scales, planes.biases, *beside, widths, group_size))

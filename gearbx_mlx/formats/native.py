@@ -233,17 +233,9 @@ def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
     return bool(rounds and fits and len(dense.weight) % panel_rows() == 0)
 
 
-def stored_planes(
-    dense: nn.Module,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-) -> Planes:
+def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
     """A stack of planes over a layer's stored arrays, in panels if they have one more axis than its weight."""
-    kind = PanelPlanes if scales.ndim > dense.weight.ndim else Planes
-    return kind(weights, scales, biases, widths, group_size)
+    return PanelPlanes(*planes) if planes.scales.ndim > dense.weight.ndim else planes
 
 
 def planes_kind(planes: Planes) -> Kind:

@@ -263,8 +263,8 @@ class Affine(Format):
         return (bits,)
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
-        planes = stored_planes(dense, [arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
-        return quantized_module(dense, planes)
+        planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+        return quantized_module(dense, stored_planes(dense, planes))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         return affine_arrays(shape, bits, group_size, dtype)
@@ -295,8 +295,8 @@ class NestedPlanes(Affine):
         if count == 1:
             return super().module(dense, bits, arrays, ladder, group_size)
         weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
-        widths = plane_widths(ladder[:count])
-        return planes_module(dense, stored_planes(dense, weights, arrays["scales"], biases, widths, group_size))
+        planes = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return planes_module(dense, stored_planes(dense, planes))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         made = affine_arrays(shape, ladder[0], group_size, dtype)
@@ -336,9 +336,9 @@ class SplitCodes(NestedPlanes):
             return super().module(dense, bits, arrays, ladder, group_size)
         widths = plane_widths(ladder[: ladder.index(bits) + 1])
         weights, biases = [arrays[f"weights.{i}"] for i in range(len(widths))], [arrays["plane_biases.0"]]
-        planes = stored_planes(dense, weights, arrays["scales"], biases, widths, group_size)
+        planes = Planes(weights, arrays["scales"], biases, widths, group_size, ladder[-1] - bits)
         joined = bits == ladder[-1] and not isinstance(dense, Native)
-        return planes_module(dense, planes._replace(rest=ladder[-1] - bits), joined)
+        return planes_module(dense, stored_planes(dense, planes), joined)
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         arrays = super().stored_arrays(shape, bits, ladder, group_size, dtype)

@@ -26,7 +26,7 @@ from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
 from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknown_routing, whole_model_speedup
-from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, tied_head
+from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
@@ -34,9 +34,9 @@ from .layout import (
     as_they_are_now,
     check_tables,
     compute_model_in,
+    has_quantized,
     layout_of,
     managed_layers,
-    quantized_widths,
     use_kernels,
 )
 from .offload import Resident
@@ -133,15 +133,15 @@ class Gearbox:
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         if self.format.ladders or self.of_codes:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
-        quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
-        self.kernels = choose_kernels(
-            kernels, bool(quantized), activations, bool(self.format.ladders), self.format.rounds
-        )
+        quantized = has_quantized(layout, self._tables, widths)
+        if quantized and not self.layers and not self.in_place:
+            raise none_managed(self.unmanaged)
+        self.kernels = choose_kernels(kernels, quantized, activations, bool(self.format.ladders), self.format.rounds)
         self._places = places_of(model)
         use_kernels(model, self.kernels)
         self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
         # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
-        in_float32 = bool(quantized) and (self.kernels.native or not self.of_codes)
+        in_float32 = quantized and (self.kernels.native or not self.of_codes)
         computed = compute_model_in(model, self._changing, layout, dtype, in_float32)
         self.compute_dtype, self.storage, scales = computed
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}

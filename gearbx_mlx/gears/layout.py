@@ -16,7 +16,7 @@ from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
 from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
-from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
+from .discovery import Layer, Predicate, discover, is_quantized, tables_to_pack
 from .in_place import OwnCodes, coded_layers, own_codes
 from .ladder import (
     DEFAULT_GROUP_SIZE,
@@ -32,6 +32,9 @@ from .ladder import (
 from .manifest import Manifest
 from .saved import SavedGears, saved_gears
 
+Bits = Mapping[str, int]
+"""Path of a layer to its bits."""
+
 
 def check_settings(manifest: Manifest, **settings: Any) -> None:
     """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
@@ -42,9 +45,7 @@ def check_settings(manifest: Manifest, **settings: Any) -> None:
             raise GearbxError(f"the checkpoint's gears have {shown} {own}, not {value}; convert the original again")
 
 
-def check_tables(
-    tables: Mapping[str, Mapping[str, int]], ladder: Ladder, layers: Sequence[Layer]
-) -> dict[int, Mapping[str, int]]:
+def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[Layer]) -> dict[int, Bits]:
     """The tables by the bits of their gears.
 
     Raises:
@@ -140,27 +141,18 @@ def managed_layers(
     return layers, tables, unmanaged
 
 
-def quantized_widths(
-    layout: Layout,
-    tables: Mapping[int, Mapping[str, int]],
-    widths: Sequence[int],
-    layers: Sequence[Layer],
-    unmanaged: Mapping[str, str],
-) -> list[int]:
-    """All bits below 16 at which layers are stored.
+def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[int]) -> bool:
+    """Whether any layer is stored at fewer than 16 bits.
 
     Raises:
-        GearbxError: bits that the format does not support, or no layer to store at them.
+        GearbxError: bits that the format does not support.
     """
     if layout.codes is not None:
-        return list(layout.ladder.quantized_bits)
-    in_tables = {bits for table in tables.values() for bits in table.values()}
-    quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
+        return bool(layout.ladder.quantized_bits)
+    others = {*widths, *(bits for table in tables.values() for bits in table.values())}
     stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
-    check_ladder(layout.format, stored, [*in_tables, *widths])
-    if quantized and not layers:
-        raise none_managed(unmanaged)
-    return quantized
+    check_ladder(layout.format, stored, others)
+    return bool({*layout.ladder.quantized_bits, *others} - {DENSE})
 
 
 def use_kernels(model: nn.Module, choice: KernelChoice) -> None:

@@ -36,7 +36,7 @@ from .discovery import Layer, is_quantized, none_managed, stored_widths
 from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
-from .layout import Layout
+from .layout import Bits, Layout
 from .offload import EMPTY, Residency, hand_back
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
@@ -402,10 +402,6 @@ def differing(
             after[path] = with_kernels(after[path], type(module) in FUSED.values())
             changed.append(path)
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
-
-
-Bits = Mapping[str, int]
-"""Path of a layer to its bits."""
 
 
 class GearModules:
