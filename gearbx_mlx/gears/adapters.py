@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, about, one_line
 from ..files.adapter import ARRAYS, Adapter
-from ..formats.holders import OWN, held_name, inner_name, over_gears
+from ..formats.holders import OWN, held_name, inner_name
 
 Modules = Mapping[str, nn.Module]
 
@@ -92,12 +92,6 @@ def put_modules(model: nn.Module, tree: Any) -> None:
 def put_layers(model: nn.Module, modules: Modules) -> None:
     """Put layers into a model, by their paths without holders."""
     put_modules(model, tree_of(modules, places_of(model)))
-
-
-def put_adapters_over_gears(model: nn.Module) -> None:
-    """Give every adapter of a model the form that works over any gear."""
-    made = {path: over_gears(module) for path, module in adapters_of(model).items()}
-    put_modules(model, tree_unflatten(list(made.items())))
 
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:

@@ -1,8 +1,7 @@
 """Before a gearbox is made: which gears of which layers it has, and what the model is computed in and with."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,10 +11,11 @@ from mlx.utils import tree_unflatten
 from ..errors import GearbxError
 from ..formats import CODES, DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
+from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
-from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
+from .adapters import adapters_of, layers_of, places_of, put_layers, put_modules
 from .discovery import Layer, Predicate, discover, is_quantized, tables_to_pack
 from .in_place import OwnCodes, coded_layers, own_codes
 from .ladder import (
@@ -125,7 +125,7 @@ def managed_layers(
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
     gear.
     """
-    put_adapters_over_gears(model)
+    put_modules(model, tree_unflatten([(path, over_gears(one)) for path, one in adapters_of(model).items()]))
     manage = manage or "all"
     if layout.codes is None and layout.saved is None:
         layers, unmanaged = discover(model, manage, layout.group_size, layout.format)
@@ -155,8 +155,8 @@ def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[i
     return bool({*layout.ladder.quantized_bits, *others} - {DENSE})
 
 
-def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
-    """Have the whole model run on the chosen kernels."""
+def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Have the whole model run on the chosen kernels; returns the layers with the modules that it has now."""
     operations = native_operations(choice.ours_alone)
     for path, module in list(model.named_modules()):
         made = with_kernels(module, choice.native, operations)
@@ -165,12 +165,8 @@ def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
     for module in model.modules():
         if isinstance(module, Native):
             module.x_bits = choice.x_bits  # which decides how its gears lie in memory
-
-
-def as_they_are_now(model: nn.Module, layers: Iterable[Layer]) -> list[Layer]:
-    """The layers with the modules that the model has in their places."""
     now = layers_of(model)
-    return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
+    return [[replace(layer, module=now[layer.path]) for layer in found] for found in layers]
 
 
 def compute_model_in(
