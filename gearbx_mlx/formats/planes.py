@@ -21,7 +21,6 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..compat.classes import bare
-from ..errors import GearbxError
 from ..kernels.bit_planes import (
     Planes,
     fit,
@@ -68,13 +67,7 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
         widths: bits of each plane, most significant first, 8 at most together.
         group_size: 32, 64 or 128.
         dtype: of scales and biases; the weight's own type if not given.
-
-    Raises:
-        GearbxError: the widths add up to more than 8 bits.
     """
-    bits = sum(widths)
-    if bits > 8:
-        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
     blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
     if blocks < 2:
         return _split(weight, widths, group_size, dtype or weight.dtype)

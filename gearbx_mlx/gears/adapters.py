@@ -64,11 +64,7 @@ def places_of(model: nn.Module) -> dict[str, str]:
 
 
 def tree_of(modules: Modules, places: Mapping[str, str]) -> Any:
-    """Layers by their paths without holders, as `model.update_modules` takes them.
-
-    Args:
-        places: of the model.
-    """
+    """Layers by their paths without holders, as `model.update_modules` takes them. places: of the model."""
     return tree_unflatten([(places.get(path, path), module) for path, module in modules.items()])
 
 

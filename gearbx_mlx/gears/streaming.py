@@ -16,14 +16,7 @@ import numpy as np
 
 from ..compat.classes import become
 from ..errors import GearbxError
-from ..formats.exact import (
-    ExactLinear,
-    ExactMultiLinear,
-    ExactSwitchLinear,
-    NativeExactLinear,
-    NativeExactMultiLinear,
-    NativeExactSwitchLinear,
-)
+from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
 from ..formats.native import Native, with_expert_bias
 from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
@@ -39,7 +32,6 @@ STREAM = "stream"
 SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
 REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
-NATIVE_EXACT = (NativeExactLinear, NativeExactSwitchLinear, NativeExactMultiLinear)
 
 
 class Streamed(nn.Module):
@@ -155,15 +147,7 @@ def streamed(kind: Any) -> type[nn.Module]:
 
 
 def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None:
-    """Make a layer over unread arrays one that reads them at every use, and does not keep them.
-
-    Raises:
-        GearbxError: a layer of a kind that cannot.
-    """
-    if type(module) not in (*EXACT, *NATIVE_EXACT):
-        raise GearbxError(
-            f"residency stream cannot read a {type(module).__name__} from the disk; use another residency"
-        )
+    """Make an exact layer over unread arrays one that reads them at every use, and does not keep them."""
     own = {"remainder": remainder, "reader": reader, "low_type": module["low"].dtype}
     for name in ("low", "high"):
         del module[name]
