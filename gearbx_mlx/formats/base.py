@@ -75,7 +75,7 @@ class Format:
 
     def fits(self, width: int, group_size: int) -> str | None:
         """The reason why a matrix with `width` inputs cannot be stored, or None if it can."""
-        return None
+        return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
         """How many inputs of a row are stored together, so that a row can be divided between them; None: all."""
@@ -167,7 +167,7 @@ def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> 
 
 
 def whole_groups(width: int, group_size: int) -> str | None:
-    """`Format.fits` for formats that have no partial groups."""
+    """Why rows of `width` inputs do not consist of whole groups; None if they do."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
 
 

@@ -37,19 +37,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product
-from .base import (
-    DENSE,
-    Arrays,
-    Bits,
-    Format,
-    Gears,
-    PackedExperts,
-    Shape,
-    StoredArray,
-    StoredArrays,
-    row_blocks,
-    whole_groups,
-)
+from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
@@ -349,9 +337,6 @@ class Exact(Format):
     def check(self, bits: int) -> None:
         if not any(bits in ladder for ladder in WIDTHS):
             raise GearbxError(f"format exact has gears of 3, 4, 8 and 16 bits, and none of {bits}")
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return whole_groups(width, group_size)
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, self.widths(bits, ladder), group_size), ladder, dtype)

@@ -34,7 +34,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
 from . import CODES
-from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for, whole_groups
+from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
     Native,
     NativeExperts,
@@ -232,9 +232,6 @@ class Affine(Format):
     name = "affine"
     native = native_experts = rounds = takes_base = True
     scales = frozenset({"scales", "biases"})
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
         return group_size

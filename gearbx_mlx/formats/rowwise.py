@@ -148,6 +148,9 @@ class SymmetricFormat(ReconstructedFormat):
     native, native_experts, rounds = True, False, True
     native_kinds = NativeSymmetricLinear, NativeSymmetricExperts
 
+    def fits(self, width: int, group_size: int) -> str | None:
+        return None
+
 
 class Rowwise(SymmetricFormat):
     """Gears of 8, 6, 4 and 2 bits. Scales take next to no memory; the largest weight of a row sets the error of all."""
