@@ -45,9 +45,9 @@ Window = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.nda
 
 
 class Format:
-    """A way to store one weight matrix at several precisions. A gear of 16 bits is the weights, if no ladder has it.
+    """A way to store one weight matrix at several precisions.
 
-    Arguments of its methods:
+    A gear of 16 bits has the weights themselves, unless the format has `ladders`. Arguments of the methods:
         dense: the layer as it is: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I).
         shape: of a weight, (..., O, I).
         bits: of the gear that is needed.
@@ -64,7 +64,7 @@ class Format:
     scales: frozenset[str]  # parameters of its modules that have the `dtype` of `modules`
     viewed: frozenset[str] = frozenset()  # parameters that are the bits of stored halves, as uint16
     ladders: tuple[tuple[int, ...], ...] = ()  # the only ones, whose top gears it makes too; empty: any, without 16
-    layer_bits: Sequence[int] = ()  # outside the ladder, for a layer with a floor; empty if gears are not made alone
+    layer_bits: Sequence[int] = ()  # outside the ladder, for layers with floors; empty if gears are not made one by one
     types: tuple[mx.Dtype, ...] = FLOATING  # of the weights that it stores
     by_rows: bool = True  # whether a row is stored in the same way with any other rows of its matrix
     takes_base: bool = False  # whether its lowest gear may have other codes than the nearest ones: a calibrated base
