@@ -17,10 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..compat.classes import bare
+from ..errors import GearbxError
 from ..kernels.bit_planes import (
     Planes,
     fit,
@@ -67,7 +68,12 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
         widths: bits of each plane, most significant first, 8 at most together.
         group_size: 32, 64 or 128.
         dtype: of scales and biases; the weight's own type if not given.
+
+    Raises:
+        GearbxError: the widths add up to more than 8 bits.
     """
+    if sum(widths) > 8:
+        raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
     blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
     if blocks < 2:
         return _split(weight, widths, group_size, dtype or weight.dtype)
@@ -364,13 +370,11 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
     the numbers that its tokens are sampled with.
     """
-    native = isinstance(dense, Native)
-    if isinstance(dense, nn.Linear):
-        module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
-    elif isinstance(dense, MultiLinear):
-        module = bare(QuantizedMultiLinear)
-    else:
-        module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
+    kinds: Sequence[type[nn.Module]] = nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear
+    if isinstance(dense, Native):
+        kinds = NativeQuantizedLinear, NativeQuantizedSwitchLinear, QuantizedMultiLinear
+    module = bare(kind_for(dense, *kinds))
+    if isinstance(module, QuantizedSwitchLinear):
         module.global_scale = None
     if planes.rest:  # which native kernels alone read
         module.rest = planes.rest
