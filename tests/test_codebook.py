@@ -12,11 +12,10 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import CodebookOptions, changed_name, codebook, codebook_library, get_format
+from gearbx_mlx.formats.base import ReconstructedLinear, ReconstructedSwitchLinear
 from gearbx_mlx.formats.codebook import (
     LAYOUT,
     Codebook,
-    CodebookLinear,
-    CodebookSwitchLinear,
     nbytes,
     pack_codebook_codes,
     row_bytes,
@@ -311,10 +310,11 @@ class TestModules:
 
 
 def test_modules_say_what_they_are():
-    for format, kind, experts in ((Codebook(), CodebookLinear, CodebookSwitchLinear),):
-        assert type(format.modules(linear(heavy(4, 40)), 3, (3,), 64, mx.float32)[3]) is kind
-        switch = SwitchLinear(40, 4, num_experts=2)
-        assert type(format.modules(switch, 3, (3,), 64, mx.float32)[3]) is experts
+    kinds = {ReconstructedLinear: linear(heavy(4, 40)), ReconstructedSwitchLinear: SwitchLinear(40, 4, num_experts=2)}
+    for kind, dense in kinds.items():
+        module = Codebook().modules(dense, 3, (3,), 64, mx.float32)[3]
+        assert type(module) is kind
+        assert "format=codebook, bits=3" in str(module)
     assert CodebookLibrary().layer_bits == (2, 3, 4)
     assert GROUP == 128
 

@@ -154,7 +154,7 @@ def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
     weight = mx.array(heavy(6, 90))
     dense = nn.Linear(90, 6)
     dense.weight = weight
-    module = NativeCodebookLinear(dense, 4, codebook.encode(weight, 4))
+    module = NativeCodebookLinear(dense, 4, codebook.encode(weight, 4), codebook.Codebook())
     monkeypatch.setattr(cpu, "native", lambda: None)
     x = mx.ones((2, 90))
     assert mx.allclose(module(x), x @ module.dense_weight(mx.float32).T + dense.bias, atol=1e-6).item()

@@ -21,7 +21,7 @@ from gearbx_mlx.conversion.journal import JOURNAL, Plan
 from gearbx_mlx.convert import main
 from gearbx_mlx.gears.ladder import DENSE
 from gearbx_mlx.gears.manifest import MANIFEST
-from gearbx_mlx.gears.saved import check_model, open_gears
+from gearbx_mlx.gears.saved import SavedGears, open_gears
 from gearbx_mlx.loading import load_model
 
 FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}
@@ -189,10 +189,11 @@ class TestWhatItSaysOfArrays:
     @pytest.mark.parametrize("path", ["", "__class__", "model.layers", "model.layers.0.mlp.__class__", "model.norm"])
     def test_layers_are_modules_of_the_model(self, geared, path):
         """No matter what an attribute of this name is."""
-        manifest, model = open_gears(geared).manifest, load_model(geared, lazy=True)[0]
+        saved, model = open_gears(geared), load_model(geared, lazy=True)[0]
+        manifest = saved.manifest
         moved = {path: manifest.layers[UP]} | {key: value for key, value in manifest.layers.items() if key != UP}
         with pytest.raises(GearbxError, match=f'layers has the key "{path}", and the model has'):
-            check_model(structs.replace(manifest, layers=moved), model)
+            SavedGears(geared, structs.replace(manifest, layers=moved), saved.hashes).check(model)
 
     def test_a_file_without_permission_is_not_damaged(self, geared, monkeypatch):
         own = open

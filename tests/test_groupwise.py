@@ -12,7 +12,8 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.formats.groupwise import Groupwise, GroupwiseLinear, GroupwiseSwitchLinear, dequantize, quantize
+from gearbx_mlx.formats.base import ReconstructedLinear, ReconstructedSwitchLinear
+from gearbx_mlx.formats.groupwise import Groupwise, dequantize, quantize
 from gearbx_mlx.formats.rowwise import pack_symmetric_codes, unpack_symmetric_codes
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
@@ -71,7 +72,7 @@ def test_scales_show_what_is_not_finite(value, column):
 def test_a_linear_layer_computes_with_its_dequantization(rows, width, bias):
     weight, offset = matrix(rows, width), matrix(rows, scale=1.0) if bias else None
     module = gear(weight, offset)
-    assert type(module) is GroupwiseLinear
+    assert type(module) is ReconstructedLinear
     assert (module.input_dims, module.output_dims) == (width, rows)
     x = matrix(3, width, scale=1.0, seed=1)
     expected = x @ dequantize(*quantize(weight), width).T + (offset if bias else 0)
@@ -84,7 +85,7 @@ def test_a_linear_layer_computes_with_its_dequantization(rows, width, bias):
 def test_experts_agree_with_linears_one_by_one(cache):
     weight, bias = matrix(8, 11, 37), matrix(8, 11, scale=1.0)
     module = gear(weight, bias, cache)
-    assert type(module) is GroupwiseSwitchLinear
+    assert type(module) is ReconstructedSwitchLinear
     assert (module.input_dims, module.output_dims, module.num_experts) == (37, 11, 8)
     wanted = [0, 7, 1, 7, 0]
     x = matrix(5, 1, 1, 37, scale=1.0)

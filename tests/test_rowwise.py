@@ -12,13 +12,12 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, Observer
 from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.base import ReconstructedLinear, ReconstructedSwitchLinear
 from gearbx_mlx.formats.rowwise import (
     OFFSET,
     Q_MAX,
     SCALE_FLOOR,
     Rowwise,
-    RowwiseLinear,
-    RowwiseSwitchLinear,
     dequantize,
     pack_symmetric_codes,
     quantize,
@@ -137,7 +136,7 @@ class TestModules:
     def test_a_linear_layer_computes_with_its_dequantization(self, bits, bias, rows, width):
         dense = linear(rows, width, bias=bias)
         module = gear(dense, bits)
-        assert type(module) is RowwiseLinear
+        assert type(module) is ReconstructedLinear
         assert (module.input_dims, module.output_dims, module.weight_shape) == (width, rows, (rows, width))
         for shape in [(width,), (3, width), (2, 3, width)]:
             x = matrix(*shape, scale=1.0, seed=2)
@@ -164,7 +163,7 @@ class TestModules:
         experts = SwitchLinear(37, 11, num_experts=8, bias=True)
         experts.bias = matrix(8, 11, scale=1.0)
         module = gear(experts, bits, cache)
-        assert type(module) is RowwiseSwitchLinear
+        assert type(module) is ReconstructedSwitchLinear
         assert (module.input_dims, module.output_dims, module.num_experts) == (37, 11, 8)
         for wanted in ([0, 7, 1, 7, 0], [*range(8), 3, 3]):  # fewer than all experts, and more
             x = matrix(len(wanted), 1, 1, 37, scale=1.0)

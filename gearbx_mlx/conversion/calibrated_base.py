@@ -18,7 +18,7 @@ import numpy as np
 
 from ..compat.classes import of_classes
 from ..errors import GearbxError, one_line
-from ..formats.base import Format, WithBase, stored_bits
+from ..formats.base import Format, stored_bits
 from ..formats.fused import native_class
 from ..formats.native import NativeDense
 from ..formats.tied import linear_of
@@ -70,7 +70,7 @@ def calibrate_base(
     read = [list(text[:LONGEST]) for text in texts if len(text) > 1]
     if not read:
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
-    if not isinstance(format, WithBase):
+    if not format.takes_base:
         raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
     fit, found = list[Layer](), CalibratedBase({**(begun or {})})
     for layer in layers:
@@ -177,7 +177,7 @@ class BlockCodes:
     def __init__(
         self,
         layers: Sequence[Layer],
-        format: WithBase,
+        format: Format,
         ladder: Sequence[int],
         group_size: int,
         found: CalibratedBase,
@@ -264,7 +264,7 @@ def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int,
     return stored_bits(format, stored_widths(layer, format, ladder))
 
 
-def unfit(layer: Layer, format: WithBase, stored: Sequence[int], group_size: int) -> str | None:
+def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) -> str | None:
     """Why a layer, which is stored at these bits, cannot be calibrated."""
     module = layer.module
     if layer.is_table or (type(module) not in (nn.Linear, NativeDense) and not isinstance(module, nn.Embedding)):

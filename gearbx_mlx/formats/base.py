@@ -5,7 +5,7 @@ MLX (GEARBX 7.1).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,12 +14,16 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..kernels.bit_planes import Planes
-from .native import FLOATING
+from .native import FLOATING, Native
 
 Arrays = Mapping[str, mx.array]
+Bits = Sequence[int]  # of several gears, ascending, or of planes
+Shape = Sequence[int]
+Gears = dict[int, nn.Module]  # by their bits
 K = TypeVar("K")
 
 DENSE = 16  # bits of the weights as they are
+BLOCK = 2**22  # weights in a block of rows: the temporary memory of an encoder is several times their size
 
 
 class StoredArray(NamedTuple):
@@ -35,57 +39,60 @@ class StoredArray(NamedTuple):
     name: str
 
 
-class Format(Protocol):
-    """A way to store one weight matrix at several precisions."""
+StoredArrays = dict[str, StoredArray]
+Window = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Weights, values of their codes and scales, all (n,) float32, to whether the weights come back, and at a byte more."""
+
+
+class Format:
+    """A way to store one weight matrix at several precisions.
+
+    A gear of 16 bits has the weights themselves, unless the format has `ladders`. Arguments of the methods:
+        dense: the layer as it is: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I).
+        shape: of a weight, (..., O, I).
+        bits: of the gear that is needed.
+        ladder: bits of all gears that the format stores, ascending.
+        group_size: inputs that share a scale; formats with a group size of their own ignore it.
+        dtype: of the scales. Their values are rounded to the weight's own type first, so that a gear is the same in
+            every `dtype`.
+    """
 
     name: str
     native: bool  # whether native kernels compute its linear layers
     native_experts: bool  # whether native kernels compute its mixtures of experts
     rounds: bool  # whether native CPU kernels may round the activations that its packed weights meet
     scales: frozenset[str]  # parameters of its modules that have the `dtype` of `modules`
-    viewed: frozenset[str]  # parameters that are the bits of stored halves, as uint16
-    ladders: tuple[tuple[int, ...], ...]  # the only ones, whose top gears it makes too; empty: any, without 16 bits
-    types: tuple[mx.Dtype, ...]  # of the weights that it stores
-    by_rows: bool  # whether a row is stored in the same way with any other rows of its matrix
-
-    @property
-    def layer_bits(self) -> Sequence[int]:
-        """Bits outside the ladder that a layer with a floor may have. Empty if gears are not made one by one."""
-        ...
+    viewed: frozenset[str] = frozenset()  # parameters that are the bits of stored halves, as uint16
+    ladders: tuple[tuple[int, ...], ...] = ()  # the only ones, whose top gears it makes too; empty: any, without 16
+    layer_bits: Sequence[int] = ()  # outside the ladder, for layers with floors; empty if gears are not made one by one
+    types: tuple[mx.Dtype, ...] = FLOATING  # of the weights that it stores
+    by_rows: bool = True  # whether a row is stored in the same way with any other rows of its matrix
+    takes_base: bool = False  # whether its lowest gear may have other codes than the nearest ones: a calibrated base
+    window: Window | None = None  # which codes of a calibrated base the other gears can do with; None: all
 
     def check(self, bits: int) -> None:
         """Raise GearbxError if the format does not support this number of bits."""
-        ...
 
     def fits(self, width: int, group_size: int) -> str | None:
         """The reason why a matrix with `width` inputs cannot be stored, or None if it can."""
-        ...
+        return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
         """How many inputs of a row are stored together, so that a row can be divided between them; None: all."""
-        ...
+        return None
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
+        """Bits of each plane of the stack that has the gear with `bits`; none for formats without planes."""
+        return ()
+
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         """Quantize one layer: the gear with `bits`, and any other gears that come with it at no cost.
 
-        Args:
-            dense: a Linear, weight (O, I), or a SwitchLinear or MultiLinear, (E, O, I), in the checkpoint's own type.
-            bits: of the gear that is needed now.
-            ladder: bits of all quantized gears, ascending.
-            group_size: inputs that share a scale; formats with a group size of their own ignore it.
-            dtype: of the scales. Their values are rounded to the weight's own type first, so that a gear is the same
-                in every `dtype`.
-
-        Returns:
-            bits to module, `bits` among them. The arrays are lazy, except those of large matrices.
+        The weight has the checkpoint's own type. The arrays are lazy, except those of large matrices.
         """
-        ...
+        raise NotImplementedError
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         """The gear with `bits` over stored arrays.
 
         Args:
@@ -93,63 +100,26 @@ class Format(Protocol):
             arrays: flat name to parameter, as a module from `modules` has them: with rows one after the other, or
                 in panels (`PanelPlanes`).
         """
-        ...
+        raise NotImplementedError
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
-        """Bits of each plane of the stack that has the gear with `bits`; none for formats without planes."""
-        ...
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
+        """The arrays that `module` takes, by name."""
+        raise NotImplementedError
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
-        """The arrays that `module` takes for a weight (..., O, I), by name. Arguments are those of `modules`."""
-        ...
-
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
-        """The bytes that one product with a weight of this shape (..., O, I) reads, at `bits`.
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
+        """The bytes that one product with a weight of this shape reads.
 
         A scale or bias takes `scale_size` bytes, as in the checkpoint, except in formats that fix its type.
         """
-        ...
+        raise NotImplementedError
 
-
-Window = Callable[[np.ndarray, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Weights, values of their codes and scales, all (n,) float32, to whether the weights come back, and at a byte more."""
-
-
-@runtime_checkable
-class WithBase(Format, Protocol):
-    """A format whose lowest gear may have other codes than the nearest ones: a calibrated base.
-
-    window: which codes the other gears can do with; None: all.
-    """
-
-    window: Window | None
-
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         """The lowest gear's plane of a matrix (O, I), with floating scales; None where other gears begin with it."""
-        ...
+        raise NotImplementedError
 
-    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
-        """Like `Format.modules` of the lowest gear, with the codes, scales and biases of `base`."""
-        ...
-
-
-class Copies:
-    """What formats share whose gears are beside the original: a gear of 16 bits has the weights themselves."""
-
-    viewed: frozenset[str] = frozenset()
-    ladders: tuple[tuple[int, ...], ...] = ()
-    types: tuple[mx.Dtype, ...] = FLOATING
-    by_rows = True
-
-    def span(self, group_size: int) -> int | None:
-        return None
-
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
-        return ()
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
+        """Like `modules` of the lowest gear, with the codes, scales and biases of `base`."""
+        raise NotImplementedError
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
@@ -197,8 +167,14 @@ def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> 
 
 
 def whole_groups(width: int, group_size: int) -> str | None:
-    """`Format.fits` for formats that have no partial groups."""
+    """Why rows of `width` inputs do not consist of whole groups; None if they do."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
+
+
+def row_blocks(rows: int, width: int) -> list[slice]:
+    """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
+    height = max(1, BLOCK // width)
+    return [slice(first, first + height) for first in range(0, rows, height)]
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
@@ -219,15 +195,15 @@ class Reconstructed(nn.Module):
         bits: of a code.
         arrays: name to array: `weight` (..., O, words), the packed codes, and others such as `scales`. For experts,
             each has a leading dimension E.
-        cache: keep the reconstruction after its first use, until `forget`. That saves time, and costs as much memory
-            as the dense weight. Not for use inside `mx.compile`.
+        format: reconstructs the weight. With its `cache` the reconstruction is kept after its first use, until
+            `forget`. That saves time, and costs as much memory as the dense weight. Not for use inside `mx.compile`.
     """
 
-    def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, cache: bool = False):
+    def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, format: "ReconstructedFormat"):
         super().__init__()
         self.bits = bits
         self.input_dims = dense.weight.shape[-1]
-        self.cache = cache
+        self.format = format
         # The name begins with _, so MLX does not treat the reconstruction as a parameter, to be saved or offloaded.
         self._kept: mx.array | None = None
         self._names = tuple(arrays)
@@ -237,10 +213,6 @@ class Reconstructed(nn.Module):
             self.bias = dense.bias
         self.freeze(recurse=False)
 
-    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        """The dense weight (..., O, I) for packed rows, of type `dtype`."""
-        raise NotImplementedError
-
     def packed(self) -> dict[str, mx.array]:
         """The packed weight: the arrays by name."""
         return {name: self[name] for name in self["_names"]}  # as an attribute it is looked up slowly
@@ -249,8 +221,8 @@ class Reconstructed(nn.Module):
         """The whole weight (..., O, I), from the cache if it is there in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept
-        weight = self.reconstruct(self.packed(), dtype)
-        self._kept = weight if self.cache else None
+        weight = self.format.reconstruct(self.packed(), self.bits, self.input_dims, dtype)
+        self._kept = weight if self.format.cache else None
         return weight
 
     def forget(self) -> None:
@@ -267,7 +239,8 @@ class Reconstructed(nn.Module):
         return (*self.weight.shape[:-1], self.input_dims)
 
     def _extra_repr(self) -> str:
-        return f"shape={self.weight_shape}, bits={self.bits}, bias={'bias' in self}, cache={self.cache}"
+        form = f"format={self.format.name}, bits={self.bits}, cache={self.format.cache}"
+        return f"shape={self.weight_shape}, bias={'bias' in self}, {form}"
 
 
 class ReconstructedLinear(Reconstructed):
@@ -282,11 +255,12 @@ class ReconstructedSwitchLinear(Reconstructed):
     """A SwitchLinear over packed rows: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        if self.cache or indices.size >= self.num_experts:
+        if self.format.cache or indices.size >= self.num_experts:
             weight, chosen = self.dense_weight(x.dtype), indices
         else:  # a token uses few of many experts, and only those are reconstructed
             picked = indices.flatten()
-            weight = self.reconstruct({name: array[picked] for name, array in self.packed().items()}, x.dtype)
+            packed = {name: array[picked] for name, array in self.packed().items()}
+            weight = self.format.reconstruct(packed, self.bits, self.input_dims, x.dtype)
             chosen = mx.arange(indices.size, dtype=mx.uint32).reshape(indices.shape)
         y = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices)
         return y + mx.expand_dims(self["bias"][indices], -2) if "bias" in self else y
@@ -296,12 +270,52 @@ class ReconstructedSwitchLinear(Reconstructed):
         return self.weight.shape[0]
 
 
+class PackedExperts:
+    """What packed experts say of themselves, as mlx-lm's SwitchLinear does."""
+
+    weight_shape: tuple[int, ...]  # (E, O, I)
+
+    @property
+    def num_experts(self) -> int:
+        return self.weight_shape[0]
+
+    @property
+    def output_dims(self) -> int:
+        return self.weight_shape[1]
+
+    @property
+    def input_dims(self) -> int:
+        return self.weight_shape[2]
+
+
 class ReconstructedMultiLinear(Reconstructed):
     """A MultiLinear over packed rows: a matrix for each head, (..., H, T, I) -> (..., H, T, O)."""
 
     def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
         weight = self.dense_weight(x.dtype)
         return x @ (weight.swapaxes(-1, -2) if transpose else weight)
+
+
+class ReconstructedFormat(Format):
+    """What formats share whose modules reconstruct the dense weight, where no native kernel reads the packed one.
+
+    Args:
+        cache: keep reconstructed weights until the gear is left.
+    """
+
+    native_kinds: tuple[type[Reconstructed], type[Reconstructed]]  # of linear layers, of experts
+
+    def __init__(self, cache: bool = False):
+        self.cache = cache
+
+    def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
+        """The dense weight (..., O, width) for packed rows, of type `dtype`."""
+        raise NotImplementedError
+
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
+        stock = ReconstructedLinear, ReconstructedSwitchLinear
+        kinds = self.native_kinds if self.native and isinstance(dense, Native) else stock
+        return kind_for(dense, *kinds, ReconstructedMultiLinear)(dense, bits, arrays, self)
 
 
 def kind_for(dense: nn.Module, linear: K, experts: K, heads: K) -> K:

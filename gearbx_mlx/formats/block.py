@@ -161,7 +161,8 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     if _single_operations:
         return None
     causal = isinstance(mask, str) and mask == "causal"
-    if x.dtype != mx.float32 or x.ndim != 3 or not (causal or mask is None or is_bool(mask)):
+    plain = causal or mask is None or (isinstance(mask, mx.array) and mask.dtype == mx.bool_)
+    if x.dtype != mx.float32 or x.ndim != 3 or not plain:
         return None
     kernels = block_kernels(x.shape[0] * x.shape[1])
     if kernels is None or not takes_cache(cache):
@@ -359,8 +360,7 @@ def is_plain_table(embedding: nn.Module) -> bool:
     weight = embedding.get("weight") if isinstance(embedding, nn.Embedding) else None
     if weight is None:
         return False
-    made: mx.Dtype = getattr(embedding, "activations", getattr(embedding, "dtype", weight.dtype))
-    return made == mx.float32
+    return bool(getattr(embedding, "dtype", weight.dtype) == mx.float32)
 
 
 def in_halves(
@@ -390,10 +390,6 @@ def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
     if y is None:
         programs_of(layer).forget()
     return y
-
-
-def is_bool(mask: object) -> bool:
-    return isinstance(mask, mx.array) and mask.dtype == mx.bool_
 
 
 def programs_of(module: nn.Module) -> Programs:

@@ -32,13 +32,16 @@ from ..kernels.products import codebook_experts, codebook_product
 from . import CodebookOptions, name_with
 from .base import (
     Arrays,
-    Copies,
+    Bits,
+    Gears,
     Reconstructed,
+    ReconstructedFormat,
     ReconstructedLinear,
-    ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
+    Shape,
     StoredArray,
-    kind_for,
+    StoredArrays,
+    row_blocks,
 )
 from .codebook_fitting import (
     DEFAULTS,
@@ -51,7 +54,6 @@ from .codebook_fitting import (
     find_all,
     lloyd,
     nearest,
-    row_blocks,
     take_out,
 )
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
@@ -171,34 +173,13 @@ def nbytes(arrays: Arrays) -> int:
     return others + OUTLIER_SIZE * Outliers.of(arrays).count()
 
 
-def outlier_bytes(shape: Sequence[int], share: float) -> int:
-    """The bytes of the outliers of a weight (..., O, I), if `share` of its weights are outliers."""
-    matrices = math.prod(shape[:-2])
-    return matrices * (OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1]))
-
-
-class CodebookModule(Reconstructed):
-    """A layer over codes, codebooks and outliers. `bytes_read`: by one product."""
-
-    def __init__(self, dense: nn.Module, bits: int, arrays: Arrays, cache: bool = False):
-        super().__init__(dense, bits, arrays, cache)
-        self.bytes_read = nbytes(arrays)
-
-    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        return decode(arrays, self.bits, self.input_dims, dtype)
-
-
-class CodebookLinear(CodebookModule, ReconstructedLinear):
-    """A linear layer over codebooks."""
-
-
-def codebook_kind(module: CodebookModule) -> Kind:
+def codebook_kind(module: Reconstructed) -> Kind:
     """Of products with a layer over codebooks."""
     form = "codebook library" if "library" in module else "codebook"
     return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, rounded=False)
 
 
-class NativeCodebookLinear(Native, CodebookLinear):
+class NativeCodebookLinear(Native, ReconstructedLinear):
     """A linear layer over codebooks, with native kernels that read the packed rows."""
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -209,11 +190,7 @@ class NativeCodebookLinear(Native, CodebookLinear):
         return codebook_kind(self)
 
 
-class CodebookSwitchLinear(CodebookModule, ReconstructedSwitchLinear):
-    """A SwitchLinear over codebooks; each expert has its own."""
-
-
-class NativeCodebookSwitchLinear(NativeExperts, CodebookSwitchLinear):
+class NativeCodebookSwitchLinear(NativeExperts, ReconstructedSwitchLinear):
     """A SwitchLinear over codebooks, with native kernels that read the packed rows of the experts in use."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -224,11 +201,7 @@ class NativeCodebookSwitchLinear(NativeExperts, CodebookSwitchLinear):
         return experts_kind(codebook_kind(self))
 
 
-class CodebookMultiLinear(CodebookModule, ReconstructedMultiLinear):
-    """A MultiLinear over codebooks; each head has its own."""
-
-
-class CodebookFormat(Copies, abc.ABC):
+class CodebookFormat(ReconstructedFormat, abc.ABC):
     """Formats of learned codebooks: every gear has its own codes and tables.
 
     Args:
@@ -236,15 +209,15 @@ class CodebookFormat(Copies, abc.ABC):
         options: outliers, rounds and library; they are a part of the format's name.
     """
 
-    name: str
-    layer_bits: tuple[int, ...]
     native = native_experts = True
+    native_kinds = NativeCodebookLinear, NativeCodebookSwitchLinear
     rounds = False  # an entry of a table is fp16
     scales: frozenset[str] = frozenset()  # always float16
     by_rows = False  # what counts as an outlier depends on the whole matrix
 
     def __init__(self, cache: bool = False, options: CodebookOptions = DEFAULTS):
-        self.cache, self.options = cache, options
+        super().__init__(cache)
+        self.options = options
         self.name = name_with(type(self).name, options)
 
     @abc.abstractmethod
@@ -258,18 +231,15 @@ class CodebookFormat(Copies, abc.ABC):
         None: as many as a Gaussian has.
         """
 
-    def outlier_bytes(self, shape: Sequence[int], share: float | None) -> int:
-        return outlier_bytes(shape, self.options.gaussian_share if share is None else share)
+    def outlier_bytes(self, shape: Shape, share: float | None) -> int:
+        """The bytes of a weight's outliers; arguments are those of `stored_bytes`."""
+        share = self.options.gaussian_share if share is None else share
+        each = OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1])
+        return math.prod(shape[:-2]) * each
 
     def check_places(self, arrays: Arrays, width: int) -> None:
         """Raises GearbxError for arrays with which a kernel would read outside of an array."""
         Outliers.of(arrays).check(width)
-
-    @abc.abstractmethod
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
-        """Like Format.stored_arrays."""
 
     def check(self, bits: int) -> None:
         if bits not in self.layer_bits:
@@ -281,23 +251,19 @@ class CodebookFormat(Copies, abc.ABC):
             return f"input width {width} is more than {WIDEST}, the columns that an outlier can be in"
         return None
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
+        return decode(arrays, bits, width, dtype)
+
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return {bits: self.module(dense, bits, self.encode(dense.weight, bits), ladder, group_size)}
 
-    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Sequence[int], group_size: int) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         self.check_places(arrays, dense.weight.shape[-1])
-        native = self.native and isinstance(dense, Native)
-        linear, experts = CodebookLinear, CodebookSwitchLinear
-        if native:
-            linear, experts = NativeCodebookLinear, NativeCodebookSwitchLinear
-        kind: type[CodebookModule] = kind_for(dense, linear, experts, CodebookMultiLinear)
-        return kind(dense, bits, arrays, self.cache)
+        made = super().module(dense, bits, arrays, ladder, group_size)
+        made.bytes_read = nbytes(arrays)
+        return made
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """An estimate, with the outliers of a Gaussian; `bytes_read` of a module counts its own outliers."""
         return self.stored_bytes(shape, bits)
 
@@ -323,9 +289,7 @@ class Codebook(CodebookFormat):
         rows = math.prod(shape[:-1])
         return rows * (row_bytes(shape[-1], bits) + ENTRY_SIZE * 2**bits) + self.outlier_bytes(shape, outlier_share)
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         rows, word = tuple(shape[:-1]), LAYOUT[bits][1]
         weight = StoredArray(word, (*rows, row_bytes(shape[-1], bits) // word.size), bits, "weight")
         codebook = StoredArray(mx.float16, (*rows, 2**bits), bits, "codebook")

@@ -23,7 +23,7 @@ import numpy as np
 
 from ..errors import GearbxError
 from . import CodebookOptions
-from .base import StoredArray
+from .base import StoredArray, row_blocks
 
 ROUNDS = 20
 STEP, PLAIN_ROUNDS = 1.9, 2
@@ -31,8 +31,6 @@ STEP, PLAIN_ROUNDS = 1.9, 2
 DEFAULTS = CodebookOptions()
 WIDEST = 2**16  # columns that 16 bits can store
 OUTLIER_SIZE, OFFSET_SIZE = 4, 4  # bytes
-GAUSSIAN_SHARE = DEFAULTS.gaussian_share
-BLOCK = 2**22  # weights in a block of rows
 
 
 @dataclass(frozen=True)
@@ -108,12 +106,6 @@ def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
     for k in range(bounds.shape[-1]):
         codes = codes + (rows > bounds[:, k : k + 1])
     return codes
-
-
-def row_blocks(rows: int, width: int) -> list[slice]:
-    """Slices of a few rows each, so that an encoder's temporary memory does not grow with the matrix."""
-    height = max(1, BLOCK // width)
-    return [slice(first, first + height) for first in range(0, rows, height)]
 
 
 @dataclass(frozen=True)

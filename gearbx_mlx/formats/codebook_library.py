@@ -20,9 +20,9 @@ import numpy as np
 from ..errors import GearbxError
 from ..kernels.bit_planes import pack_mlx_codes
 from . import CodebookOptions
-from .base import Arrays, StoredArray
+from .base import Arrays, Bits, Shape, StoredArray, StoredArrays, row_blocks
 from .codebook import ENTRY_SIZE, CodebookFormat, bulk
-from .codebook_fitting import DEFAULTS, Outliers, SortedRows, find_all, lloyd, nearest, row_blocks, take_out
+from .codebook_fitting import DEFAULTS, Outliers, SortedRows, find_all, lloyd, nearest, take_out
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels
@@ -203,9 +203,7 @@ class CodebookLibrary(CodebookFormat):
         libraries = math.prod(shape[:-2]) * self.options.library * 2**bits * ENTRY_SIZE
         return groups * (group * bits // 8 + GROUP_SIZE) + libraries + self.outlier_bytes(shape, outlier_share)
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         group = self.options.group
         rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / group)
         types = {

@@ -8,9 +8,8 @@ The encoder proves itself: it decodes every group, and stores one that does not 
 neighbours was found by trying, and not by a proof; groups with NaN or infinities have no scale.
 """
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
 from types import ModuleType
 from typing import Any
@@ -38,7 +37,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product
-from .base import DENSE, StoredArray, whole_groups
+from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
@@ -47,7 +46,6 @@ NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weigh
 
 RANGES = {3: (0.9, 0.8), 4: ()}  # bits to parts of a group's range that are tried beside all of it
 FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
-BLOCK = 2**22  # weights that are encoded at a time: the temporary memory is several times their size
 
 
 def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Planes | None = None) -> ExactMatrix:
@@ -60,13 +58,10 @@ def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Plane
         base: codes (O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back from
             them get the nearest.
     """
-    rows = weight.reshape(-1, weight.shape[-1])
-    count = max(1, min(len(rows), math.ceil(rows.size / BLOCK)))
-    cuts = [len(rows) * i // count for i in range(count + 1)]
-    parts = []
-    for first, end in itertools.pairwise(cuts):
-        part = None if base is None else base.each(itemgetter(slice(first, end)))
-        parts.append(encode_block(rows[first:end], tuple(widths), group_size, part))
+    rows, parts = weight.reshape(-1, weight.shape[-1]), []
+    for block in row_blocks(*rows.shape):
+        part = None if base is None else base.each(itemgetter(block))
+        parts.append(encode_block(rows[block], tuple(widths), group_size, part))
     return join(parts, weight.shape[:-1])
 
 
@@ -85,7 +80,7 @@ def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, bas
         planes = mixed(kept, planes, quantize(weight, widths, group_size))
         kept, low, high, offsets = rest()
     if not kept.all().item():
-        planes = planes.each(lambda array: without(array, kept))
+        planes = planes.each(lambda array: pick_groups(kept, array, mx.zeros_like(array)))
     matrix = ExactMatrix(*planes[:3], low, high, offsets, planes.widths, planes.group_size)
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
@@ -117,12 +112,7 @@ def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.a
         made = mx.quantize(cut, group_size, bits)
         error = squared_error(grouped, made, bits)
         better = error < best  # false for NaN
-        words, scales, biases = (
-            mx.where(better[..., None], new.reshape(*better.shape, -1), old.reshape(*better.shape, -1)).reshape(
-                old.shape
-            )
-            for new, old in zip(made, (words, scales, biases))
-        )
+        words, scales, biases = (pick_groups(better, new, old) for new, old in zip(made, (words, scales, biases)))
         best = mx.where(better, error, best)
         mx.eval(words, scales, biases, best)
     return words, scales, biases
@@ -139,22 +129,17 @@ def squared_error(grouped: mx.array, made: Sequence[mx.array], bits: int) -> mx.
     return mx.where(far, mx.inf, ((grouped - values) ** 2).sum(-1))
 
 
-def without(array: mx.array, kept: mx.array) -> mx.array:
-    """An array (O, ...) with zeros in the groups that are not kept. kept: (O, G)."""
-    groups = array.reshape(*kept.shape, -1)
-    return mx.where(kept[..., None], groups, mx.zeros_like(groups)).reshape(array.shape)
+def pick_groups(better: mx.array, own: mx.array, other: mx.array) -> mx.array:
+    """An array (O, ...) where its groups are the better ones, and another one elsewhere. better: (O, G)."""
+    groups, others = (array.reshape(*better.shape, -1) for array in (own, other))
+    return mx.where(better[..., None], groups, others).reshape(own.shape)
 
 
 def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
     """A plane whose groups are those of another one where they are not kept. kept: (O, G)."""
-
-    def choose(own: mx.array, other: mx.array) -> mx.array:
-        groups, others = own.reshape(*kept.shape, -1), other.reshape(*kept.shape, -1)
-        return mx.where(kept[..., None], groups, others).reshape(own.shape)
-
-    (words,), (other_words,), (bias,), (other_bias,) = planes.weights, others.weights, planes.biases, others.biases
-    scales = choose(planes.scales, others.scales)
-    return planes._replace(weights=[choose(words, other_words)], scales=scales, biases=[choose(bias, other_bias)])
+    arrays = ((each.weights[0], each.scales, each.biases[0]) for each in (planes, others))
+    words, scales, bias = (pick_groups(kept, own, other) for own, other in zip(*arrays))
+    return planes._replace(weights=[words], scales=scales, biases=[bias])
 
 
 def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -308,24 +293,12 @@ class NativeExactLinear(Native, ExactLinear):
         return kernels.exact_part(*self.matrix, self.get("bias"))
 
 
-class ExactSwitchLinear(ExactModule):
+class ExactSwitchLinear(PackedExperts, ExactModule):
     """A SwitchLinear over exact weights: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native))
         return with_expert_bias(self, y, indices)
-
-    @property
-    def input_dims(self) -> int:
-        return self.weight_shape[-1]
-
-    @property
-    def output_dims(self) -> int:
-        return self.weight_shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight_shape[0]
 
 
 class NativeExactSwitchLinear(Native, ExactSwitchLinear):
@@ -347,7 +320,7 @@ class NativeExactMultiLinear(ExactMultiLinear):
         return decoded(self.matrix)
 
 
-class Exact:
+class Exact(Format):
     """One copy of the weights that is every gear of its ladder, the top gear bit for bit.
 
     The low gears are those of `planes`, over codes as MLX has them. A layer whose bits in the gears are not a ladder of
@@ -355,67 +328,51 @@ class Exact:
     """
 
     name = "exact"
-    layer_bits: tuple[int, ...] = ()
-    native = native_experts = rounds = True
+    native = native_experts = rounds = takes_base = True
     scales = NestedPlanes.scales
     viewed = frozenset({"group_scales", "group_biases"})
     ladders: tuple[tuple[int, ...], ...] = tuple(WIDTHS)
-    types: tuple[mx.Dtype, ...] = (mx.bfloat16,)
-    by_rows = True
+    types = (mx.bfloat16,)
 
     def check(self, bits: int) -> None:
         if not any(bits in ladder for ladder in WIDTHS):
             raise GearbxError(f"format exact has gears of 3, 4, 8 and 16 bits, and none of {bits}")
 
-    def fits(self, width: int, group_size: int) -> str | None:
-        return whole_groups(width, group_size)
-
-    def span(self, group_size: int) -> int | None:
-        return None
-
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, self.widths(bits, ladder), group_size), ladder, dtype)
 
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         if len(ladder) > 2:
             return None  # the second plane goes on from the first
         return quantize(weight, WIDTHS[tuple(ladder)], group_size).each_scale(lambda array: array.view(mx.bfloat16))
 
     window = staticmethod(in_window)
 
-    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
         return self._gears(dense, encode(dense.weight, base.widths, base.group_size, base), ladder, dtype)
 
-    def _gears(
-        self, dense: nn.Module, matrix: ExactMatrix, ladder: Sequence[int], dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def _gears(self, dense: nn.Module, matrix: ExactMatrix, ladder: Bits, dtype: mx.Dtype) -> Gears:
         """Bits to module of all gears."""
         matrix = for_kernels(dense, matrix)
         planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
         low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
         return low | {DENSE: exact_module(dense, matrix)}
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return WIDTHS[tuple(ladder)]
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits != DENSE:
             return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
         widths = self.widths(bits, ladder)
         codes, biases = ([arrays[f"{name}.{i}"] for i in range(len(widths))] for name in ("codes", "group_biases"))
         check_offsets(arrays["offsets"], arrays["high"].size)
-        planes = stored_planes(dense, codes, arrays["group_scales"], biases, widths, group_size)
+        planes = stored_planes(dense, Planes(codes, arrays["group_scales"], biases, widths, group_size))
         kind = PanelExactMatrix if isinstance(planes, PanelPlanes) else ExactMatrix
         beside = arrays["low"], arrays["high"], arrays["offsets"]
         return exact_module(dense, kind(planes.weights, planes.scales, planes.biases, *beside, widths, group_size))
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         if bits != DENSE:
             return PLANES.stored_arrays(shape, bits, ladder[:-1], group_size, dtype)
         highest = PLANES.stored_arrays(shape, ladder[-2], ladder[:-1], group_size, dtype)
@@ -426,11 +383,10 @@ class Exact:
         if len(WIDTHS[tuple(ladder)]) > 1:
             low = StoredArray(mx.uint32, (*shape[:-1], shape[-1] * LOW_BITS // 32), DENSE, "low")
         high = StoredArray(mx.uint8, (None,), DENSE, "high")
-        return arrays | {"low": low, "high": high, "offsets": offsets_array(shape)}
+        offsets = StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
+        return arrays | {"low": low, "high": high, "offsets": offsets}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """An estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
             return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
@@ -448,10 +404,6 @@ def renamed(name: str) -> str:
     return (
         name.replace("weights.", "codes.").replace("plane_biases.", "group_biases.").replace("scales", "group_scales")
     )
-
-
-def offsets_array(shape: Sequence[int]) -> StoredArray:
-    return StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:

@@ -6,28 +6,13 @@ partial last group is filled with zeros.
 """
 
 import math
-from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import GearbxError
-from .base import (
-    Arrays,
-    Reconstructed,
-    ReconstructedLinear,
-    ReconstructedMultiLinear,
-    ReconstructedSwitchLinear,
-    StoredArray,
-)
-from .rowwise import (
-    NativeSymmetricExperts,
-    NativeSymmetricLinear,
-    SymmetricFormat,
-    pack_symmetric_codes,
-    symmetric_part,
-    unpack_symmetric_codes,
-)
+from .base import Arrays, Bits, Gears, Shape, StoredArray, StoredArrays
+from .rowwise import SymmetricFormat, pack_symmetric_codes, unpack_symmetric_codes
 
 BITS, Q_MAX, GROUP = 4, 7, 32
 GROUP_BYTES = GROUP * BITS // 8
@@ -56,45 +41,11 @@ def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = 
     return groups.reshape(*scales.shape[:-1], -1)[..., :width].astype(dtype)
 
 
-class GroupwiseModule(Reconstructed):
-    """A layer over groupwise codes."""
-
-    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        codes = unpack_symmetric_codes(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
-        return dequantize(codes, arrays["scales"], self.input_dims, dtype)
-
-
-class GroupwiseLinear(GroupwiseModule, ReconstructedLinear):
-    """A linear layer over groupwise codes."""
-
-
-class NativeGroupwiseLinear(NativeSymmetricLinear, GroupwiseLinear):
-    """A linear layer over groupwise codes, with native kernels."""
-
-    form, part = "groupwise", symmetric_part
-
-
-class GroupwiseSwitchLinear(GroupwiseModule, ReconstructedSwitchLinear):
-    """A SwitchLinear over groupwise codes."""
-
-
-class NativeGroupwiseSwitchLinear(NativeSymmetricExperts, GroupwiseSwitchLinear):
-    """A SwitchLinear over groupwise codes, with native kernels."""
-
-    form = "groupwise"
-
-
-class GroupwiseMultiLinear(GroupwiseModule, ReconstructedMultiLinear):
-    """A MultiLinear over groupwise codes."""
-
-
 class Groupwise(SymmetricFormat):
     """One gear of 4 bits; with the scales, 5 bits per weight. A partial last group is filled with zeros."""
 
     name = "groupwise"
     scales: frozenset[str] = frozenset()  # always float32
-    kinds = GroupwiseLinear, GroupwiseSwitchLinear, GroupwiseMultiLinear
-    native_kinds = NativeGroupwiseLinear, NativeGroupwiseSwitchLinear, GroupwiseMultiLinear
 
     def check(self, bits: int) -> None:
         if bits != BITS:
@@ -103,22 +54,20 @@ class Groupwise(SymmetricFormat):
     def span(self, group_size: int) -> int | None:
         return GROUP
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
+        codes = unpack_symmetric_codes(arrays["weight"], BITS, arrays["scales"].shape[-1] * GROUP)
+        return dequantize(codes, arrays["scales"], width, dtype)
+
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         codes, scales = quantize(dense.weight)
         arrays = {"weight": pack_symmetric_codes(codes, BITS), "scales": scales}
         return {BITS: self.module(dense, BITS, arrays, ladder, group_size)}
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         rows, groups = tuple(shape[:-1]), math.ceil(shape[-1] / GROUP)
         weight = StoredArray(mx.uint8, (*rows, groups * GROUP_BYTES), BITS, "weight")
         return {"weight": weight, "scales": StoredArray(mx.float32, (*rows, groups), BITS, "scales")}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         groups = math.prod(shape[:-1]) * math.ceil(shape[-1] / GROUP)
         return groups * (GROUP_BYTES + SCALE_SIZE)

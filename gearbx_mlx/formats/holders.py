@@ -21,10 +21,6 @@ from ..compat.classes import as_class
 from ..errors import GearbxError
 from .base import dense_weight
 
-INNER: dict[type[nn.Module], str] = {  # mlx-lm's adapters, and the name of the layer inside
-    **{LoRALinear: "linear", LoRASwitchLinear: "linear", LoRAEmbedding: "embedding"},
-    **{DoRALinear: "linear", DoRAEmbedding: "embedding"},
-}
 OWN = ("lora_a", "lora_b", "m")  # an adapter's own arrays, as mlx-lm saves them
 NORMS = "row_norms"  # attribute of a linear layer under DoRA
 
@@ -74,7 +70,7 @@ class GearedDoRAEmbedding(GearedAdapter, DoRAEmbedding):
         return (self.m / norms) * (y + (self.scale * z).astype(x.dtype))
 
 
-GEARED: dict[type[nn.Module], type[nn.Module]] = {
+GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and their forms over gears
     LoRALinear: GearedLoRALinear,
     LoRASwitchLinear: GearedLoRASwitchLinear,
     LoRAEmbedding: GearedLoRAEmbedding,
@@ -104,7 +100,8 @@ def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.arra
 
 def inner_name(module: nn.Module) -> str | None:
     """The name of the layer inside an adapter; None for other modules."""
-    return next((name for kind, name in INNER.items() if isinstance(module, kind)), None)
+    adapts = isinstance(module, tuple(GEARED))
+    return next((name for name in ("linear", "embedding") if name in module), None) if adapts else None
 
 
 def over_gears(module: nn.Module) -> nn.Module:

@@ -146,15 +146,15 @@ class NativeMultiLinear(MultiLinear):
 class NativeEmbedding(Native, nn.Embedding):
     """An Embedding with native kernels, which may also be the output head (`as_linear`).
 
-    `activations`: the type of the model's activations, and of the rows that are looked up, as long as the weight has
-    the type `stored`. A weight that gets another type gives its rows in that type, as stock embeddings do.
+    `dtype`: of the activations, and of the rows that are looked up, as long as the weight has the type `stored`. A
+    weight that gets another type gives its rows in that type, as stock embeddings do.
     """
 
-    stored = activations = mx.float32
+    stored = dtype = mx.float32
 
     def __call__(self, x: mx.array) -> mx.array:
         weight = self["weight"]
-        return weight[x].astype(self.activations if weight.dtype == self.stored else weight.dtype)
+        return weight[x].astype(self.dtype if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
         return dense_product(x, self["weight"], self.chosen)
@@ -192,6 +192,15 @@ def affine_planes(module: nn.Module) -> Planes:
 Matrix = TypeVar("Matrix", Planes, ExactMatrix)
 
 
+def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
+    """Give a bare module of one of MLX's quantized classes its single plane, frozen: the inverse of `affine_planes`."""
+    module.record, module.mode = type(planes), "affine"
+    (module.bits,), module.group_size = planes.widths, planes.group_size
+    (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
+    module.freeze(recurse=False)
+    return module
+
+
 def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
     """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
     widths = AS_PLANES.get(tuple(matrix.widths))
@@ -224,17 +233,9 @@ def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
     return bool(rounds and fits and len(dense.weight) % panel_rows() == 0)
 
 
-def stored_planes(
-    dense: nn.Module,
-    weights: Sequence[mx.array],
-    scales: mx.array,
-    biases: Sequence[mx.array],
-    widths: Sequence[int],
-    group_size: int,
-) -> Planes:
+def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
     """A stack of planes over a layer's stored arrays, in panels if they have one more axis than its weight."""
-    kind = PanelPlanes if scales.ndim > dense.weight.ndim else Planes
-    return kind(weights, scales, biases, widths, group_size)
+    return PanelPlanes(*planes) if planes.scales.ndim > dense.weight.ndim else planes
 
 
 def planes_kind(planes: Planes) -> Kind:

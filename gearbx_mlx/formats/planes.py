@@ -11,13 +11,13 @@ half-precision numbers per group: one scale and two biases. A shift copies nothi
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.mla import QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from ..compat.classes import bare
@@ -35,7 +35,7 @@ from ..kernels.bit_planes import (
 from ..kernels.dispatch import Kind
 from ..kernels.products import stack_experts, stack_product
 from . import CODES
-from .base import Copies, StoredArray, kind_for, whole_groups
+from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
 from .native import (
     Native,
     NativeExperts,
@@ -43,6 +43,7 @@ from .native import (
     NativeQuantizedSwitchLinear,
     experts_kind,
     for_kernels,
+    over_plane,
     planes_kind,
     stored_planes,
     with_expert_bias,
@@ -71,8 +72,7 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
     Raises:
         GearbxError: the widths add up to more than 8 bits.
     """
-    bits = sum(widths)
-    if bits > 8:
+    if sum(widths) > 8:
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
     blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
     if blocks < 2:
@@ -180,23 +180,11 @@ class NativePlanesLinear(Native, PlanesLinear):
         return kernels.stack_part(*self.planes, self.x_bits, self.get("bias"))
 
 
-class PlanesSwitchLinear(PlanesModule):
+class PlanesSwitchLinear(PackedExperts, PlanesModule):
     """A SwitchLinear over a prefix of bit planes: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         return with_expert_bias(self, planes_gather_matmul(x, self.planes, indices, sorted_indices), indices)
-
-    @property
-    def input_dims(self) -> int:
-        return self.weight_shape[-1]
-
-    @property
-    def output_dims(self) -> int:
-        return self.weight_shape[1]
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight_shape[0]
 
 
 class NativePlanesSwitchLinear(NativeExperts, PlanesSwitchLinear):
@@ -244,57 +232,40 @@ class JoinedMultiLinear(PlanesMultiLinear):
         return planes_matmul(x, self.planes.joined(), transpose)
 
 
-class Affine(Copies):
+class Affine(Format):
     """Every gear is an `nn.QuantizedLinear` (or mlx-lm's `QuantizedSwitchLinear`), as `mlx_lm.convert` makes it."""
 
     name = "affine"
-    layer_bits: tuple[int, ...] = ()
-    native = native_experts = rounds = True
+    native = native_experts = rounds = takes_base = True
     scales = frozenset({"scales", "biases"})
-
-    def check(self, bits: int) -> None:
-        pass  # MLX supports all bits that a ladder may have
-
-    def fits(self, width: int, group_size: int) -> str | None:
-        return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
         return group_size
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         weight, scales, biases = mx.quantize(dense.weight, group_size, bits)
         planes = Planes([weight], scales.astype(dtype), [biases.astype(dtype)], self.widths(bits, ladder), group_size)
         return {bits: planes_module(dense, for_kernels(dense, planes))}
 
-    window = None  # no gear depends on another one's codes
-
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         words, scales, biases = mx.quantize(weight, group_size, ladder[0])
         return Planes([words], scales, [biases], (ladder[0],), group_size)
 
-    def over_base(self, dense: nn.Module, base: Planes, ladder: Sequence[int], dtype: mx.Dtype) -> dict[int, nn.Module]:
+    def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
         planes = for_kernels(dense, base.each_scale(lambda array: array.astype(dtype)))
         return {ladder[0]: planes_module(dense, planes)}
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return (bits,)
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
-        planes = stored_planes(dense, [arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
-        return quantized_module(dense, planes)
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
+        planes = Planes([arrays["weight"]], arrays["scales"], [arrays["biases"]], (bits,), group_size)
+        return quantized_module(dense, stored_planes(dense, planes))
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         return affine_arrays(shape, bits, group_size, dtype)
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         weights = math.prod(shape)
         return weights * bits // 8 + 2 * weights // group_size * scale_size
 
@@ -305,31 +276,25 @@ class NestedPlanes(Affine):
     name = "planes"
     scales = Affine.scales | {"plane_biases"}
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
-    def nearest(self, weight: mx.array, ladder: Sequence[int], group_size: int) -> Planes | None:
+    def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
         return split(weight, ladder, group_size) if len(ladder) == 1 else None
 
-    def widths(self, bits: int, ladder: Sequence[int]) -> Sequence[int]:
+    def widths(self, bits: int, ladder: Bits) -> Bits:
         return plane_widths(ladder)
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         count = ladder.index(bits) + 1
         if count == 1:
             return super().module(dense, bits, arrays, ladder, group_size)
         weights, biases = ([arrays[f"{name}.{i}"] for i in range(count)] for name in ("weights", "plane_biases"))
-        widths = plane_widths(ladder[:count])
-        return planes_module(dense, stored_planes(dense, weights, arrays["scales"], biases, widths, group_size))
+        planes = Planes(weights, arrays["scales"], biases, plane_widths(ladder[:count]), group_size)
+        return planes_module(dense, stored_planes(dense, planes))
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         made = affine_arrays(shape, ladder[0], group_size, dtype)
         if bits == ladder[0]:
             return made
@@ -342,9 +307,7 @@ class NestedPlanes(Affine):
             arrays[f"plane_biases.{i}"] = made["biases"]._replace(bits=ladder[first], name=f"plane_biases.{first}")
         return arrays
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         weights = math.prod(shape)
         planes = ladder.index(bits) + 1  # MLX's kernels read the shared scales once for every plane
         return weights * bits // 8 + planes * 2 * weights // group_size * scale_size
@@ -358,35 +321,29 @@ class SplitCodes(NestedPlanes):
 
     name = CODES
 
-    def of_codes(self, dense: nn.Module, affine: Planes, ladder: Sequence[int]) -> dict[int, nn.Module]:
+    def of_codes(self, dense: nn.Module, affine: Planes, ladder: Bits) -> Gears:
         """All gears of a layer that is quantized to the highest bits of a ladder."""
         planes = split_affine(affine, plane_widths(ladder))
         made = {bits: planes_module(dense, planes.prefix(bits)) for bits in ladder[1:]}
         return made | {ladder[0]: planes_module(dense, planes.prefix(ladder[0]).with_biases())}
 
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
+    def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits == ladder[0]:
             return super().module(dense, bits, arrays, ladder, group_size)
         widths = plane_widths(ladder[: ladder.index(bits) + 1])
         weights, biases = [arrays[f"weights.{i}"] for i in range(len(widths))], [arrays["plane_biases.0"]]
-        planes = stored_planes(dense, weights, arrays["scales"], biases, widths, group_size)
+        planes = Planes(weights, arrays["scales"], biases, widths, group_size, ladder[-1] - bits)
         joined = bits == ladder[-1] and not isinstance(dense, Native)
-        return planes_module(dense, planes._replace(rest=ladder[-1] - bits), joined)
+        return planes_module(dense, stored_planes(dense, planes), joined)
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         arrays = super().stored_arrays(shape, bits, ladder, group_size, dtype)
         if bits == ladder[0]:
             return arrays
         shared = arrays["plane_biases.0"]._replace(bits=ladder[-1], name="plane_biases.0")
         return {name: array for name, array in arrays.items() if "biases" not in name} | {"plane_biases.0": shared}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         return math.prod(shape) * bits // 8 + 2 * math.prod(shape) // group_size * scale_size
 
 
@@ -413,23 +370,17 @@ def quantized_module(dense: nn.Module, planes: Planes) -> nn.Module:
     A native layer gets a native module. No random numbers are drawn: a shift in the middle of a text must not change
     the numbers that its tokens are sampled with.
     """
-    native = isinstance(dense, Native)
-    if isinstance(dense, nn.Linear):
-        module = bare(NativeQuantizedLinear if native else nn.QuantizedLinear)
-    elif isinstance(dense, MultiLinear):
-        module = bare(QuantizedMultiLinear)
-    else:
-        module = bare(NativeQuantizedSwitchLinear if native else QuantizedSwitchLinear)
+    kinds: Sequence[type[nn.Module]] = nn.QuantizedLinear, QuantizedSwitchLinear, QuantizedMultiLinear
+    if isinstance(dense, Native):
+        kinds = NativeQuantizedLinear, NativeQuantizedSwitchLinear, QuantizedMultiLinear
+    module = bare(kind_for(dense, *kinds))
+    if isinstance(module, QuantizedSwitchLinear):
         module.global_scale = None
     if planes.rest:  # which native kernels alone read
         module.rest = planes.rest
-    module.group_size, (module.bits,), module.mode = planes.group_size, planes.widths, "affine"
-    module.record = type(planes)
-    (module.weight,), module.scales, (module.biases,) = planes.weights, planes.scales, planes.biases
     if "bias" in dense:
         module.bias = dense.bias
-    module.freeze(recurse=False)
-    return module
+    return over_plane(module, planes)
 
 
 def affine_arrays(shape: Sequence[int], bits: int, group_size: int, dtype: mx.Dtype) -> dict[str, StoredArray]:

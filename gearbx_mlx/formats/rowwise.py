@@ -6,7 +6,6 @@ Codes of 8 bits are stored as int8, without an offset.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +17,15 @@ from ..kernels.dispatch import Kind
 from ..kernels.products import SymmetricCodes, symmetric_experts, symmetric_product
 from .base import (
     Arrays,
-    Copies,
+    Bits,
+    Gears,
     Reconstructed,
+    ReconstructedFormat,
     ReconstructedLinear,
-    ReconstructedMultiLinear,
     ReconstructedSwitchLinear,
+    Shape,
     StoredArray,
-    kind_for,
+    StoredArrays,
 )
 from .native import Native, NativeExperts, experts_kind, with_expert_bias
 
@@ -105,16 +106,8 @@ def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) 
     return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
 
 
-def symmetric_part(module: "NativeSymmetricLinear", kernels: ModuleType) -> Any:
-    """`Native.part` of linear layers over symmetric codes."""
-    weight, scales, bits, width = module.codes
-    return kernels.symmetric_part(weight, scales, width, bits, module.x_bits, module.get("bias"))
-
-
 class NativeSymmetric(Native, Reconstructed):
     """What native kernels add to a layer over symmetric codes: they read the packed rows."""
-
-    form = ""
 
     @property
     def codes(self) -> SymmetricCodes:
@@ -122,7 +115,7 @@ class NativeSymmetric(Native, Reconstructed):
         return SymmetricCodes(self["weight"], self["scales"], self.bits, self.input_dims)
 
     def kind(self) -> Kind | None:
-        return Kind(f"{self.form} {self.bits}", self.weight_shape, stock=False)
+        return Kind(f"{self.format.name} {self.bits}", self.weight_shape, stock=False)
 
 
 class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
@@ -131,6 +124,10 @@ class NativeSymmetricLinear(NativeSymmetric, ReconstructedLinear):
     def __call__(self, x: mx.array) -> mx.array:
         y = symmetric_product(x, self.codes, self.get("bias"), self.x_bits, self.chosen)
         return super().__call__(x) if y is None else y
+
+    def part(self, kernels: ModuleType) -> Any:
+        weight, scales, bits, width = self.codes
+        return kernels.symmetric_part(weight, scales, width, bits, self.x_bits, self.get("bias"))
 
 
 class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitchLinear):
@@ -145,60 +142,14 @@ class NativeSymmetricExperts(NativeExperts, NativeSymmetric, ReconstructedSwitch
         return kind and experts_kind(kind)
 
 
-class RowwiseModule(Reconstructed):
-    """A layer over per-channel codes."""
+class SymmetricFormat(ReconstructedFormat):
+    """What formats of symmetric codes share: every gear has its own codes, and rows or groups are padded."""
 
-    def reconstruct(self, arrays: Arrays, dtype: mx.Dtype) -> mx.array:
-        return dequantize(unpack_symmetric_codes(arrays["weight"], self.bits, self.input_dims), arrays["scales"], dtype)
-
-
-class RowwiseLinear(RowwiseModule, ReconstructedLinear):
-    """A linear layer over per-channel codes."""
-
-
-class NativeRowwiseLinear(NativeSymmetricLinear, RowwiseLinear):
-    """A linear layer over per-channel codes, with native kernels."""
-
-    form, part = "rowwise", symmetric_part
-
-
-class RowwiseSwitchLinear(RowwiseModule, ReconstructedSwitchLinear):
-    """A SwitchLinear over per-channel codes."""
-
-
-class NativeRowwiseSwitchLinear(NativeSymmetricExperts, RowwiseSwitchLinear):
-    """A SwitchLinear over per-channel codes, with native kernels."""
-
-    form = "rowwise"
-
-
-class RowwiseMultiLinear(RowwiseModule, ReconstructedMultiLinear):
-    """A MultiLinear over per-channel codes."""
-
-
-class SymmetricFormat(Copies):
-    """What formats of symmetric codes share: every gear has its own codes, and rows or groups are padded.
-
-    Args:
-        cache: keep reconstructed weights until the gear is left.
-    """
-
-    layer_bits: tuple[int, ...] = ()
     native, native_experts, rounds = True, False, True
-    kinds: tuple[type[Reconstructed], type[Reconstructed], type[Reconstructed]]  # of linear layers, experts, heads
-    native_kinds: tuple[type[Reconstructed], type[Reconstructed], type[Reconstructed]]
-
-    def __init__(self, cache: bool = False):
-        self.cache = cache
+    native_kinds = NativeSymmetricLinear, NativeSymmetricExperts
 
     def fits(self, width: int, group_size: int) -> str | None:
         return None
-
-    def module(
-        self, dense: nn.Module, bits: int, arrays: Mapping[str, mx.array], ladder: Sequence[int], group_size: int
-    ) -> nn.Module:
-        kinds = self.native_kinds if isinstance(dense, Native) else self.kinds
-        return kind_for(dense, *kinds)(dense, bits, arrays, self.cache)
 
 
 class Rowwise(SymmetricFormat):
@@ -206,28 +157,23 @@ class Rowwise(SymmetricFormat):
 
     name = "rowwise"
     scales = frozenset({"scales"})
-    kinds = RowwiseLinear, RowwiseSwitchLinear, RowwiseMultiLinear
-    native_kinds = NativeRowwiseLinear, NativeRowwiseSwitchLinear, RowwiseMultiLinear
 
     def check(self, bits: int) -> None:
         if bits not in Q_MAX:
             raise GearbxError(f"format 'rowwise' has no gear of {bits} bits; choose from 2, 4, 6, 8, 16")
 
-    def modules(
-        self, dense: nn.Module, bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[int, nn.Module]:
+    def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
+        return dequantize(unpack_symmetric_codes(arrays["weight"], bits, width), arrays["scales"], dtype)
+
+    def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
         codes, scales = quantize(dense.weight, bits)
         arrays = {"weight": pack_symmetric_codes(codes, bits), "scales": scales.astype(dtype)}
         return {bits: self.module(dense, bits, arrays, ladder, group_size)}
 
-    def stored_arrays(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, dtype: mx.Dtype
-    ) -> dict[str, StoredArray]:
+    def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
         rows = tuple(shape[:-1])
         weight = StoredArray(mx.int8 if bits == 8 else mx.uint8, (*rows, row_bytes(shape[-1], bits)), bits, "weight")
         return {"weight": weight, "scales": StoredArray(dtype, rows, bits, "scales")}
 
-    def bytes_read(
-        self, shape: Sequence[int], bits: int, ladder: Sequence[int], group_size: int, scale_size: int
-    ) -> int:
+    def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         return math.prod(shape[:-1]) * (row_bytes(shape[-1], bits) + scale_size)

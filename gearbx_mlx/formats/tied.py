@@ -5,7 +5,7 @@ import mlx.nn as nn
 
 from ..compat.classes import bare
 from ..kernels.bit_planes import Planes
-from .native import NativeDense, NativeEmbedding, affine_planes
+from .native import NativeDense, NativeEmbedding, affine_planes, over_plane
 
 IN_DRAFTS = "second"  # the head that takes the projection's place while a draft is written, if there is one
 
@@ -109,12 +109,9 @@ def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype
 def quantized_table(planes: Planes, dtype: mx.Dtype) -> nn.Module:
     """An embedding over a single plane. dtype: of its rows."""
     table = bare(QuantizedTable)
-    table.record, (table.bits,), table.group_size, table.mode = type(planes), planes.widths, planes.group_size, "affine"
     table.stored, table.dtype = planes.scales.dtype, dtype
-    (table.weight,), table.scales, (table.biases,) = planes.weights, planes.scales, planes.biases
     table.num_embeddings, table.dims = planes.shape
-    table.freeze(recurse=False)
-    return table
+    return over_plane(table, planes)
 
 
 def linear_of(module: nn.Module) -> nn.Module:

@@ -135,9 +135,7 @@ class Typed:
             return
         self._changed = True
         for _, module in tree_flatten(modules, is_leaf=lambda value: isinstance(value, nn.Module)):
-            if isinstance(module, TiedEmbedding | QuantizedTable):
+            if isinstance(module, TiedEmbedding | QuantizedTable | NativeEmbedding):
                 module.dtype = dtype
-            if isinstance(module, NativeEmbedding):
-                module.activations = dtype
             if not isinstance(linear_of(module), Native):
                 module.set_dtype(dtype)

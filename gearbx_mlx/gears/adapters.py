@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, about, one_line
 from ..files.adapter import ARRAYS, Adapter
-from ..formats.holders import OWN, held_name, inner_name, over_gears
+from ..formats.holders import OWN, held_name, inner_name
 
 Modules = Mapping[str, nn.Module]
 
@@ -64,11 +64,7 @@ def places_of(model: nn.Module) -> dict[str, str]:
 
 
 def tree_of(modules: Modules, places: Mapping[str, str]) -> Any:
-    """Layers by their paths without holders, as `model.update_modules` takes them.
-
-    Args:
-        places: of the model.
-    """
+    """Layers by their paths without holders, as `model.update_modules` takes them. places: of the model."""
     return tree_unflatten([(places.get(path, path), module) for path, module in modules.items()])
 
 
@@ -92,12 +88,6 @@ def put_modules(model: nn.Module, tree: Any) -> None:
 def put_layers(model: nn.Module, modules: Modules) -> None:
     """Put layers into a model, by their paths without holders."""
     put_modules(model, tree_of(modules, places_of(model)))
-
-
-def put_adapters_over_gears(model: nn.Module) -> None:
-    """Give every adapter of a model the form that works over any gear."""
-    made = {path: over_gears(module) for path, module in adapters_of(model).items()}
-    put_modules(model, tree_unflatten(list(made.items())))
 
 
 def own_arrays(adapter: nn.Module) -> dict[str, mx.array]:

@@ -211,9 +211,7 @@ def token_bytes(
     total = 0.0
     for path, module in modules.items():
         dtype = storage.get(path, storage[""])
-        if path.rpartition(".")[0] in managed:
-            continue  # a part of a tied embedding
-        if in_tower(path):
+        if path.rpartition(".")[0] in managed or in_tower(path):  # managed: a part of a tied embedding
             continue
         if path in managed:
             total += managed[path] * used_share(path, modules, positions)

@@ -75,10 +75,7 @@ class Layer:
 
 
 def discover(
-    model: nn.Module,
-    manage: str | Predicate = "all",
-    group_size: int = 64,
-    format: str | Format = DEFAULT_FORMAT,
+    model: nn.Module, manage: str | Predicate = "all", group_size: int = 64, format: str | Format = DEFAULT_FORMAT
 ) -> tuple[list[Layer], dict[str, str]]:
     """Divide all linear layers, with a tied output head, into managed ones and others.
 

@@ -71,7 +71,7 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
         GearbxError: as `parts_of`.
     """
     group = ranks.group
-    parts = parts_of(model, group)
+    parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather)
     samples: Samples = {}
 
     def take(path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
@@ -83,22 +83,22 @@ def divide(model: nn.Module, ranks: Ranks) -> None:
     samples |= samples_of(
         {name: a for name, a in tree_flatten(model.parameters()) if name.rpartition(".")[0] not in parts}
     )
-    own = own_parts(parts, group, lambda path: ranks.gather)
     take_parts(model, group, parts, own, take)
     setattr(model, SHARDED, Sharding(group, own, fingerprint_of(samples)))
     mx.eval(model.parameters())
 
 
-def own_parts(
-    parts: Mapping[str, WeightPart], group: mx.distributed.Group, gathers: Callable[[str], bool]
-) -> dict[str, WeightPart]:
-    """The parts, with rows in the place of columns where ranks gather inputs instead of summing products.
+def parts_of_ranks(
+    model: nn.Module, group: mx.distributed.Group, gathers: Callable[[str, WeightPart], bool]
+) -> tuple[dict[str, WeightPart], dict[str, WeightPart]]:
+    """Path to this rank's part of each layer as `model.shard` divides it, and path to the part that the rank takes.
 
     Args:
-        parts: as `model.shard` divides the layers.
-        gathers: whether the layer of a path does.
+        gathers: whether ranks gather inputs instead of summing products: they have rows in the place of columns.
     """
-    return {path: by_rows(part, group) if part.columns and gathers(path) else part for path, part in parts.items()}
+    parts = parts_of(model, group)
+    rows = {path: by_rows(part, group) for path, part in parts.items() if part.columns and gathers(path, part)}
+    return parts, parts | rows
 
 
 def by_rows(part: WeightPart, group: mx.distributed.Group) -> WeightPart:
@@ -124,7 +124,7 @@ def take_parts(
     tell each other is in a module around those whose inputs are divided (formats/holders.py).
 
     Args:
-        parts: as `model.shard` divides the layers. own: from `own_parts`.
+        parts, own: from `parts_of_ranks`.
     """
     modules = dict(model.named_modules())
     whole = {path: copy.copy(modules[path]) for path in parts}
@@ -321,8 +321,7 @@ def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart
     """
     saved.check(model)
     group = ranks.group
-    parts = parts_of(model, group)
-    own = own_parts(parts, group, lambda path: ranks.gather or not fits(saved, path, parts[path]))
+    parts, own = parts_of_ranks(model, group, lambda path, part: ranks.gather or not fits(saved, path, part))
     part = SavedPart(saved, own)
     take_parts(model, group, parts, own, part.take)
     setattr(model, SHARDED, Sharding(group, own, saved.manifest.fingerprint))

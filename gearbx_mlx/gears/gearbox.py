@@ -26,23 +26,22 @@ from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
 from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknown_routing, whole_model_speedup
-from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, tied_head
+from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
     Layout,
-    as_they_are_now,
     check_tables,
     compute_model_in,
+    has_quantized,
     layout_of,
     managed_layers,
-    quantized_widths,
     use_kernels,
 )
 from .offload import Resident
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
-from .sharding import WeightPart, sharding_of
+from .sharding import WeightPart, dense_shape, sharding_of
 from .sources import (
     FromCodes,
     FromFiles,
@@ -133,17 +132,15 @@ class Gearbox:
         self.in_place, self.of_codes = layout.codes is not None, layout.of_codes
         if self.format.ladders or self.of_codes:
             refuse_other_codes(layout, self.layers, self._tables, low_model, residency)
-        quantized = quantized_widths(layout, self._tables, widths, self.layers, self.unmanaged)
-        self.kernels = choose_kernels(
-            kernels, bool(quantized), activations, bool(self.format.ladders), self.format.rounds
-        )
+        quantized = has_quantized(layout, self._tables, widths)
+        if quantized and not self.layers and not self.in_place:
+            raise none_managed(self.unmanaged)
+        self.kernels = choose_kernels(kernels, quantized, activations, bool(self.format.ladders), self.format.rounds)
         self._places = places_of(model)
-        use_kernels(model, self.kernels)
-        self.layers, self._embeddings = (as_they_are_now(model, found) for found in (self.layers, self._embeddings))
+        self.layers, self._embeddings = use_kernels(model, self.kernels, self.layers, self._embeddings)
         # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
-        in_float32 = bool(quantized) and (self.kernels.native or not self.of_codes)
-        computed = compute_model_in(model, self._changing, layout, dtype, in_float32)
-        self.compute_dtype, self.storage, scales = computed
+        in_float32 = quantized and (self.kernels.native or not self.of_codes)
+        self.compute_dtype, self.storage, scales = compute_model_in(model, self._changing, layout, dtype, in_float32)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
         self.residency = residency_of(residency, layout.saved, model, checkpoint, scales)
@@ -153,7 +150,9 @@ class Gearbox:
         self.source = self._source(layout, scales, widths)
         self._further: dict[bool, dict[str, nn.Module]] = {}  # lowest gear or not: what changes beside the layers
         if low_model is not None:
-            self._take_low_gear(low_model, residency)
+            self.source = external_low_gear(low_model, self.layers, self.source, residency)
+            others = differing(model, low_model, self._shapes, self.compute_dtype)
+            self._further = dict(zip((False, True), others))
         if quantized and self.saved is None and not self.in_place:
             warn_if_quantized([layer.module.weight for layer in self.layers])
         warn_of_unknown_routing(model)
@@ -185,12 +184,6 @@ class Gearbox:
         shapes = {layer.path: layer.module.weight.shape for layer in self._changing}
         settings = layout.format, layout.ladder, layout.group_size, self.storage, self.compute_dtype, shapes
         return FromWeights(*settings, self._tables, widths, self.base)
-
-    def _take_low_gear(self, low_model: nn.Module, residency: str) -> None:
-        """Another quantizer's model becomes the lowest gear."""
-        self.source = external_low_gear(low_model, self.layers, self.source, residency)
-        others = differing(self.model, low_model, self._shapes, self.compute_dtype)
-        self._further = dict(zip((False, True), others))
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
         """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
@@ -273,8 +266,7 @@ class Gearbox:
             self._prepared.add(gear)
             mx.async_eval([m.parameters() for m in self._modules.make(self._bits_in(gear)).values()])
         else:
-            self._complete(gear)
-            self._give_up_idle()
+            self.make(gear)
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
         """The module of a layer in a gear, if that is made; None for a layer that does not change."""
@@ -546,7 +538,8 @@ class Observer:
         self.layers: list[str] = []
         self.unmanaged = dict.fromkeys(linear, "telemetry only")
         read = sum(layer_bytes(module, storage) for module in linear.values())
-        weights = sum(weight_count(module) for module in linear.values())
+        shapes = (getattr(module, "weight_shape", None) or dense_shape(module) for module in linear.values())
+        weights = sum(map(math.prod, shapes))
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
         self._token_bytes = token_bytes(model, {}, self.storage, head)
         self.gear = self.ladder.top
@@ -581,12 +574,3 @@ class Observer:
 
     def original_bytes_per_token(self) -> int:
         return self._token_bytes
-
-
-def weight_count(module: nn.Module) -> int:
-    """The number of weights of a linear layer, packed or not."""
-    shape = getattr(module, "weight_shape", None)
-    if shape is not None:
-        return math.prod(shape)
-    bits = getattr(module, "bits", None)
-    return module.weight.size * 32 // bits if bits else module.weight.size

@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ..compat.read_weights import readers
 from ..errors import GearbxError
-from .adapters import layers_of, put_layers
+from .adapters import layers_of
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head
 from .ladder import DENSE, QUANTIZED, Ladder
 from .ownership import ATTACHED
@@ -154,15 +154,6 @@ def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> 
         made = blank(DENSE_CLASSES.get(type(module), nn.Embedding), weight, module)
         layers.append(Layer(path, made, floor, is_table=is_table))
     return layers, unmanaged
-
-
-def take_layers(
-    model: nn.Module, codes: OwnCodes, manage: str | Predicate
-) -> tuple[list[Layer], list[Layer], dict[str, str]]:
-    """The layers, the embeddings and path to reason of the others, as `managed_layers`; put into the model."""
-    layers, unmanaged = coded_layers(model, codes, manage)
-    put_layers(model, {layer.path: layer.module for layer in layers})
-    return [layer for layer in layers if not layer.is_table], [layer for layer in layers if layer.is_table], unmanaged
 
 
 def alike_layers(

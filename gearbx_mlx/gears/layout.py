@@ -1,8 +1,7 @@
 """Before a gearbox is made: which gears of which layers it has, and what the model is computed in and with."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,12 +11,13 @@ from mlx.utils import tree_unflatten
 from ..errors import GearbxError
 from ..formats import CODES, DEFAULT_FORMAT, get_format
 from ..formats.base import Format, check_ladder
+from ..formats.holders import over_gears
 from ..formats.native import Native, NativeEmbedding, with_kernels
 from ..kernels.dispatch import KernelChoice, native_operations
 from .activations import compute_in, stored_dtype
-from .adapters import layers_of, places_of, put_adapters_over_gears, put_layers, put_modules
-from .discovery import Layer, Predicate, discover, is_quantized, none_managed, tables_to_pack
-from .in_place import OwnCodes, own_codes, take_layers
+from .adapters import adapters_of, layers_of, places_of, put_layers, put_modules
+from .discovery import Layer, Predicate, discover, is_quantized, tables_to_pack
+from .in_place import OwnCodes, coded_layers, own_codes
 from .ladder import (
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -32,6 +32,9 @@ from .ladder import (
 from .manifest import Manifest
 from .saved import SavedGears, saved_gears
 
+Bits = Mapping[str, int]
+"""Path of a layer to its bits."""
+
 
 def check_settings(manifest: Manifest, **settings: Any) -> None:
     """Raises GearbxError for a setting of a Gearbox that differs from the checkpoint's."""
@@ -42,9 +45,7 @@ def check_settings(manifest: Manifest, **settings: Any) -> None:
             raise GearbxError(f"the checkpoint's gears have {shown} {own}, not {value}; convert the original again")
 
 
-def check_tables(
-    tables: Mapping[str, Mapping[str, int]], ladder: Ladder, layers: Sequence[Layer]
-) -> dict[int, Mapping[str, int]]:
+def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[Layer]) -> dict[int, Bits]:
     """The tables by the bits of their gears.
 
     Raises:
@@ -120,46 +121,42 @@ def managed_layers(
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
     """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
 
-    Those of a geared checkpoint take their places in the model as dense ones without weights. Only there, and in
-    formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any gear.
+    Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
+    and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
+    gear.
     """
-    put_adapters_over_gears(model)
-    if layout.codes is not None:
-        return take_layers(model, layout.codes, manage or "all")
-    if layout.saved is None:
-        layers, unmanaged = discover(model, manage or "all", layout.group_size, layout.format)
-        wanted = manage or "all", [gear.bits for gear in layout.ladder], layout.format, layout.group_size
+    put_modules(model, tree_unflatten([(path, over_gears(one)) for path, one in adapters_of(model).items()]))
+    manage = manage or "all"
+    if layout.codes is None and layout.saved is None:
+        layers, unmanaged = discover(model, manage, layout.group_size, layout.format)
+        wanted = manage, [gear.bits for gear in layout.ladder], layout.format, layout.group_size
         return layers, tables_to_pack(model, *wanted) if layout.format.ladders else [], unmanaged
-    layers, tables = layout.saved.layers(model), layout.saved.tables(model)
+    if layout.saved is not None:
+        layers, tables = layout.saved.layers(model), layout.saved.tables(model)
+        unmanaged = dict(layout.saved.manifest.unmanaged)
+    elif layout.codes is not None:
+        found, unmanaged = coded_layers(model, layout.codes, manage)
+        layers, tables = ([layer for layer in found if layer.is_table == is_table] for is_table in (False, True))
     put_layers(model, {layer.path: layer.module for layer in (*layers, *tables)})
-    return layers, tables, dict(layout.saved.manifest.unmanaged)
+    return layers, tables, unmanaged
 
 
-def quantized_widths(
-    layout: Layout,
-    tables: Mapping[int, Mapping[str, int]],
-    widths: Sequence[int],
-    layers: Sequence[Layer],
-    unmanaged: Mapping[str, str],
-) -> list[int]:
-    """All bits below 16 at which layers are stored.
+def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[int]) -> bool:
+    """Whether any layer is stored at fewer than 16 bits.
 
     Raises:
-        GearbxError: bits that the format does not support, or no layer to store at them.
+        GearbxError: bits that the format does not support.
     """
     if layout.codes is not None:
-        return list(layout.ladder.quantized_bits)
-    in_tables = {bits for table in tables.values() for bits in table.values()}
-    quantized = sorted({*layout.ladder.quantized_bits, *in_tables, *widths} - {DENSE})
+        return bool(layout.ladder.quantized_bits)
+    others = {*widths, *(bits for table in tables.values() for bits in table.values())}
     stored = layout.saved.manifest.gears if layout.saved else tuple(gear.bits for gear in layout.ladder)
-    check_ladder(layout.format, stored, [*in_tables, *widths])
-    if quantized and not layers:
-        raise none_managed(unmanaged)
-    return quantized
+    check_ladder(layout.format, stored, others)
+    return bool({*layout.ladder.quantized_bits, *others} - {DENSE})
 
 
-def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
-    """Have the whole model run on the chosen kernels."""
+def use_kernels(model: nn.Module, choice: KernelChoice, *layers: Sequence[Layer]) -> list[list[Layer]]:
+    """Have the whole model run on the chosen kernels; returns the layers with the modules that it has now."""
     operations = native_operations(choice.ours_alone)
     for path, module in list(model.named_modules()):
         made = with_kernels(module, choice.native, operations)
@@ -168,12 +165,8 @@ def use_kernels(model: nn.Module, choice: KernelChoice) -> None:
     for module in model.modules():
         if isinstance(module, Native):
             module.x_bits = choice.x_bits  # which decides how its gears lie in memory
-
-
-def as_they_are_now(model: nn.Module, layers: Iterable[Layer]) -> list[Layer]:
-    """The layers with the modules that the model has in their places."""
     now = layers_of(model)
-    return [dataclasses.replace(layer, module=now[layer.path]) for layer in layers]
+    return [[replace(layer, module=now[layer.path]) for layer in found] for found in layers]
 
 
 def compute_model_in(
@@ -191,7 +184,7 @@ def compute_model_in(
     compute_dtype = compute_in(model, dtype, quantized, [*native, *unread])
     for module in native:
         if isinstance(module, NativeEmbedding):
-            module.stored, module.activations = module.weight.dtype, compute_dtype
+            module.stored, module.dtype = module.weight.dtype, compute_dtype
     places = places_of(model)
     names = {layer.path: f"{places.get(layer.path, layer.path)}.weight" for layer in layers}
     storage = {path: stored_dtype(model, name) for path, name in {"": "", **names}.items()}

@@ -157,11 +157,6 @@ class SavedLayer(Struct, frozen=True):
         """The bits of all rows that are looked up in some gear."""
         return {self.rows_at(bits) for bits in self.gears} if self.is_looked_up else set()
 
-    @property
-    def stored(self) -> tuple[int, ...]:
-        """Bits of the quantized gears, ascending."""
-        return tuple(sorted(bits for bits in self.gears if bits != DENSE))
-
 
 class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
     """The content of gears.json.
@@ -242,12 +237,13 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         for path, layer in self.changing.items():
             place = self.place_of(path)
             format = self.format_of(path)
-            misfit = format.fits(layer.shape[-1], self.group_size) if layer.stored else None
+            quantized = sorted(layer.gears.keys() - {DENSE})
+            misfit = format.fits(layer.shape[-1], self.group_size) if quantized else None
             if misfit:
                 raise GearbxError(f"{place}.shape is {list(layer.shape)}: {misfit}")
             if layer.rows != DENSE and format.name not in OF_MLX:
                 raise GearbxError(f"{place}.rows is {layer.rows}, and format {format.name} looks no packed rows up")
-            for bits in layer.stored:
+            for bits in quantized:
                 format.check(bits)
             if format.name != CODES and layer.looked_up - {layer.rows, DENSE}:
                 raise GearbxError(f"{place}.gears has no key {DENSE}, which an embedding needs")

@@ -67,10 +67,6 @@ class Slot:
     array: mx.array | None
     values: np.ndarray | None = None
 
-    def park(self) -> None:
-        if self.array is not None:
-            self.values, self.array = to_numpy(self.array), None
-
     def fetch(self) -> mx.array:
         if self.array is None:
             assert self.values is not None
@@ -103,7 +99,8 @@ class Host(Residency):
             del taken
         for identity, slot in list(self._inside.items()):
             if identity not in in_use:
-                slot.park()
+                assert slot.array is not None
+                slot.values, slot.array = to_numpy(slot.array), None
                 del self._inside[identity]
         hand_back()
 
@@ -132,7 +129,7 @@ class Disk(Residency):
 
     def has(self, key: Key) -> bool:
         """Whether the files have the arrays of a gear."""
-        raise NotImplementedError
+        return True
 
     def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
         """The arrays of gears by their flat names, in memory."""
@@ -140,14 +137,12 @@ class Disk(Residency):
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
         in_use = arrays_in_use(model)
-        given_up = False
-        for key, module in idle.items():
-            names = list(idle_parameters(module, in_use)) if self.has(key) else []
-            if names:
-                given_up = True
-                self._dropped.setdefault(key, []).extend(names)
-                put(module, dict.fromkeys(names, EMPTY))
-        if given_up:
+        idle = {key: module for key, module in idle.items() if self.has(key)}
+        dropped = {key: names for key, module in idle.items() if (names := [*idle_parameters(module, in_use)])}
+        for key, names in dropped.items():
+            self._dropped.setdefault(key, []).extend(names)
+            put(idle[key], dict.fromkeys(names, EMPTY))
+        if dropped:
             hand_back()
 
     def enter(self, needed: Mapping[Key, nn.Module]) -> None:
@@ -167,9 +162,6 @@ class SavedDisk(Disk):
     def __init__(self, saved: SavedGears, dtypes: Mapping[str, mx.Dtype]):
         super().__init__(dtypes)
         self._saved = saved
-
-    def has(self, key: Key) -> bool:
-        return True
 
     def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
         back = {

@@ -103,12 +103,7 @@ def is_cast(array: mx.array, now: mx.array | None) -> bool:
 
 
 def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str | None], gearbox: bool) -> None:
-    """Give a model the methods of `Owned`.
-
-    Args:
-        paths, unsaveable: as there.
-        gearbox: whether the model has one.
-    """
+    """Give a model the methods of `Owned`. paths, unsaveable: as there. gearbox: whether the model has one."""
     owned = Owned(model, paths, unsaveable)
     for name in ("update", "load_weights", "save_weights", "leaf_modules"):
         setattr(model, name, getattr(owned, name))

@@ -71,11 +71,20 @@ class SavedGears:
         self._live = weakref.WeakValueDictionary()
 
     def check(self, model: nn.Module) -> None:
-        """Raises GearbxError unless the model has every layer of the manifest, in its shape."""
-        try:
-            check_model(self.manifest, model)
-        except GearbxError as error:
-            raise GearbxError(f"{self.directory}/{error}; {RESTORE}") from error
+        """Raises GearbxError unless every layer of the manifest is a module of the model, of its kind and shape."""
+        modules = layers_of(model)
+        for path, layer in self.manifest.changing.items():
+            module = modules.get(path)
+            if not isinstance(module, KINDS[layer.kind]):
+                found = "no module" if module is None else f"a {type(module).__name__}"
+                field = "tables" if path in self.manifest.tables else "layers"
+                problem = f"{field} has the key {shown(path)}, and the model has {found} there"
+            elif (shape := dense_shape(module)) != layer.shape:
+                place = self.manifest.place_of(path)
+                problem = f"{place}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
+            else:
+                continue
+            raise GearbxError(f"{self.directory / MANIFEST}: {problem}; {RESTORE}")
 
     def attach(self, model: nn.Module) -> None:
         """Let a `Gearbox` of this model find its gears; a base that mlx-lm cannot run gets the lowest gear.
@@ -93,9 +102,9 @@ class SavedGears:
             put_layers(model, lowest)
         own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
-    def storage(self, path: str = "") -> mx.Dtype:
-        """The type of a layer in the original, or ("") of most of the original."""
-        return DTYPES[self.manifest.changing[path].dtype if path else self.manifest.dtype]
+    def storage(self, path: str) -> mx.Dtype:
+        """The type of a layer in the original."""
+        return DTYPES[self.manifest.changing[path].dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
         """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""
@@ -347,20 +356,4 @@ def check_gear(
             raise GearbxError(
                 f"{GEARS_FILE}: {shown(name)} is {entry.dtype} of {list(entry.shape)}, and {MANIFEST} needs "
                 f"{NAMES[array.dtype]} of {wanted}"
-            )
-
-
-def check_model(manifest: Manifest, model: nn.Module) -> None:
-    """Raises GearbxError unless every layer is a module of the model, of its kind and shape."""
-    modules = layers_of(model)
-    for path, layer in manifest.changing.items():
-        module = modules.get(path)
-        if not isinstance(module, KINDS[layer.kind]):
-            found = "no module" if module is None else f"a {type(module).__name__}"
-            field = "tables" if path in manifest.tables else "layers"
-            raise GearbxError(f"{MANIFEST}: {field} has the key {shown(path)}, and the model has {found} there")
-        shape = dense_shape(module)
-        if shape != layer.shape:
-            raise GearbxError(
-                f"{MANIFEST}: {manifest.place_of(path)}.shape is {list(layer.shape)}, and the model's is {list(shape)}"
             )

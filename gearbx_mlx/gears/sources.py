@@ -23,7 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from ..errors import GearbxError, GearbxWarning
-from ..formats.base import Format, WithBase, check_quantized, dense_weight, is_finite, stored_bits
+from ..formats.base import Format, check_quantized, dense_weight, is_finite, stored_bits
 from ..formats.exact import too_large
 from ..formats.fused import FUSED
 from ..formats.native import Native, affine_planes, for_kernels, split_for_kernels, with_kernels
@@ -36,7 +36,7 @@ from .discovery import Layer, is_quantized, none_managed, stored_widths
 from .in_place import AFFINE, OwnCodes, widths_in
 from .kernel_choices import KernelChoices
 from .ladder import DENSE, Ladder
-from .layout import Layout
+from .layout import Bits, Layout
 from .offload import EMPTY, Residency, hand_back
 from .saved import SavedGears
 from .sharding import QUANTIZED_AS, dense_shape
@@ -153,7 +153,7 @@ def made_over(
 ) -> dict[int, nn.Module]:
     """Like `Format.modules`, with the codes of a calibrated base where the lowest gear is among those made."""
     makes_lowest = bits == stored[0] or bool(format.ladders)
-    if base is None or not makes_lowest or not isinstance(format, WithBase):
+    if base is None or not makes_lowest or not format.takes_base:
         return format.modules(dense, bits, stored, group_size, dtype)
     return format.over_base(dense, base, stored, dtype)
 
@@ -402,10 +402,6 @@ def differing(
             after[path] = with_kernels(after[path], type(module) in FUSED.values())
             changed.append(path)
     return {path: before[path] for path in changed}, {path: after[path] for path in changed}
-
-
-Bits = Mapping[str, int]
-"""Path of a layer to its bits."""
 
 
 class GearModules:

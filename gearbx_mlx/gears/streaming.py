@@ -16,14 +16,7 @@ import numpy as np
 
 from ..compat.classes import become
 from ..errors import GearbxError
-from ..formats.exact import (
-    ExactLinear,
-    ExactMultiLinear,
-    ExactSwitchLinear,
-    NativeExactLinear,
-    NativeExactMultiLinear,
-    NativeExactSwitchLinear,
-)
+from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
 from ..formats.native import Native, with_expert_bias
 from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
@@ -33,13 +26,12 @@ from .offload import Host, OriginalDisk, Residency, Resident, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
-from .strips import Bandwidth, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
+from .strips import Bandwidth, Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
 SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
 REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
-NATIVE_EXACT = (NativeExactLinear, NativeExactSwitchLinear, NativeExactMultiLinear)
 
 
 class Streamed(nn.Module):
@@ -107,7 +99,7 @@ class Streamed(nn.Module):
         """
         offsets = self.offsets_on_cpu
         numbers = np.clip(chosen.astype(np.int64), 0, (len(offsets) - 1) // height - 1)
-        self.reader.verify(self.remainder.low, self.remainder.high)
+        self.reader.verify(self.remainder.low.array, self.remainder.high.array)
         strips = [self.remainder.rows(height * n, height * (n + 1), offsets) for n in numbers.tolist()]
         low = self.reader.joined([strip.low for strip in strips])
         high = self.reader.joined([strip.high for strip in strips])
@@ -155,15 +147,7 @@ def streamed(kind: Any) -> type[nn.Module]:
 
 
 def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None:
-    """Make a layer over unread arrays one that reads them at every use, and does not keep them.
-
-    Raises:
-        GearbxError: a layer of a kind that cannot.
-    """
-    if type(module) not in (*EXACT, *NATIVE_EXACT):
-        raise GearbxError(
-            f"residency stream cannot read a {type(module).__name__} from the disk; use another residency"
-        )
+    """Make an exact layer over unread arrays one that reads them at every use, and does not keep them."""
     own = {"remainder": remainder, "reader": reader, "low_type": module["low"].dtype}
     for name in ("low", "high"):
         del module[name]
@@ -231,9 +215,9 @@ class StreamedFiles(FromFiles):
 
 def remainder_of(saved: SavedGears, path: str) -> Remainder:
     """Where a layer's low and high bytes are."""
-    names = saved.manifest.changing[path].gears[DENSE]
-    low, high = names["low"], names["high"]
-    return Remainder(low, high, saved.hashes.places[low], saved.hashes.places[high])
+    names = (saved.manifest.changing[path].gears[DENSE][parameter] for parameter in ("low", "high"))
+    places = {name: saved.hashes.places[name] for name in names}
+    return Remainder(*(Piece(name, place.begin, place.end) for name, place in places.items()))
 
 
 def fits_in_memory(saved: SavedGears) -> bool:

@@ -24,38 +24,7 @@ from ..compat.arrays import memory_of
 from ..errors import GearbxError
 from ..kernels.exact import ExactMatrix, tile_ends
 from .manifest import RESTORE
-from .tensor_files import ArrayHashes, ArrayPlace
-
-LARGER = 1.25  # times the size of a strip that its memory may have
-
-
-class StripMemory:
-    """Memory that no strip is in, for the strips to come. Its caller sees to it that one thread uses it at a time."""
-
-    def __init__(self) -> None:
-        self._free: list[mx.array] = []  # in the order in which they came
-
-    def take(self, size: int, room: int) -> mx.array:
-        """Memory of at least `size` bytes: the smallest that is free, or new.
-
-        Args:
-            room: bytes that this memory and what stays free may have; for more, what is free goes.
-        """
-        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= LARGER * size]
-        if fitting:
-            return self._free.pop(min(fitting)[1])
-        self._shrink(room - size)
-        return zeros(size)
-
-    def give(self, memory: mx.array, room: int) -> None:
-        """Keep memory for another strip, as far as `room`, the bytes that may be free, goes."""
-        self._free.append(memory)
-        self._shrink(room)
-
-    def _shrink(self, room: int) -> None:
-        """Let go of what has been free longest, until no more bytes are free than `room`."""
-        while self._free and sum(free.size for free in self._free) > room:
-            self._free.pop(0)
+from .tensor_files import ArrayHashes
 
 
 def zeros(size: int) -> mx.array:
@@ -93,26 +62,21 @@ class Strip:
 
 @dataclass(frozen=True)
 class Remainder:
-    """The arrays beside the base of one layer, which stay in the file.
+    """The arrays beside the base of one layer, which stay in the file."""
 
-    low, high: names of the arrays. low_place, high_place: where they are.
-    """
-
-    low: str
-    high: str
-    low_place: ArrayPlace
-    high_place: ArrayPlace
+    low: Piece
+    high: Piece
 
     @property
     def nbytes(self) -> int:
-        return self.low_place.size + self.high_place.size
+        return self.low.size + self.high.size
 
     def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
         """The rows from `first` to the one before `end`. offsets: of the layer."""
-        width = self.low_place.size // (len(offsets) - 1)
-        low = (self.low_place.begin + width * row for row in (first, end))
-        high = (self.high_place.begin + int(offsets[row]) for row in (first, end))
-        return Strip(first, end, Piece(self.low, *low), Piece(self.high, *high))
+        width = self.low.size // (len(offsets) - 1)
+        low = (self.low.begin + width * row for row in (first, end))
+        high = (self.high.begin + int(offsets[row]) for row in (first, end))
+        return Strip(first, end, Piece(self.low.array, *low), Piece(self.high.array, *high))
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
@@ -121,8 +85,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
     They have every byte of the two arrays, also the one of a `high` of which no row needs any.
     """
     *strips, last = (remainder.rows(first, end, offsets) for first, end in tile_ends(matrix))
-    high = last.high._replace(end=remainder.high_place.end)
-    return [*strips, Strip(last.first, last.end, last.low, high)]
+    return [*strips, Strip(last.first, last.end, last.low, last.high._replace(end=remainder.high.end))]
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array, low: mx.Dtype) -> ExactMatrix:
@@ -164,6 +127,7 @@ def with_blocks(
 
 
 SHARE = 8  # one byte in so many is in memory: the disk reads them while the low gear drafts
+LARGER = 1.25  # times the size of a strip that its memory may have
 IN_USE = 2  # strips that are being computed with
 FEWEST = 4  # strips for which there is memory in any model, however large they are
 KEPT = 0.99  # of the weight that the reads so far have in the speed, at each further read
@@ -203,7 +167,7 @@ class StripReader:
         self.speed, self.bytes_read = Bandwidth(), 0
         self._files: dict[Path, int] = {}
         self._sums: dict[str, tuple[Any, int]] = {}  # of arrays not compared yet, and the byte up to which they go
-        self._free = StripMemory()
+        self._free: list[mx.array] = []  # memory that no strip is in, in the order in which it came
         self._in_use: deque[tuple[mx.array, mx.array]] = deque()  # what is made of memory, and the memory
         self._next: dict[Strip, Strip] = {}
         self._size = self._largest = 0  # bytes of the strips that have a next one, and of the largest strip
@@ -333,8 +297,16 @@ class StripReader:
         self._largest = max(self._largest, strip.size)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="gearbx stream")
-        memory = self._free.take(strip.size, self._room)
+        memory = self._take(strip.size)
         self._reading[strip] = memory, self._thread.submit(self._read_strip, strip, memory)
+
+    def _take(self, size: int) -> mx.array:
+        """Memory of at least `size` bytes: the smallest that is free, or new, for which what is free may go."""
+        fitting = [(free.size, place) for place, free in enumerate(self._free) if size <= free.size <= LARGER * size]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        self._shrink(self._room - size)
+        return zeros(size)
 
     def _drop(self, strip: Strip) -> None:
         """Forget a strip; its memory is free once no read into it runs."""
@@ -343,8 +315,15 @@ class StripReader:
         future.add_done_callback(lambda _: self._give(memory))
 
     def _give(self, memory: mx.array) -> None:
+        """Keep memory for another strip, as far as there is room."""
         with self._lock:
-            self._free.give(memory, self._room)
+            self._free.append(memory)
+            self._shrink(self._room)
+
+    def _shrink(self, room: int) -> None:
+        """Let go of what has been free longest, until no more bytes are free than `room`."""
+        while self._free and sum(free.size for free in self._free) > room:
+            self._free.pop(0)
 
     def _used(self, made: mx.array, memory: mx.array) -> None:
         """Take memory back once what is made of it is computed; wait for that if too much is in use."""
