@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
+from .compat.arrays import dtype_name
 from .compat.names import model_classes
 from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
@@ -333,7 +334,7 @@ def check_kinds(model: nn.Module) -> None:
         if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):
             continue
         if not any("scale" in name for name in module):  # quantized weights are whole numbers
-            kind = str(weight.dtype).removeprefix("mlx.core.")
+            kind = dtype_name(weight.dtype)
             raise GearbxError(f"{path}.weight has numbers of type {kind}; give a model of floating-point weights")
 
 

@@ -69,9 +69,7 @@ def codebook_arguments(kind="codebook", rows=8, width=70, bits=4):
 
 def test_without_metal_one_line_says_why():
     assert not available()
-    assert "Metal" in available().reason
-    assert "\n" not in available().reason
-    with pytest.raises(GearbxError, match="Metal"):
+    with pytest.raises(GearbxError, match=r"^Metal.*$"):
         launch_planes(**arguments()).run()
 
 
@@ -211,7 +209,7 @@ def test_codebook_arguments_that_do_not_fit_are_refused(kind, changed, said):
 
 
 def test_no_rows_are_no_launch(monkeypatch):
-    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     given = rowwise_arguments() | {"weight": mx.zeros((0, 16), mx.uint8), "scales": mx.zeros((0,))}
     assert symmetric_launch(**given).run().shape == (1, 0)
 
@@ -291,7 +289,7 @@ def test_a_prepared_launch_takes_other_arrays_and_writes_its_text_once(monkeypat
         built.append(made)
         return lambda inputs, **options: called.append((inputs, options)) or [mx.zeros(options["output_shapes"][0])]
 
-    monkeypatch.setattr(metal, "available", lambda: metal.Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", kernel)
     metal.build.cache_clear()
     given = arguments(vectors=3) | {"bias": mx.zeros((8,), mx.float16), "x": mx.zeros((1, 3, 128), mx.float16)}

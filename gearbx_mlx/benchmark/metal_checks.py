@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
+from ..compat.arrays import dtype_name
 from ..errors import one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import LAYOUT
@@ -22,7 +23,7 @@ from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
 from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
-from ..kernels.metal import VARIANTS, fits_threadgroup
+from ..kernels.metal import DTYPES, VARIANTS, fits_threadgroup
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
 from ..kernels.metal_exact import EXACT_WIDTHS
 from ..kernels.products import (
@@ -158,7 +159,6 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
 
 # The largest difference from the reference that is allowed, relative to the largest value: some roundings of the type.
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a group
 
 
@@ -203,10 +203,6 @@ def difference(result: mx.array, expected: mx.array) -> float:
         return float(np.asarray(apart / largest))
 
 
-def type_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
-
-
 def path_of(variant: str) -> str:
     return f"{METAL} {variant}".rstrip()
 
@@ -231,7 +227,7 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
         for count in vectors:
             x = mx.random.normal((count, columns)).astype(dtype)
             for variant in variants_for(kernel, columns, count, dtype):
-                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+                text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, packed, x, variant))
                 if count > 1 and variant != RECONSTRUCT:  # which MLX multiplies
                     yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, packed, x, variant))
@@ -272,7 +268,7 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
             x = mx.random.normal((count, 1, 1, columns)).astype(dtype)
             indices = mx.random.randint(0, EXPERTS, (count, CHOSEN)).astype(mx.uint32)
             for variant in variants_for(kernel, columns, 1, dtype):
-                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+                text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(experts_error, kernel, each, x, indices, variant))
                 yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
 
@@ -360,7 +356,7 @@ def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
         cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
         sees = sees | (mx.arange(keys) == 0)  # a query that sees nothing has no softmax
-        text = f"{keys} keys, heads of {width}, {count} queries, {type_name(dtype)}"
+        text = f"{keys} keys, heads of {width}, {count} queries, {dtype_name(dtype)}"
         for name, mask in {"causal": "causal", "all seen": None, "masked": sees}.items():
             yield Check(
                 f"{text}, {name}", TOLERANCE[dtype], partial(attention_error, queries, cached_keys, values, mask)
@@ -390,7 +386,7 @@ def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
         queries = random_entries(4, count, width, dtype)
         k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
         packed = keys // TILE * TILE  # of further positions entries are read
-        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {type_name(dtype)}"
+        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {dtype_name(dtype)}"
         nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
         yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
 
@@ -413,7 +409,7 @@ def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
     for dtype, traditional, dims, count in itertools.product(DTYPES, (False, True), WIDTHS, vectors):
         x = mx.random.normal((1, 4, count, max(WIDTHS))).astype(dtype)
-        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {type_name(dtype)}"
+        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
         text += ", neighbours" if traditional else ", halves"
         yield Check(text, TOLERANCE[dtype], partial(rope_error, x, dims, traditional))
 

@@ -115,7 +115,7 @@ def on_cpu() -> bool:
 
 def is_metal(x: mx.array) -> bool:
     """Whether a Metal kernel takes activations (..., I), in a model for which `choose` allows native kernels."""
-    return bool(metal.available()) and metal.takes(x, x.shape[-1])
+    return metal.available() and metal.takes(x, x.shape[-1])
 
 
 def cpu_kernels(vectors: int) -> ModuleType | None:
