@@ -87,11 +87,6 @@ def paths_here() -> tuple[tuple[str, str, str], ...]:
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 
-def kernels_here() -> str:
-    """`kernels` of a gearbox: ours where there are some."""
-    return paths_here()[0][1]
-
-
 def machine_name() -> str:
     """System and processor; on a GPU its name too."""
     name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
@@ -123,18 +118,13 @@ def measured_rows(settings: Any, columns: Sequence[str], measure: Callable[[Any]
     machine = machine_name()
     rows = [row | {"machine": machine} for row in measure(settings)]
     print_table(rows, columns)
-    print(f"read bandwidth {bandwidth_text(rows)}, {machine}")
-    if out is not None:
-        write_text(out, as_json({"rows": rows}))
-    return rows
-
-
-def bandwidth_text(rows: Rows) -> str:
-    """The median of what was measured, and what measured it; on as many threads as there were."""
     threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
     bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
     read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
-    return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
+    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {read_by}, {machine}")
+    if out is not None:
+        write_text(out, as_json({"rows": rows}))
+    return rows
 
 
 def print_table(rows: Rows, columns: Sequence[str]) -> None:

@@ -92,26 +92,22 @@ def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
-def rowwise_kernel(bits: int) -> MetalProduct:
+def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
+    """Symmetric codes with a scale per row, or per group."""
+
     def pack(weight: mx.array) -> SymmetricCodes:
-        return codes_of(*rowwise.quantize(weight, bits), bits, weight.shape[1])
+        made = groupwise.quantize(weight) if grouped else rowwise.quantize(weight, bits)
+        return codes_of(*made, bits, weight.shape[1])
 
     def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        return rowwise.dequantize(rowwise.unpack_symmetric_codes(packed.weight, bits, columns), packed.scales)
+        padded = packed.scales.shape[1] * groupwise.GROUP if grouped else columns
+        codes = rowwise.unpack_symmetric_codes(packed.weight, bits, padded)
+        if grouped:
+            return groupwise.dequantize(codes, packed.scales, columns)
+        return rowwise.dequantize(codes, packed.scales)
 
-    return MetalProduct(f"rowwise {bits}", pack, dense, symmetric_product, symmetric_experts)
-
-
-def groupwise_kernel() -> MetalProduct:
-    def pack(weight: mx.array) -> SymmetricCodes:
-        return codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
-
-    def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        padded = packed.scales.shape[1] * groupwise.GROUP
-        codes = rowwise.unpack_symmetric_codes(packed.weight, groupwise.BITS, padded)
-        return groupwise.dequantize(codes, packed.scales, columns)
-
-    return MetalProduct(f"groupwise {groupwise.BITS}", pack, dense, symmetric_product, symmetric_experts)
+    name = f"{'groupwise' if grouped else 'rowwise'} {bits}"
+    return MetalProduct(name, pack, dense, symmetric_product, symmetric_experts)
 
 
 def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> MetalProduct:
@@ -148,8 +144,8 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
         *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
         *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
-        *map(rowwise_kernel, rowwise.Q_MAX),
-        groupwise_kernel(),
+        *map(symmetric_kernel, rowwise.Q_MAX),
+        symmetric_kernel(groupwise.BITS, grouped=True),
         *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
         *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
         *(exact_kernel(widths, group_size) for widths in EXACT_WIDTHS),
@@ -339,11 +335,6 @@ def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     return [*planes[: bits // PLANES[0]], scales, offsets]
 
 
-def frequencies_of(dims: int) -> mx.array:
-    """Radians from position to position, (dims / 2,) float32."""
-    return mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
-
-
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """The checks of each operation, for these numbers of tokens."""
     return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
@@ -416,7 +407,7 @@ def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
 
 def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
     """How far rotary positions are from their definition in float32, on the CPU."""
-    frequencies = frequencies_of(dims)
+    frequencies = mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)  # radians from position to position
     with mx.stream(mx.cpu):
         angles = mx.arange(OFFSET, OFFSET + x.shape[2], dtype=mx.float32)[:, None] * frequencies
         cosine, sine = mx.cos(angles), mx.sin(angles)

@@ -299,7 +299,8 @@ class Tuner:
         sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
         rounded = f", activations of {self.x_bits} bits" if self.x_bits and kind.rounded and device() == CPU else ""
         number = vectors if exactly else size_class(vectors)
-        return f"{kind.form}, {' x '.join(map(str, sizes))}, {dtype_name(self.dtype)}{rounded}, {number} vector{'s' * (number > 1)}"
+        shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
+        return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
 
 
 def is_worth_it(kind: Kind) -> bool:
