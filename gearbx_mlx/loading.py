@@ -131,7 +131,9 @@ def unreadable(directory: Path, error: Exception) -> GearbxError:
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
-    return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}")
+    other = re.match("Missing|Received|Expected shape", str(error))
+    remedy = "; config.json is not that of these weights, download both again" if other else ""
+    return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy}")
 
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
@@ -167,12 +169,6 @@ def check_type(config: dict, file: Path) -> None:
         ) from error
 
 
-def remedy(error: Exception) -> str:
-    """What to do about weights that are not those of the configuration; nothing for another error of mlx-lm."""
-    other = re.match("Missing|Received|Expected shape", str(error))
-    return "; config.json is not that of these weights, download both again" if other else ""
-
-
 def untrusted(directory: Path) -> GearbxError:
     return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
 
@@ -199,8 +195,8 @@ def load_base(
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
     """The base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
-    trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, model_config=model_config, **trust)
+    how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
+    model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, **how)
     if ranks is not None:
         saved = stage_of(model, saved, ranks.group) if pipeline else divide_saved(model, saved, ranks)
     saved.attach(model)

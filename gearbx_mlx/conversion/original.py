@@ -20,7 +20,7 @@ from ..gears.manifest import (
     is_plain,
     tensor_key,
 )
-from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places, header_of
+from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
 from .companions import content_of, is_copied
 from .journal import TensorFile
 from .views import find
@@ -35,7 +35,7 @@ class Header:
     """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
 
     data: bytes
-    entries: Mapping[str, TensorEntry]
+    entries: dict[str, TensorEntry]
 
     @property
     def start(self) -> int:
@@ -47,14 +47,11 @@ class Header:
         """Bytes of the whole file."""
         return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
-    def place(self, tensor: str, file: Path) -> ArrayPlace:
-        return ArrayPlace(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
-
 
 def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, ArrayPlace]:
     """Where each tensor is in the files of a directory. headers: by the name of a file."""
-    keys = ((name, tensor) for name, header in headers.items() for tensor in header.entries)
-    return {(name, tensor): headers[name].place(tensor, directory / name) for name, tensor in keys}
+    files = {name: FileHeader(directory / name, header.entries, header.start) for name, header in headers.items()}
+    return {(name, tensor): place for name, file in files.items() for tensor, place in file.places.items()}
 
 
 class OriginalFiles:
