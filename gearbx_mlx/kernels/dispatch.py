@@ -42,7 +42,7 @@ SMALLEST = 2**18  # weights: of fewer, a launch takes longer than the product
 
 CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: one that is not Apple's
 
-NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = OPERATIONS = (
+OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
     "norms",
     "gates",
     "positions",
@@ -321,9 +321,7 @@ def nested_attention(
 
 def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:
     """Planes of 4 bits, scales and offsets of vectors (B, H, S, D) (`formats/kv_cache.py`); None without a kernel."""
-    kernel: Callable[..., Any] | None = (
-        fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
-    )
+    kernel: Any = fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
     return None if kernel is None else kernel(vectors, planes, group_size)
 
 
