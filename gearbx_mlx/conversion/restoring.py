@@ -28,8 +28,7 @@ from ..gears.saved import KINDS, SavedGears, opened
 from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
-from .companions import content_of
-from .original import Header, Key, places_in, read_place
+from .original import Header, Key, content_of, places_in, read_place
 from .views import assembled, bits_of, seen
 
 

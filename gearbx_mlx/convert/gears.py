@@ -20,11 +20,18 @@ from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
-from ..conversion.companions import REPORT, begin_again, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
-from ..conversion.original import OriginalFiles, check_names, weights_in
+from ..conversion.original import (
+    REPORT,
+    OriginalFiles,
+    begin_again,
+    check_names,
+    copy_companions,
+    weights_in,
+    write_config,
+)
 from ..decoding.draft_plans import DRAFTING
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
