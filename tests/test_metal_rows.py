@@ -69,8 +69,7 @@ def test_rotary_positions_take_up_to_16_tokens():
 )
 def test_attention_refuses_what_it_cannot_compute(given):
     assert not takes_attention(**given)
-    with pytest.raises(GearbxError, match="has no Metal kernel"):
-        parts_launch(**given, scale=1.0)
+    assert parts_launch(**given, scale=1.0) is None
 
 
 def test_attention_takes_masks_and_wide_heads():

@@ -233,8 +233,7 @@ def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) ->
     """
     names = [name for name, *_ in paths_here()]
     if METAL in names:
-        fits = metal.fits_threadgroup(cols, vectors, dtype)
-        variants = [f"{METAL} {name}" for name in metal.VARIANTS if name != "threadgroup" or fits]
+        variants = [f"{METAL} {name}" for name in metal.fitting_variants(metal.VARIANTS, cols, vectors, dtype)]
         names = [METAL, *variants, MLX] if vectors <= metal.MAX_VECTORS else [MLX]
     if ours_alone:
         names.remove(MLX)

@@ -7,7 +7,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cli.flags import check_distinct, output_path
+from ..cli.flags import output_path
 from ..cli.settings import human_bytes
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
@@ -25,7 +24,6 @@ from ..kernels.compiler import processor_model
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
-from ..telemetry.report import get_pyplot
 from ..telemetry.summary import as_json
 
 Rows = list[dict[str, Any]]
@@ -141,12 +139,3 @@ def cell(value: Any) -> str:
     if value is None:
         return "never"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def picture_path(json: str | None, picture: str | None) -> Path | None:
-    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
-    if picture is None:
-        return None
-    check_distinct({"--json": json, "--picture": picture})
-    get_pyplot()
-    return output_path(picture)

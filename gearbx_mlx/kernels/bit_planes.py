@@ -185,17 +185,8 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
     """Like `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
-        return mx.gather_qmm(
-            x,
-            weight,
-            planes.scales,
-            bias,
-            rhs_indices=indices,
-            transpose=True,
-            group_size=planes.group_size,
-            bits=width,
-            sorted_indices=sorted_indices,
-        )
+        arrays, group_size = (weight, planes.scales, bias), planes.group_size
+        return mx.gather_qmm(x, *arrays, None, indices, True, group_size, width, sorted_indices=sorted_indices)
 
     return sum_planes(product, planes.with_biases(x.dtype))
 

@@ -124,11 +124,6 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
     return cpu.native() if fits and on_cpu() else None
 
 
-def cpu_kernels_for(x: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if they take activations (..., I); else None."""
-    return cpu_kernels(x.size // x.shape[-1] if x.size else 0)
-
-
 @dataclass(frozen=True)
 class Kind:
     """What the speed of a layer's product depends on.
@@ -166,8 +161,7 @@ class Kind:
             return (NATIVE,) if cpu.native() is not None else ()
         if device() == GPU or vectors > metal.MAX_VECTORS:
             return ()
-        fits = metal.fits_threadgroup(self.shape[-1], vectors, dtype)
-        possible = [name for name in self.variants if name != "threadgroup" or fits]
+        possible = metal.fitting_variants(self.variants, self.shape[-1], vectors, dtype)
         return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
 
 
@@ -297,8 +291,9 @@ def attention(
             sequence then has the bits that it has without these keys.
     """
     arrays = queries, keys, values
-    if metal.available() and metal_attention.takes_attention(*arrays, mask):
-        return metal_attention.attention(*arrays, scale, mask)
+    y = metal_attention.attention(*arrays, scale, mask) if metal.available() else None
+    if y is not None:
+        return y
     kernel = fused_kernel("attention") if are_attention(*arrays, mask) else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal", None)
     wide = (array.astype(mx.float32) for array in arrays)
@@ -309,8 +304,9 @@ def nested_attention(
     queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
     """Like `attention`, with the first keys and values read from planes; None if there is no kernel."""
-    if metal.available() and metal_attention.takes_nested(queries, nested, mask):
-        return metal_attention.nested_attention(queries, nested, scale, mask)
+    y = metal_attention.nested_attention(queries, nested, scale, mask) if metal.available() else None
+    if y is not None:
+        return y
     keys, values = nested.entries
     fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
     kernel = fused_kernel("nested_attention") if fits else None

@@ -183,6 +183,12 @@ def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
     return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
 
 
+def fitting_variants(names: Sequence[str], columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    """Those of the variants that take activations of this size."""
+    fits = fits_threadgroup(columns, vectors, dtype)
+    return [name for name in names if name != "threadgroup" or fits]
+
+
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
     """The variant with this name, or the expected one. A result has the same bits in every variant.
 

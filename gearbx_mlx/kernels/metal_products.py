@@ -164,14 +164,10 @@ def prepare(
     staged = vectors * columns if chosen.name == "threadgroup" else 0
     ragged, of_experts = columns % layout.codes != 0, indices is not None
     spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, ragged, staged, of_experts)
-    sizes = [rows, columns, row_words]
-    if indices is None:
-        return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], sizes)
-    numbers = [*sizes, pairs_of_a_vector(x, indices), *([] if most_outliers is None else [most_outliers])]
-    all_threads, threadgroup = threads(chosen, rows)
-    how = options(all_threads * indices.size, threadgroup, (*indices.shape, 1, rows), x.dtype)
-    inputs = (x, *arrays, indices)
-    return Launch(Prepared(spec, how, (mx.array(numbers, mx.int32),), places_of_few(inputs)), inputs)
+    sizes, last = [rows, columns, row_words], bias if indices is None else indices
+    if indices is not None:
+        sizes += [pairs_of_a_vector(x, indices) or 0, *([] if most_outliers is None else [most_outliers])]
+    return product_launch(spec, [x, *arrays, *([] if last is None else [last])], sizes, indices)
 
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
@@ -206,10 +202,17 @@ def threads(variant: Variant, rows: int) -> tuple[int, int]:
     return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
 
 
-def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int]) -> Launch:
-    """The launch of a product's kernel. inputs: x, packed arrays, bias. sizes: rows first, as the text reads them."""
-    rows = sizes[0]
-    how = options(*threads(spec.variant, rows), (*inputs[0].shape[:-1], rows), spec.dtype)
+def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], indices: mx.array | None = None) -> Launch:
+    """The launch of a product's kernel.
+
+    Args:
+        inputs: x, packed arrays, then the bias or the indices. sizes: rows first, as the text reads them.
+    """
+    rows, leading, pairs = sizes[0], inputs[0].shape[:-1], 1
+    if indices is not None:
+        leading, pairs = (*indices.shape, 1), indices.size
+    all_threads, threadgroup = threads(spec.variant, rows)
+    how = options(all_threads * pairs, threadgroup, (*leading, rows), spec.dtype)
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
 
 

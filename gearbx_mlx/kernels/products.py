@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from . import cpu, metal
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
-from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, is_metal, on_cpu
 from .exact import ExactMatrix, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
@@ -240,10 +240,11 @@ def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
     Args:
         chosen: for the layer; None: ours, where it takes these activations.
     """
-    ours = is_metal(x) or cpu_kernels_for(x) is not None
-    if chosen is None or not x.size:
+    vectors = x.size // x.shape[-1] if x.size else 0
+    ours = is_metal(x) or cpu_kernels(vectors) is not None
+    if chosen is None or not vectors:
         return NATIVE if ours else MLX
-    name = chosen(x.size // x.shape[-1])
+    name = chosen(vectors)
     return name if ours or name in STOCK else MLX
 
 
