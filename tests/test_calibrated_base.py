@@ -152,7 +152,7 @@ class TestDrift:
         weight = normal(48, 64, seed=5).astype(mx.bfloat16)
         dense, nearest = np.array(weight.astype(mx.float32)), get_format("planes").nearest(weight, (4,), GROUP)
         errors = []
-        for seen in (None, original.astype(np.float32)):
+        for seen in (inputs, original.astype(np.float32)):
             hessian = Hessian(64)
             hessian.add(inputs, seen)
             found = calibrated(dense, nearest, hessian.factored(), None)
