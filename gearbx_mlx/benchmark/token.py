@@ -106,8 +106,11 @@ def parts_of(found: TokenParts) -> tuple[str, ...]:
 
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
     """What is the same in all trials, of the gear that is engaged."""
+    calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with single_operations():
-        calls, operations = calls_of_token(gearbox, cache), operations_per_layer(gearbox.model, cache)
+        with recording(gearbox, calls):
+            mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
+        operations = operations_per_layer(gearbox.model, cache)
     return TokenParts(calls, operations, operations_per_layer(gearbox.model, cache))
 
 
@@ -162,17 +165,9 @@ def row_of(part: str, found: TokenParts) -> dict[str, Any]:
     }
 
 
-def calls_of_token(gearbox: Gearbox, cache: list[Any]) -> dict[str, list[Call]]:
-    """The calls that a token makes, with their arguments, in the gear that is engaged."""
-    calls: dict[str, list[Call]] = {part: [] for part in TIMED}
-    with recording(gearbox, calls):
-        mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
-    return calls
-
-
 @contextmanager
 def recording(gearbox: Gearbox, calls: dict[str, list[Call]]) -> Iterator[None]:
-    """Within it, calls of products and of `dispatch`'s functions are appended to `calls`."""
+    """Within it, calls of products and of `dispatch`'s functions are appended to `calls`, with their arguments."""
     modules = dict(gearbox.model.named_modules())
     with ExitStack() as stack:
         for layer in gearbox.layers:
