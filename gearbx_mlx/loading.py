@@ -25,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
+from .compat.arrays import dtype_name
 from .compat.names import model_classes
 from .errors import GearbxError, about, one_line
 from .files.adapter import read_adapter
@@ -130,7 +131,9 @@ def unreadable(directory: Path, error: Exception) -> GearbxError:
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
-    return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy(error)}")
+    other = re.match("Missing|Received|Expected shape", str(error))
+    remedy = "; config.json is not that of these weights, download both again" if other else ""
+    return GearbxError(f"{directory}: mlx-lm cannot load this model: {one_line(error)}{remedy}")
 
 
 def check_model(directory: Path, trusted: bool, change: dict) -> None:
@@ -166,12 +169,6 @@ def check_type(config: dict, file: Path) -> None:
         ) from error
 
 
-def remedy(error: Exception) -> str:
-    """What to do about weights that are not those of the configuration; nothing for another error of mlx-lm."""
-    other = re.match("Missing|Received|Expected shape", str(error))
-    return "; config.json is not that of these weights, download both again" if other else ""
-
-
 def untrusted(directory: Path) -> GearbxError:
     return GearbxError(f"{directory}: needs Python code of its own; read it, and give --trust-remote-code to run it")
 
@@ -198,8 +195,8 @@ def load_base(
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
     """The base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
-    trust: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, model_config=model_config, **trust)
+    how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
+    model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, **how)
     if ranks is not None:
         saved = stage_of(model, saved, ranks.group) if pipeline else divide_saved(model, saved, ranks)
     saved.attach(model)
@@ -333,7 +330,7 @@ def check_kinds(model: nn.Module) -> None:
         if not isinstance(weight, mx.array) or mx.issubdtype(weight.dtype, mx.floating):
             continue
         if not any("scale" in name for name in module):  # quantized weights are whole numbers
-            kind = str(weight.dtype).removeprefix("mlx.core.")
+            kind = dtype_name(weight.dtype)
             raise GearbxError(f"{path}.weight has numbers of type {kind}; give a model of floating-point weights")
 
 

@@ -47,7 +47,7 @@ def output_errors(format: str, seed: int = 0) -> tuple[float, float]:
     weight = normal(48, 128).astype(mx.bfloat16)
     inputs = np.array(normal(400, 24) @ normal(24, 128)) + 0.1 * np.array(normal(400, 128))
     made, hessian = get_format(format), Hessian(128)
-    hessian.add(inputs.astype(np.float32))
+    hessian.add(*[inputs.astype(np.float32)] * 2)
     dense = np.array(weight.astype(mx.float32))
     nearest = made.nearest(weight, (4, 16) if made.ladders else (4,), GROUP)
     factored = hessian.factored()
@@ -62,7 +62,7 @@ def fitted_grid() -> tuple[Grid, np.ndarray, np.ndarray, Factored]:
     """A grid fitted to codes, with a weight (G, g, O), the codes, and the Hessian."""
     inputs = np.array(normal(400, 24, seed=1) @ normal(24, 128, seed=2)) + 0.1 * np.array(normal(400, 128, seed=3))
     hessian = Hessian(128)
-    hessian.add(inputs.astype(np.float32) / 20)
+    hessian.add(*[inputs.astype(np.float32) / 20] * 2)
     factored = hessian.factored()
     assert factored is not None
     weight = np.array(normal(4, 32, 48, seed=4))
@@ -83,7 +83,7 @@ class TestCodes:
         dense = np.array(weight.astype(mx.float32))
         nearest = get_format("planes").nearest(weight, (4,), GROUP)
         hessian = Hessian(64)
-        hessian.add(np.eye(64, dtype=np.float32))
+        hessian.add(*[np.eye(64, dtype=np.float32)] * 2)
         found = calibrated(dense, nearest, hessian.factored(), None)
         errors = [((np.array(planes.dequantize()) - dense) ** 2).sum() for planes in (found, nearest)]
         assert errors[0] < errors[1]
@@ -106,12 +106,12 @@ class TestCodes:
     @pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
     def test_inputs_that_say_nothing_are_not_factored(self, value):
         hessian = Hessian(8)
-        hessian.add(np.full((4, 8), value, np.float32))
+        hessian.add(*[np.full((4, 8), value, np.float32)] * 2)
         assert hessian.factored() is None
 
     def test_one_token_is_damped(self):
         hessian = Hessian(8)
-        hessian.add(np.ones((1, 8), np.float32))
+        hessian.add(*[np.ones((1, 8), np.float32)] * 2)
         factored = hessian.factored()
         assert factored is not None
         assert np.isfinite(factored.upper).all()
@@ -152,7 +152,7 @@ class TestDrift:
         weight = normal(48, 64, seed=5).astype(mx.bfloat16)
         dense, nearest = np.array(weight.astype(mx.float32)), get_format("planes").nearest(weight, (4,), GROUP)
         errors = []
-        for seen in (None, original.astype(np.float32)):
+        for seen in (inputs, original.astype(np.float32)):
             hessian = Hessian(64)
             hessian.add(inputs, seen)
             found = calibrated(dense, nearest, hessian.factored(), None)

@@ -5,7 +5,6 @@ import pytest
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import Availability
 from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, rope_launch, takes_attention, takes_rope
 from gearbx_mlx.kernels.metal_products import dense_launch, takes_dense
 from gearbx_mlx.kernels.products import uses_order
@@ -70,8 +69,7 @@ def test_rotary_positions_take_up_to_16_tokens():
 )
 def test_attention_refuses_what_it_cannot_compute(given):
     assert not takes_attention(**given)
-    with pytest.raises(GearbxError, match="has no Metal kernel"):
-        parts_launch(**given, scale=1.0)
+    assert parts_launch(**given, scale=1.0) is None
 
 
 def test_attention_takes_masks_and_wide_heads():
@@ -89,10 +87,10 @@ def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, t
 
 def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
     few, many = mx.zeros((16 * 10,), mx.uint32), mx.zeros((512 * 8,), mx.uint32)
-    monkeypatch.setattr(metal, "available", lambda: Availability(False, "no"))
+    monkeypatch.setattr(metal, "available", lambda: False)
     assert uses_order(few, True)
     assert not uses_order(few, False)
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     assert not uses_order(few, True)
     assert uses_order(many, True)
     assert not uses_order(many, False)

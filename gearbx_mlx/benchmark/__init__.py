@@ -95,7 +95,8 @@ class TokenBenchmark(DecodeBenchmark):
     picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
 
     def __post_init__(self) -> None:
-        check_picture(self.picture)
+        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
+            raise GearbxError(f"--picture {self.picture}: give a file that ends in {' or '.join(PICTURES)}")
         super().__post_init__()
 
 
@@ -217,9 +218,3 @@ def parse_counts(name: str, text: str, most: int) -> list[int]:
     if not all(1 <= count <= most for count in counts):
         raise GearbxError(f"--{name} '{text}': give 1 to {most}")
     return counts
-
-
-def check_picture(file: str | None) -> None:
-    """Raises GearbxError for a picture of another format than png and svg."""
-    if file is not None and Path(file).suffix not in PICTURES:
-        raise GearbxError(f"--picture {file}: give a file that ends in {' or '.join(PICTURES)}")

@@ -32,7 +32,6 @@ from .measuring import (
     BandwidthMeter,
     Rows,
     check_memory,
-    kernels_here,
     measured_rows,
     paths_here,
     spread_of,
@@ -160,7 +159,7 @@ def model_of(settings: ModelBenchmark) -> nn.Module:
 def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
     """A gearbox of the model, with our kernels where there are some."""
     check_ladder(settings, context=context)
-    return Gearbox(model_of(settings), settings.gears, kernels=kernels_here())
+    return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
 def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:

@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
 
 from ..cli.terminal import counting
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError
 from ..formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import LAYOUT
@@ -133,8 +134,7 @@ def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
         products: dict[str, Product] = {NATIVE: dense_product, METAL: dense_product}
         if dtype == mx.float32 or not on_cpu():
             products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
-        name = f"dense {str(dtype).rpartition('.')[2]}"
-        yield from cases_of(name, 8 * dtype.size, weight.astype(dtype), total, products, paths)
+        yield from cases_of(f"dense {dtype_name(dtype)}", 8 * dtype.size, weight.astype(dtype), total, products, paths)
 
 
 def stack_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
@@ -233,8 +233,7 @@ def product_paths(cols: int, vectors: int, dtype: mx.Dtype, ours_alone: bool) ->
     """
     names = [name for name, *_ in paths_here()]
     if METAL in names:
-        fits = metal.fits_threadgroup(cols, vectors, dtype)
-        variants = [f"{METAL} {name}" for name in metal.VARIANTS if name != "threadgroup" or fits]
+        variants = [f"{METAL} {name}" for name in metal.fitting_variants(metal.VARIANTS, cols, vectors, dtype)]
         names = [METAL, *variants, MLX] if vectors <= metal.MAX_VECTORS else [MLX]
     if ours_alone:
         names.remove(MLX)

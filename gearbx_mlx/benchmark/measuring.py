@@ -7,7 +7,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..cli.flags import check_distinct, output_path
+from ..cli.flags import output_path
 from ..cli.settings import human_bytes
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
@@ -25,7 +24,6 @@ from ..kernels.compiler import processor_model
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
-from ..telemetry.report import get_pyplot
 from ..telemetry.summary import as_json
 
 Rows = list[dict[str, Any]]
@@ -87,11 +85,6 @@ def paths_here() -> tuple[tuple[str, str, str], ...]:
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
 
 
-def kernels_here() -> str:
-    """`kernels` of a gearbox: ours where there are some."""
-    return paths_here()[0][1]
-
-
 def machine_name() -> str:
     """System and processor; on a GPU its name too."""
     name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
@@ -123,18 +116,13 @@ def measured_rows(settings: Any, columns: Sequence[str], measure: Callable[[Any]
     machine = machine_name()
     rows = [row | {"machine": machine} for row in measure(settings)]
     print_table(rows, columns)
-    print(f"read bandwidth {bandwidth_text(rows)}, {machine}")
-    if out is not None:
-        write_text(out, as_json({"rows": rows}))
-    return rows
-
-
-def bandwidth_text(rows: Rows) -> str:
-    """The median of what was measured, and what measured it; on as many threads as there were."""
     threads = max((row["threads"] for row in rows if row["threads"] is not None), default=None)
     bandwidths = (row["read_bandwidth_gigabytes_per_second"] for row in rows if row["threads"] == threads)
     read_by = SUMMED_BY[rows[0]["read_by"]] if threads is None else f"{threads} threads"
-    return f"{statistics.median(bandwidths):.1f} GB/s, {read_by}"
+    print(f"read bandwidth {statistics.median(bandwidths):.1f} GB/s, {read_by}, {machine}")
+    if out is not None:
+        write_text(out, as_json({"rows": rows}))
+    return rows
 
 
 def print_table(rows: Rows, columns: Sequence[str]) -> None:
@@ -151,12 +139,3 @@ def cell(value: Any) -> str:
     if value is None:
         return "never"
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def picture_path(json: str | None, picture: str | None) -> Path | None:
-    """Where to draw. Raises GearbxError for a place that cannot be written to, and where there is no matplotlib."""
-    if picture is None:
-        return None
-    check_distinct({"--json": json, "--picture": picture})
-    get_pyplot()
-    return output_path(picture)

@@ -28,7 +28,7 @@ from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
 from ..decoding.route import SHORT_PROMPTS, Route, Static
 from ..decoding.stream import stream_generate
-from ..errors import GearbxError, one_line
+from ..errors import one_line
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
@@ -64,9 +64,7 @@ def run(settings: MetalBenchmark) -> int:
     Raises:
         GearbxError: there is no Metal here, the file cannot be written, more than memory allows, or the model.
     """
-    can = metal.available()
-    if not can:
-        raise GearbxError(can.reason)
+    metal.check_available()
     out = output_path(settings.json)
     matrix = max(4 * rows * columns for rows, columns in parse_shapes(settings.shapes))
     # Ours, MLX's and the summed buffer, and a matrix of float32 that is packed.

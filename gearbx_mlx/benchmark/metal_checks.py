@@ -13,7 +13,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
 
-from ..errors import one_line
+from ..compat.arrays import dtype_name
+from ..errors import GearbxError, one_line
 from ..formats import codebook, codebook_library, groupwise, rowwise
 from ..formats.codebook import LAYOUT
 from ..formats.exact import encode
@@ -22,7 +23,7 @@ from ..formats.planes import Planes, split
 from ..kernels.bit_planes import split_affine
 from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
-from ..kernels.metal import VARIANTS, fits_threadgroup
+from ..kernels.metal import DTYPES, VARIANTS, fitting_variants
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
 from ..kernels.metal_exact import EXACT_WIDTHS
 from ..kernels.products import (
@@ -91,26 +92,22 @@ def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
-def rowwise_kernel(bits: int) -> MetalProduct:
+def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:
+    """Symmetric codes with a scale per row, or per group."""
+
     def pack(weight: mx.array) -> SymmetricCodes:
-        return codes_of(*rowwise.quantize(weight, bits), bits, weight.shape[1])
+        made = groupwise.quantize(weight) if grouped else rowwise.quantize(weight, bits)
+        return codes_of(*made, bits, weight.shape[1])
 
     def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        return rowwise.dequantize(rowwise.unpack_symmetric_codes(packed.weight, bits, columns), packed.scales)
+        padded = packed.scales.shape[1] * groupwise.GROUP if grouped else columns
+        codes = rowwise.unpack_symmetric_codes(packed.weight, bits, padded)
+        if grouped:
+            return groupwise.dequantize(codes, packed.scales, columns)
+        return rowwise.dequantize(codes, packed.scales)
 
-    return MetalProduct(f"rowwise {bits}", pack, dense, symmetric_product, symmetric_experts)
-
-
-def groupwise_kernel() -> MetalProduct:
-    def pack(weight: mx.array) -> SymmetricCodes:
-        return codes_of(*groupwise.quantize(weight), groupwise.BITS, weight.shape[1])
-
-    def dense(packed: SymmetricCodes, columns: int) -> mx.array:
-        padded = packed.scales.shape[1] * groupwise.GROUP
-        codes = rowwise.unpack_symmetric_codes(packed.weight, groupwise.BITS, padded)
-        return groupwise.dequantize(codes, packed.scales, columns)
-
-    return MetalProduct(f"groupwise {groupwise.BITS}", pack, dense, symmetric_product, symmetric_experts)
+    name = f"{'groupwise' if grouped else 'rowwise'} {bits}"
+    return MetalProduct(name, pack, dense, symmetric_product, symmetric_experts)
 
 
 def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> MetalProduct:
@@ -147,8 +144,8 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
         *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
         *(stack_kernel(f"in place {b} of {of}", first_bits, group_size, bits=b, of=of) for b, of in IN_PLACE),
-        *map(rowwise_kernel, rowwise.Q_MAX),
-        groupwise_kernel(),
+        *map(symmetric_kernel, rowwise.Q_MAX),
+        symmetric_kernel(groupwise.BITS, grouped=True),
         *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
         *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
         *(exact_kernel(widths, group_size) for widths in EXACT_WIDTHS),
@@ -158,7 +155,6 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
 
 # The largest difference from the reference that is allowed, relative to the largest value: some roundings of the type.
 TOLERANCE = {mx.float16: 2.0**-9, mx.bfloat16: 2.0**-6, mx.float32: 2.0**-15}
-DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 CHECKED = ((37, 640), (13, 533))  # rows and columns; 533 is not a multiple of a group
 
 
@@ -195,16 +191,14 @@ def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
     return {"what": name, "checked": checked, "largest_error": largest, "wrong": wrong}
 
 
-def difference(result: mx.array, expected: mx.array) -> float:
+def difference(result: mx.array | None, expected: mx.array | None) -> float:
     """The largest difference, relative to the largest value that is expected."""
+    if result is None or expected is None:
+        raise GearbxError("there is no kernel for it")
     with mx.stream(mx.cpu):
         apart = mx.abs(result.astype(mx.float32) - expected.astype(mx.float32)).max()
         largest = mx.abs(expected.astype(mx.float32)).max()
         return float(np.asarray(apart / largest))
-
-
-def type_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rpartition(".")[2]
 
 
 def path_of(variant: str) -> str:
@@ -213,11 +207,6 @@ def path_of(variant: str) -> str:
 
 def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
     return (mx.random.normal((rows, columns)) * 0.05).astype(dtype)
-
-
-def variants_for(kernel: MetalProduct, columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
-    """The variants that take activations of this size."""
-    return [name for name in kernel.variants if name != "threadgroup" or fits_threadgroup(columns, vectors, dtype)]
 
 
 def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
@@ -230,8 +219,8 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
             yield Check(f"{rows}x{columns}, decoded", 0.0, partial(decoding_error, kernel, packed, columns))
         for count in vectors:
             x = mx.random.normal((count, columns)).astype(dtype)
-            for variant in variants_for(kernel, columns, count, dtype):
-                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+            for variant in fitting_variants(kernel.variants, columns, count, dtype):
+                text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(product_error, kernel, packed, x, variant))
                 if count > 1 and variant != RECONSTRUCT:  # which MLX multiplies
                     yield Check(f"{text}, the first alone", 0.0, partial(company_error, kernel, packed, x, variant))
@@ -271,8 +260,8 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
         for count in vectors:
             x = mx.random.normal((count, 1, 1, columns)).astype(dtype)
             indices = mx.random.randint(0, EXPERTS, (count, CHOSEN)).astype(mx.uint32)
-            for variant in variants_for(kernel, columns, 1, dtype):
-                text = f"{rows}x{columns}, {count} vectors, {type_name(dtype)}, {path_of(variant)}"
+            for variant in fitting_variants(kernel.variants, columns, 1, dtype):
+                text = f"{rows}x{columns}, {count} vectors, {dtype_name(dtype)}, {path_of(variant)}"
                 yield Check(text, TOLERANCE[dtype], partial(experts_error, kernel, each, x, indices, variant))
                 yield Check(f"{text}, one alone", 0.0, partial(expert_alone_error, kernel, each, x, indices, variant))
 
@@ -343,11 +332,6 @@ def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
     return [*planes[: bits // PLANES[0]], scales, offsets]
 
 
-def frequencies_of(dims: int) -> mx.array:
-    """Radians from position to position, (dims / 2,) float32."""
-    return mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)
-
-
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
     """The checks of each operation, for these numbers of tokens."""
     return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
@@ -360,7 +344,7 @@ def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
         cached_keys, values = (random_entries(2, keys, width, dtype) for _ in range(2))
         sees = mx.random.uniform(shape=(count, keys)) < 0.7
         sees = sees | (mx.arange(keys) == 0)  # a query that sees nothing has no softmax
-        text = f"{keys} keys, heads of {width}, {count} queries, {type_name(dtype)}"
+        text = f"{keys} keys, heads of {width}, {count} queries, {dtype_name(dtype)}"
         for name, mask in {"causal": "causal", "all seen": None, "masked": sees}.items():
             yield Check(
                 f"{text}, {name}", TOLERANCE[dtype], partial(attention_error, queries, cached_keys, values, mask)
@@ -390,7 +374,7 @@ def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
         queries = random_entries(4, count, width, dtype)
         k, v = (random_entries(2, keys, width, dtype) for _ in range(2))
         packed = keys // TILE * TILE  # of further positions entries are read
-        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {type_name(dtype)}"
+        text = f"{keys} keys of {bits} bits, heads of {width}, {count} queries, {dtype_name(dtype)}"
         nested = Nested((k, v), (planes_of(k, bits), planes_of(v, bits)), packed)
         yield Check(text, TOLERANCE[dtype], partial(nested_error, queries, nested))
 
@@ -405,22 +389,22 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:
     """How far the last query's result alone is from the same among others."""
-    among = attention(queries, keys, values, 1.0, "causal")[:, :, -1:]
-    return difference(among, attention(queries[:, :, -1:], keys, values, 1.0, "causal"))
+    among, alone = (attention(some, keys, values, 1.0, "causal") for some in (queries, queries[:, :, -1:]))
+    return difference(among if among is None else among[:, :, -1:], alone)
 
 
 def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
     """Four heads, all or half of their values turned: each type, order of pairs and number of tokens."""
     for dtype, traditional, dims, count in itertools.product(DTYPES, (False, True), WIDTHS, vectors):
         x = mx.random.normal((1, 4, count, max(WIDTHS))).astype(dtype)
-        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {type_name(dtype)}"
+        text = f"{dims} of {max(WIDTHS)} values, {count} tokens, {dtype_name(dtype)}"
         text += ", neighbours" if traditional else ", halves"
         yield Check(text, TOLERANCE[dtype], partial(rope_error, x, dims, traditional))
 
 
 def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
     """How far rotary positions are from their definition in float32, on the CPU."""
-    frequencies = frequencies_of(dims)
+    frequencies = mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)  # radians from position to position
     with mx.stream(mx.cpu):
         angles = mx.arange(OFFSET, OFFSET + x.shape[2], dtype=mx.float32)[:, None] * frequencies
         cosine, sine = mx.cos(angles), mx.sin(angles)

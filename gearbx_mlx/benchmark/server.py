@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,16 @@ class ClientRequest:
 
 @dataclass(frozen=True)
 class ClientAnswer:
-    """An answer. first, seconds: from the request to the first text and to the end; first is None for a whole one."""
+    """An answer. first, seconds: from the request to the first text and to the end; first is None for a whole one.
+
+    processor: seconds of the server's processor, the asking before it included.
+    """
 
     text: str
     tokens: int
     seconds: float
     first: float | None = None
+    processor: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -253,15 +257,7 @@ PARTS: dict[str, Callable[[Client, str, int], ClientAnswer]] = {
 }
 
 
-@dataclass(frozen=True)
-class TimedAnswer:
-    """An answer, and the processor seconds that the server took for it, the asking before it included."""
-
-    answer: ClientAnswer
-    processor: float
-
-
-Pair = tuple[TimedAnswer, TimedAnswer]  # ours, and mlx_lm.server's
+Pair = tuple[ClientAnswer, ClientAnswer]  # ours, and mlx_lm.server's
 
 
 def measure_rates(settings: ServerBenchmark, kernels: str, words: Sequence[str]) -> Iterator[Rows]:
@@ -283,8 +279,8 @@ def measure_rates(settings: ServerBenchmark, kernels: str, words: Sequence[str])
                 for client, process in sides if trial % 2 else sides[::-1]:
                     before = processor_seconds(process)
                     answer = ask(client, prompt, settings.tokens)
-                    answers[client] = TimedAnswer(answer, processor_seconds(process) - before)
-                long_enough = all(timed.answer.tokens >= LEAST_TOKENS for timed in answers.values())
+                    answers[client] = replace(answer, processor=processor_seconds(process) - before)
+                long_enough = all(answer.tokens >= LEAST_TOKENS for answer in answers.values())
                 if trial and long_enough:  # the first one is a warm-up
                     found[part].append((answers[own[0]], answers[beside[0]]))
             yield rate_rows(found) if trial else []
@@ -292,10 +288,9 @@ def measure_rates(settings: ServerBenchmark, kernels: str, words: Sequence[str])
 
 def rate_rows(found: dict[str, list[Pair]]) -> Rows:
     rows = []
-    for part, timed in found.items():
-        if not timed:
+    for part, pairs in found.items():
+        if not pairs:
             continue
-        pairs = [(mine.answer, other.answer) for mine, other in timed]
         rates = [mine.tokens_per_second / other.tokens_per_second for mine, other in pairs]
         rows.append(row(part, "tokens/s, times mlx_lm.server's", rates, least=LEAST_RATE))
         rows.append(row(part, "tokens/s", [mine.tokens_per_second for mine, _ in pairs]))
@@ -303,7 +298,7 @@ def rate_rows(found: dict[str, list[Pair]]) -> Rows:
         if waits:
             rows.append(row(part, "time to first token, times mlx_lm.server's", waits, most=MOST_WAIT))
             rows.append(row(part, "time to first token, s", [mine.first or 0.0 for mine, _ in pairs]))
-        spent, others = (sum(each.processor for each in side) for side in zip(*timed))
+        spent, others = (sum(each.processor for each in side) for side in zip(*pairs))
         if others:  # the system counts in hundredths of a second
             rows.append(row(part, "processor time, times mlx_lm.server's", [spent / others], count=len(pairs)))
         same = sum(mine.text == other.text for mine, other in pairs)

@@ -20,6 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cli.flags import check_distinct, output_path
 from ..compat.classes import of_classes
 from ..formats.block import single_operations
 from ..gears.gearbox import Gearbox
@@ -28,7 +29,7 @@ from ..telemetry.report import get_pyplot, save
 from ..telemetry.trace import BLACK, SERIES
 from . import TokenBenchmark
 from .decode import PROMPT, fill_cache, gearbox_of, trials
-from .measuring import BandwidthMeter, Rows, measured_rows, picture_path, spread_of, timed
+from .measuring import BandwidthMeter, Rows, measured_rows, spread_of, timed
 
 PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
@@ -52,7 +53,11 @@ class TokenParts:
 
 
 def run(settings: TokenBenchmark) -> int:
-    picture = picture_path(settings.json, settings.picture)
+    picture = None
+    if settings.picture is not None:
+        check_distinct({"--json": settings.json, "--picture": settings.picture})
+        get_pyplot()  # before the work, not after it
+        picture = output_path(settings.picture)
     rows = measured_rows(settings, COLUMNS, benchmark_token)
     if picture is not None:
         draw_token(rows, picture)
@@ -101,8 +106,11 @@ def parts_of(found: TokenParts) -> tuple[str, ...]:
 
 def token_parts(gearbox: Gearbox, cache: list[Any]) -> TokenParts:
     """What is the same in all trials, of the gear that is engaged."""
+    calls: dict[str, list[Call]] = {part: [] for part in TIMED}
     with single_operations():
-        calls, operations = calls_of_token(gearbox, cache), operations_per_layer(gearbox.model, cache)
+        with recording(gearbox, calls):
+            mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
+        operations = operations_per_layer(gearbox.model, cache)
     return TokenParts(calls, operations, operations_per_layer(gearbox.model, cache))
 
 
@@ -157,17 +165,9 @@ def row_of(part: str, found: TokenParts) -> dict[str, Any]:
     }
 
 
-def calls_of_token(gearbox: Gearbox, cache: list[Any]) -> dict[str, list[Call]]:
-    """The calls that a token makes, with their arguments, in the gear that is engaged."""
-    calls: dict[str, list[Call]] = {part: [] for part in TIMED}
-    with recording(gearbox, calls):
-        mx.eval(gearbox.model(mx.array([PROMPT[:1]]), cache=cache), [layer.state for layer in cache])
-    return calls
-
-
 @contextmanager
 def recording(gearbox: Gearbox, calls: dict[str, list[Call]]) -> Iterator[None]:
-    """Within it, calls of products and of `dispatch`'s functions are appended to `calls`."""
+    """Within it, calls of products and of `dispatch`'s functions are appended to `calls`, with their arguments."""
     modules = dict(gearbox.model.named_modules())
     with ExitStack() as stack:
         for layer in gearbox.layers:

@@ -15,7 +15,7 @@ from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, check_i
 from ..decoding.draft_plans import drafting_gear, find_file, find_rule
 from ..decoding.mode import Mode, refuse_draft_model
 from ..decoding.modes import MODES
-from ..decoding.pair import Pair, PairedModel
+from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
@@ -173,12 +173,9 @@ class PairChat:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
     def coming(self, message: str) -> NextAnswer:
-        threshold, first = self._turns.threshold(self._pair.vocab_size), self._settings.routing.initial_gear
         if self._held:
-            threshold, first = (math.inf if self._held == NAMES[0] else 0.0), self._held
-        return NextAnswer(
-            Pair(self._pair.small, threshold, self._turns.window, self._turns.min_duration, initial_gear=first)
-        )
+            return NextAnswer(self._pair.mode(self._turns, self._held, math.inf if self._held == NAMES[0] else 0.0))
+        return NextAnswer(self._pair.mode(self._turns, self._settings.routing.initial_gear))
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords

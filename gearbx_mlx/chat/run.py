@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,12 +152,15 @@ def save(session: Session, argument: str) -> None:
         raise GearbxError("/save needs a file name that ends in .md, .jsonl or .safetensors")
     path = place_of(argument)
     messages = session.conversation.messages
-    texts = {".md": as_markdown, ".jsonl": as_json_lines}
+    texts = {
+        ".md": "\n".join(f"## {said['role']}\n\n{said['content']}\n" for said in messages),
+        ".jsonl": "".join(json.dumps(said, ensure_ascii=False) + "\n" for said in messages),
+    }
     if path.suffix not in (*texts, ".safetensors"):
         raise GearbxError(f"{path}: what is it to be? end the name in .md, .jsonl or .safetensors (the KV cache)")
     check_writable(path)
     if path.suffix in texts:
-        write_text(path, texts[path.suffix](messages))
+        write_text(path, texts[path.suffix])
     elif not session.cache.tokens:
         raise GearbxError(f"{path}: the KV cache is empty; say something first")
     else:
@@ -171,14 +174,6 @@ def place_of(name: str) -> Path:
         return Path(name).expanduser()
     except RuntimeError as error:
         raise GearbxError(f"{name}: there is no such home directory; write the path in full") from error
-
-
-def as_markdown(messages: Sequence[dict[str, str]]) -> str:
-    return "\n".join(f"## {said['role']}\n\n{said['content']}\n" for said in messages)
-
-
-def as_json_lines(messages: Sequence[dict[str, str]]) -> str:
-    return "".join(json.dumps(said, ensure_ascii=False) + "\n" for said in messages)
 
 
 def show_help(session: Session, argument: str) -> None:

@@ -137,7 +137,8 @@ class Session:
     def _read_and_write(self, message: str, answer: ChatAnswer) -> None:
         """Read what the cache does not have of the conversation, and write the answer."""
         tokens = self.conversation.tokens(message)
-        max_tokens = self._room(len(tokens))
+        most, size = self.settings.prompt.max_tokens, self.settings.cache.max_kv_size
+        max_tokens = room_for(self.model.config, len(tokens), most, size, "the conversation", RESET)
         coming = self.model.coming(message)
         unread = self.cache.unread(tokens, coming.reads)
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
@@ -150,11 +151,6 @@ class Session:
         except BaseException:  # the second Ctrl-C, for one: what was computed then is not known
             self.cache.forget()
             raise
-
-    def _room(self, tokens: int) -> int:
-        """How many tokens may follow. Raises GearbxError where the conversation fills the context."""
-        most, size = self.settings.prompt.max_tokens, self.settings.cache.max_kv_size
-        return room_for(self.model.config, tokens, most, size, "the conversation", RESET)
 
     def _write(self, responses: Iterator[GearResponse], answer: ChatAnswer) -> None:
         """Write an answer as it comes, until it ends or Ctrl-C asks it to."""

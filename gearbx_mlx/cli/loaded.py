@@ -20,7 +20,7 @@ from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
 from ..decoding.modes import mode_class
-from ..decoding.pair import bytes_read
+from ..decoding.pair import Pair, bytes_read
 from ..decoding.sampling import sampler_for
 from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
@@ -50,6 +50,7 @@ from .flags import (
     ControllerSettings,
     ModelSettings,
     SamplingSettings,
+    Turns,
     check_sampling,
 )
 from .gate import initial_gear, route_fields, routing_for
@@ -663,6 +664,11 @@ class LoadedPair:
     def weight_bytes(self) -> tuple[int, int]:
         """Bytes that a token reads, in the type of the checkpoint."""
         return bytes_read(self.small), bytes_read(self.large)
+
+    def mode(self, turns: Turns, initial_gear: str, threshold: float | None = None) -> Pair:
+        """Mode pair; `threshold`, in bits, replaces that of the settings."""
+        bits = turns.threshold(self.vocab_size) if threshold is None else threshold
+        return Pair(self.small, bits, turns.window, turns.min_duration, initial_gear=initial_gear)
 
 
 def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:

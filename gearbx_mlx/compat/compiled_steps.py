@@ -28,8 +28,10 @@ class CompiledSteps:
         Raises:
             GearbxError: a version of mlx-lm that is not tested keeps steps in other places.
         """
-        if untested():
-            self._check_places()
+        for path, module in self._model.named_modules() if untested() else ():
+            for name, value in vars(module).items():
+                if isinstance(value, COMPILED) and name != STEP:
+                    raise GearbxError(f"{path} keeps a compiled step of one gear as {name}: {untested()}")
         self._steps[before] = [getattr(module, STEP) for module in self._modules]
         self._put(self._steps.get(gear, [None] * len(self._modules)))
 
@@ -51,9 +53,3 @@ class CompiledSteps:
     def _put(self, steps: list[Any]) -> None:
         for module, step in zip(self._modules, steps):
             setattr(module, STEP, step)
-
-    def _check_places(self) -> None:
-        for path, module in self._model.named_modules():
-            for name, value in vars(module).items():
-                if isinstance(value, COMPILED) and name != STEP:
-                    raise GearbxError(f"{path} keeps a compiled step of one gear as {name}: {untested()}")

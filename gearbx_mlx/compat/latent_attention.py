@@ -63,18 +63,12 @@ class AlwaysShort(ast.NodeTransformer):
 
     def visit_If(self, node: ast.If) -> ast.AST:
         self.generic_visit(node)
-        if compares_with_one(node.test) and any(names(branch) & ABSORBED for branch in node.body):
-            self.found += 1
-            node.test = ast.copy_location(ast.Constant(True), node.test)
+        match node.test:
+            case ast.Compare(left=ast.Name(), ops=[ast.Eq()], comparators=[ast.Constant(value=1)]):
+                if any(names(branch) & ABSORBED for branch in node.body):
+                    self.found += 1
+                    node.test = ast.copy_location(ast.Constant(True), node.test)
         return node
-
-
-def compares_with_one(test: ast.expr) -> bool:
-    """Whether an expression is NAME == 1."""
-    match test:
-        case ast.Compare(left=ast.Name(), ops=[ast.Eq()], comparators=[ast.Constant(value=1)]):
-            return True
-    return False
 
 
 def names(node: ast.AST) -> set[str]:

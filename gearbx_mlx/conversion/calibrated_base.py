@@ -185,7 +185,7 @@ class BlockCodes:
     ):
         self.format, self.ladder, self.group_size = format, ladder, group_size
         self.found, self.is_head = found, is_head
-        self.watched = [Watched(layer, weight_of(layer)) for layer in layers]
+        self.watched = [Watched(layer, np.array(linear_of(layer.module).weight.astype(mx.float32))) for layer in layers]
         self.inputs: list[SharedInputs] = []
         self._last: tuple[Any, Any] = (None, None)
 
@@ -233,18 +233,15 @@ class BlockCodes:
                 if factored is None or not np.isfinite(watched.weight).all():
                     self.found.rounded[path] = "its inputs, or its weights, are not finite, or all 0"
                 else:
-                    known[path] = calibrated(watched.weight, self._nearest(watched), factored, self.format.window)
+                    stored = ladder_of(watched.layer, self.format, self.ladder)
+                    dense = linear_of(watched.layer.module).weight
+                    nearest = self.format.nearest(dense, stored, self.group_size)
+                    assert nearest is not None  # or it is `unfit`
+                    known[path] = calibrated(watched.weight, nearest, factored, self.format.window)
             if not self.is_head:
                 used = np.array(known[path].dequantize().astype(mx.float32)) if path in known else watched.weight
                 watched.outputs = [draft @ used.T for draft in inputs.draft]
         inputs.original, inputs.draft = [], []
-
-    def _nearest(self, watched: Watched) -> Planes:
-        layer = watched.layer
-        stored = ladder_of(layer, self.format, self.ladder)
-        planes = self.format.nearest(linear_of(layer.module).weight, stored, self.group_size)
-        assert planes is not None  # or it is `unfit`
-        return planes
 
     def _numbers(self, x: mx.array) -> np.ndarray:
         """(n, I) float32; layers that share their inputs have them once."""
@@ -274,11 +271,6 @@ def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) 
     if format.nearest(linear_of(module).weight[:1], stored, group_size) is None:
         return f"the gears {','.join(map(str, stored))} begin with the same codes"
     return None
-
-
-def weight_of(layer: Layer) -> np.ndarray:
-    """(O, I) float32."""
-    return np.array(linear_of(layer.module).weight.astype(mx.float32))
 
 
 class Walk:

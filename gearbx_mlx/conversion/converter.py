@@ -3,6 +3,7 @@
 The arrays of a layer in all gears are divided between the base, which stock mlx-lm reads, and the file beside it.
 """
 
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +34,7 @@ from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalMod
 from ..gears.offload import EMPTY, put
 from ..gears.saved import KINDS
 from ..gears.sources import made_over
-from ..gears.tensor_files import ArrayHashes, TensorEntry, fingerprint_of, header_of, sample
+from ..gears.tensor_files import ArrayHashes, fingerprint_of, header_of, sample
 from ..kernels.bit_planes import Planes
 from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
@@ -204,14 +205,12 @@ class Converter:
         dense = {name: layer.module.weight for name, layer in self.changing.items()}
         self.dense = {name: (weight.shape, dtype_name(weight.dtype)) for name, weight in dense.items()}
         self.rest = [name for name, _ in parameters if name not in self.changing]
-        names = [*self.rest, *(name for layer in self.changing.values() for name in self._names(layer))]
+        own = (possible_names(layer, plan.gears, self.format, plan.group_size) for layer in self.changing.values())
+        names = [*self.rest, *itertools.chain.from_iterable(own)]
         room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
         self._resume({name: array.shape for name, array in parameters})
-        base: dict[str, TensorEntry] = {}
-        gears: dict[str, TensorEntry] = {}
-        for unit in self.done.values():
-            base |= unit.base
-            gears |= unit.gears
+        base = {name: entry for unit in self.done.values() for name, entry in unit.base.items()}
+        gears = {name: entry for unit in self.done.values() for name, entry in unit.gears.items()}
         try:
             self.files = {
                 "base": TensorFile(work / BASE_FILE, room, base),
@@ -334,10 +333,6 @@ class Converter:
             return pack_table(layer, self.plan.gears, self.format, self.plan.group_size)
         settings = self.plan.gears, self.format, self.plan.group_size, self.packs_rows
         return pack_layer(layer, *settings, self.planes.get(layer.path))
-
-    def _names(self, layer: Layer) -> list[str]:
-        """The names that the arrays of a layer can have in one of the files, and more."""
-        return possible_names(layer, self.plan.gears, self.format, self.plan.group_size)
 
     def _write(self, unit: str, original: mx.array, packed: Packed) -> None:
         written = self.files["base"].append(packed.base.items())

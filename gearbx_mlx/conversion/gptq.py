@@ -39,31 +39,28 @@ class Factored(NamedTuple):
 
     damped: (I, I) float32. order: of its columns (I,), those with the largest inputs first. upper: the upper Cholesky
     factor of its inverse in this order, (I, I) float32. correction: (I, I) float32, so that a weight (O, I) times it is
-    what takes a part of the drift back; None where there is none.
+    what takes a part of the drift back.
     """
 
     damped: np.ndarray
     order: np.ndarray
     upper: np.ndarray
-    correction: np.ndarray | None = None
+    correction: np.ndarray
 
 
 class Hessian:
     """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had.
 
-    drift: (Y - X)^T X, where Y are the original's inputs; None where these are the same.
+    drift: (Y - X)^T X, where Y are the original's inputs.
     """
 
     def __init__(self, width: int):
-        self.sum = np.zeros((width, width), np.float32)
-        self.drift: np.ndarray | None = None
+        self.sum, self.drift = np.zeros((width, width), np.float32), np.zeros((width, width), np.float32)
 
-    def add(self, inputs: np.ndarray, original: np.ndarray | None = None) -> None:
+    def add(self, inputs: np.ndarray, original: np.ndarray) -> None:
         """inputs: (tokens, I) float32. original: what the layer sees in the original model, of the same shape."""
         self.sum += inputs.T @ inputs
-        if original is not None:
-            drift = (original - inputs).T @ inputs
-            self.drift = drift if self.drift is None else self.drift + drift
+        self.drift += (original - inputs).T @ inputs
 
     def factored(self) -> Factored | None:
         """None where the inputs say nothing."""
@@ -81,7 +78,7 @@ class Hessian:
             except np.linalg.LinAlgError:
                 continue
             if np.isfinite(upper).all():
-                correction = None if self.drift is None else TAKEN_BACK * self.drift @ inverse.astype(np.float32)
+                correction = TAKEN_BACK * self.drift @ inverse.astype(np.float32)
                 return Factored(damped.astype(np.float32), order, upper.astype(np.float32), correction)
         return None
 
@@ -140,7 +137,7 @@ def calibrated_rows(weight: np.ndarray, nearest: Planes, hessian: Factored, wind
         return np.array(mx.array(numbers).astype(dtype).astype(mx.float32))
 
     grid = Grid(columns(nearest.scales), columns(nearest.biases[0]), bits, rounded)
-    wanted = weight if hessian.correction is None else weight + weight @ hessian.correction
+    wanted = weight + weight @ hessian.correction
     grouped, wanted = (
         np.ascontiguousarray(array.T).reshape(len(grid.scales), nearest.group_size, -1) for array in (weight, wanted)
     )

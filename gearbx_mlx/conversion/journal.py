@@ -18,7 +18,7 @@ from ..files.reading import Count, json_lines, read_text
 from ..gears.discovery import Predicate, with_bits
 from ..gears.ladder import DENSE, EMBEDDINGS
 from ..gears.manifest import DtypeName, GroupSize, Hash, View, Width
-from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, ArrayPlace, TensorEntry, end_of, hash_bytes
+from ..gears.tensor_files import LENGTH, NAMES, SAMPLED, ArrayPlace, FileHeader, TensorEntry, end_of, hash_bytes
 from .views import bits_of
 
 
@@ -61,9 +61,7 @@ class TensorFile:
     @property
     def places(self) -> dict[str, ArrayPlace]:
         """Where each array is."""
-        start = LENGTH.size + self.room
-        offsets = {name: entry.data_offsets for name, entry in self.entries.items()}
-        return {name: ArrayPlace(self.path, start + begin, start + end) for name, (begin, end) in offsets.items()}
+        return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
 
     def flush(self) -> None:
         """Return when everything is on the disk."""

@@ -155,11 +155,17 @@ def geared_card(
         original: bytes of the original's weights, if they can come back.
     """
     base, others, *_ = files
+    rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
     sizes = [(f"`{name}`", megabytes(size)) for name, size in files.items()]
     sizes += [] if original is None else [("together", megabytes(sum(files.values())))]
     bits = ", ".join(str(gear.bits) for gear in gears)
     group = f", groups of {manifest.group_size}" if manifest.format in OF_MLX else ""
     weights = sum(math.prod(layer.shape) for layer in manifest.layers.values())
+    original_weights = "A gear of 16 bits has the original weights."
+    if manifest.format == CODES:
+        original_weights = (
+            "The highest gear has the codes, scales and biases of the original; a lower one reads their first bits."
+        )
     text = [
         f"# {origin.name}",
         f"{origin.shown} in gears of {bits} bits. gearbx-mlx changes from one to "
@@ -168,9 +174,9 @@ def geared_card(
         "## Gears",
         f"Format `{manifest.format}`{group}. {len(manifest.layers)} layers with {weights:,} weights change gear"
         + (f"; {len(manifest.unmanaged)} linear layers do not." if manifest.unmanaged else "."),
-        gear_table(gears),
+        table(("gear", "bits", "bits per weight", "size"), rows),
         "Sizes and bits per weight are those of the layers that change gear, as stored, scales included. Gears share "
-        f"arrays where the format can. {original_weights(manifest)}",
+        f"arrays where the format can. {original_weights}",
         table(("file", "size"), sizes),
         *rows_text(manifest),
         *run_with_gearbx(origin.name, f"`{others}` holds the gears that `{base}` does not."),
@@ -181,13 +187,6 @@ def geared_card(
     if manifest.stock:
         text.append(shell("pip install mlx-lm", f"mlx_lm.generate --model {origin.name} --prompt 'Once upon a time'"))
     return card_text(text, origin)
-
-
-def original_weights(manifest: Manifest) -> str:
-    """Which gear has what was converted."""
-    if manifest.format == CODES:
-        return "The highest gear has the codes, scales and biases of the original; a lower one reads their first bits."
-    return "A gear of 16 bits has the original weights."
 
 
 def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
@@ -265,11 +264,6 @@ def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[
 def run_with_gearbx(name: str, note: str) -> list[str]:
     command = f"gearbx_mlx.generate --model {name} --prompt 'Once upon a time'"
     return ["## Use with gearbx-mlx", shell(command), note]
-
-
-def gear_table(gears: Iterable[GearSize]) -> str:
-    rows = [(gear.name, str(gear.bits), f"{gear.bits_per_weight:.2f}", megabytes(gear.bytes)) for gear in gears]
-    return table(("gear", "bits", "bits per weight", "size"), rows)
 
 
 def card_text(paragraphs: Iterable[str], origin: Provenance) -> str:

@@ -1,16 +1,25 @@
-"""What a geared checkpoint keeps of the original beside the model's parameters, so that all of its files come back."""
+"""The files of the original: which of them a checkpoint copies, and what it keeps so that all of them come back."""
 
-import fnmatch
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
+from ..decoding.draft_plans import DRAFTING
 from ..errors import GearbxError
-from ..files.reading import LARGEST_JSON, unreadable
+from ..files.reading import LARGEST_JSON, shown, unreadable
+from ..files.writing import PART
 from ..gears.manifest import (
+    GEARS_FILE,
+    MANIFEST,
     ORIGINAL_FILE,
+    PRECISION,
     OriginalModel,
     OriginalShard,
     Tensor,
@@ -20,10 +29,66 @@ from ..gears.manifest import (
     is_plain,
     tensor_key,
 )
-from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places, header_of
-from .companions import content_of, is_copied
-from .journal import TensorFile
+from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
+from ..loading import read_config
+from .converter import BASE_FILE
+from .journal import JOURNAL, TensorFile
+from .model_card import CARD
 from .views import find
+
+REPORT = "selection.json"  # which bits every layer got, and why
+# What a conversion writes itself.
+OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, JOURNAL, REPORT, PRECISION, DRAFTING, CARD}
+
+
+def is_copied(name: str) -> bool:
+    """Whether a file of the original is copied: the tokenizer and code, and not what a conversion writes itself."""
+    weights = name.endswith((".safetensors", ".safetensors.index.json"))
+    return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
+
+
+def begin_again(source: Path, work: Path) -> None:
+    """Prepare the directory of a conversion that has no journal: remove what an earlier one wrote itself.
+
+    Raises:
+        GearbxError: files that are not a conversion's own, such as those of a stopped --restore, which would stay in
+            the checkpoint.
+    """
+    copied = {file.name for file in source.iterdir() if is_copied(file.name)}
+    own = [file for file in work.iterdir() if file.name in OWN or file.name.endswith(PART)]
+    others = sorted({file.name for file in work.iterdir()} - {file.name for file in own} - copied)
+    if others:
+        raise GearbxError(f"{work}: has {shown(others[0])}, which is not of this conversion; remove the directory")
+    for file in own:
+        file.unlink()
+
+
+def copy_companions(source: Path, work: Path) -> None:
+    """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied again."""
+    for file in source.iterdir():
+        if is_copied(file.name):
+            beside = work / (file.name + PART)
+            beside.write_bytes(content_of(file))
+            os.replace(beside, work / file.name)
+
+
+def content_of(file: Path) -> bytes:
+    """Raises GearbxError where a file of the original cannot be read."""
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise unreadable(file, error) from error
+
+
+def write_config(source: Path, work: Path, quantization: dict[str, Any] | None) -> None:
+    """config.json of the original, and how the base is quantized; None: not at all."""
+    config = read_config(source)
+    if quantization is not None:
+        config |= {"quantization": quantization, "quantization_config": quantization}
+    (work / "config.json").write_text(json.dumps(config, indent=4), encoding="utf-8")
+
+
+# What comes back
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "*.npz")
 ROOM = 128  # bytes of a header for the entry of one array, without its name
@@ -35,7 +100,7 @@ class Header:
     """The beginning of a safetensors file: the header as it is, and what it says of each tensor."""
 
     data: bytes
-    entries: Mapping[str, TensorEntry]
+    entries: dict[str, TensorEntry]
 
     @property
     def start(self) -> int:
@@ -47,14 +112,11 @@ class Header:
         """Bytes of the whole file."""
         return self.start + max((entry.data_offsets[1] for entry in self.entries.values()), default=0)
 
-    def place(self, tensor: str, file: Path) -> ArrayPlace:
-        return ArrayPlace(file, *(self.start + offset for offset in self.entries[tensor].data_offsets))
-
 
 def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, ArrayPlace]:
     """Where each tensor is in the files of a directory. headers: by the name of a file."""
-    keys = ((name, tensor) for name, header in headers.items() for tensor in header.entries)
-    return {(name, tensor): headers[name].place(tensor, directory / name) for name, tensor in keys}
+    files = {name: FileHeader(directory / name, header.entries, header.start) for name, header in headers.items()}
+    return {(name, tensor): place for name, file in files.items() for tensor, place in file.places.items()}
 
 
 class OriginalFiles:
@@ -88,7 +150,7 @@ class OriginalFiles:
         kept: list[Path] = []
         lost: list[str] = []
         for file in sorted(self.directory.iterdir()):
-            is_weight = any(fnmatch.fnmatch(file.name, pattern) for pattern in WEIGHTS)
+            is_weight = any(fnmatch(file.name, pattern) for pattern in WEIGHTS)
             if file.name not in self.shards and not file.name.startswith("."):
                 plain = is_plain(file.name) and file.is_file() and not is_weight and file.stat().st_size <= LARGEST_JSON
                 kept.append(file) if plain else lost.append(file.name)

@@ -28,8 +28,7 @@ from ..gears.saved import KINDS, SavedGears, opened
 from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, TensorEntry, hash_bytes, hash_places
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
-from .companions import content_of
-from .original import Header, Key, places_in, read_place
+from .original import Header, Key, content_of, places_in, read_place
 from .views import assembled, bits_of, seen
 
 
@@ -62,9 +61,9 @@ class Restorer:
     def groups(self) -> list[tuple[tuple[str, ...], list[Key]]]:
         """All tensors, those of the same parameters together; the parameters come first."""
         found: dict[tuple[str, ...], list[Key]] = {}
-        for shard, name in ((shard, name) for shard, header in self.headers.items() for name in header.entries):
-            parameters = dict.fromkeys(piece.parameter for piece in self.tensor((shard, name)).pieces)
-            found.setdefault(tuple(parameters), []).append((shard, name))
+        for key in ((shard, name) for shard, header in self.headers.items() for name in header.entries):
+            parameters = dict.fromkeys(piece.parameter for piece in self.tensor(key).pieces)
+            found.setdefault(tuple(parameters), []).append(key)
         alone = [((), [key]) for key in found.pop((), [])]  # one at a time, for they may be large
         return alone + list(found.items())
 
@@ -93,22 +92,19 @@ class Restorer:
         for key in keys:
             tensor, size = self.tensor(key), self.size_of(key)
             if not tensor.pieces:
-                yield key, self._raw(key, tensor.hash)
+                data = self._bytes(tensor_key(*key), tensor.hash)
+                if len(data) != size:
+                    kept = self.directory / ORIGINAL_FILE
+                    raise GearbxError(f"{kept}: {shown(key[1])} is not of its own size; {RESTORE}")
+                yield key, data
                 continue
             with about(f"{self.directory / MANIFEST}: original: {shown(key[1])}"):
                 parts = [seen(arrays[piece.parameter], piece) for piece in tensor.pieces]
                 if sum(part.nbytes for part in parts) != size:
                     raise GearbxError(f"takes {size} bytes, which its pieces do not have; {RESTORE}")
-                data = assembled(tensor, parts, self.headers[key[0]].entries[key[1]].shape).data
-            check_hash(self.directory, key[1], data, tensor.hash)
-            yield key, data
-
-    def _raw(self, key: Key, hash: str) -> bytes:
-        """The bytes of a tensor that is stored as it is."""
-        data = self._bytes(tensor_key(*key), hash)
-        if len(data) != self.size_of(key):
-            raise GearbxError(f"{self.directory / ORIGINAL_FILE}: {shown(key[1])} is not of its own size; {RESTORE}")
-        return data
+                whole = assembled(tensor, parts, self.headers[key[0]].entries[key[1]].shape).data
+            check_hash(self.directory, key[1], whole, tensor.hash)
+            yield key, whole
 
     def _parameter(self, name: str) -> np.ndarray:
         """The bits of a parameter of the model, (..., O, I) or of its own shape."""

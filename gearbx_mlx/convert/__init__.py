@@ -63,18 +63,14 @@ class BudgetSettings(Settings):
             return None
         if self.memory_budget is None:
             raise GearbxError(f"--reserve is {self.reserve}, a part of --memory-budget; give that too, or leave it out")
-        reserved = size_or_share(self.reserve, self.memory_budget)
+        found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", self.reserve)
+        if found and found[2]:
+            reserved = float(found[1]) / 100 * self.memory_budget
+        else:
+            reserved = 0.0 if found and float(found[1]) == 0 else parse_bytes(self.reserve)
         if not 0 <= reserved < self.memory_budget:
             raise GearbxError(f"--reserve is {self.reserve}; give less than --memory-budget: 2GB, 20% or 0")
         return round(reserved)
-
-
-def size_or_share(text: str, whole: int) -> float:
-    """Bytes of "2GB", of "20%" of `whole`, or of "0". Raises GearbxError for anything else."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(%?)\s*", text)
-    if found and found[2]:
-        return float(found[1]) / 100 * whole
-    return 0.0 if found and float(found[1]) == 0 else parse_bytes(text)
 
 
 DESCRIPTION = (

@@ -20,11 +20,18 @@ from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
-from ..conversion.companions import REPORT, begin_again, copy_companions, write_config
 from ..conversion.converter import BASE_FILE, Converter
 from ..conversion.journal import JOURNAL, Plan, read_journal
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
-from ..conversion.original import OriginalFiles, check_names, weights_in
+from ..conversion.original import (
+    REPORT,
+    OriginalFiles,
+    begin_again,
+    check_names,
+    copy_companions,
+    weights_in,
+    write_config,
+)
 from ..decoding.draft_plans import DRAFTING
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
@@ -60,7 +67,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         begin_again(source, work)
     copy_companions(source, work)
     precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
-    plan = plan_of(settings, hashes_of(source), precision)
+    plan = plan_of(settings, source, precision)
     if codes is not None:
         kept = {"format": CODES, "group_size": codes.group_size, "embeddings": EMBEDDINGS[1]}
         plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
@@ -158,17 +165,6 @@ def open_original(source: Path) -> OriginalFiles:
     return files
 
 
-def hashes_of(source: Path) -> dict[str, str]:
-    """The hash of each file of the original's weights, by name. Raises GearbxError where one cannot be read."""
-    hashes = {}
-    for file in weights_in(source):
-        try:
-            hashes[file.name] = header_of(file).hash
-        except OSError as error:
-            raise unreadable(file, error) from error
-    return hashes
-
-
 def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
     """The precision manifest that is to lie beside the gears.
 
@@ -186,11 +182,16 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     return manifest
 
 
-def plan_of(settings: ConvertSettings, hashes: dict[str, str], precision: PrecisionManifest | None) -> Plan:
-    """What to write, before the bits of every layer are found. hashes: of the original's files."""
-    why = "the manifest was measured with"
+def plan_of(settings: ConvertSettings, source: Path, precision: PrecisionManifest | None) -> Plan:
+    """What to write, before the bits of every layer are found. Raises GearbxError where a file cannot be read."""
+    hashes = {}
+    for file in weights_in(source):
+        try:
+            hashes[file.name] = header_of(file).hash
+        except OSError as error:
+            raise unreadable(file, error) from error
     return Plan(
-        **settings.layout.filled(precision, why),
+        **settings.layout.filled(precision, "the manifest was measured with"),
         gears=tuple(gear.bits for gear in settings.ladder),
         dtype=settings.conversion.dtype,
         source=hashes,

@@ -97,14 +97,7 @@ def run(settings: ConvertSettings) -> int:
 
 
 def uploaded_checkpoint(settings: ConvertSettings) -> Path:
-    """Write a checkpoint, and upload it if a repository is named."""
-    out = write_checkpoint(settings)
-    upload(out, settings.conversion.upload_repo)
-    return out
-
-
-def write_checkpoint(settings: ConvertSettings) -> Path:
-    """Write a checkpoint beside its place, and rename it when it is whole."""
+    """Write a checkpoint beside its place, rename it when it is whole, and upload it if a repository is named."""
     conversion = settings.conversion
     out, work = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
@@ -122,6 +115,8 @@ def write_checkpoint(settings: ConvertSettings) -> Path:
         raise GearbxError(
             f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
         ) from error
+    if conversion.upload_repo is not None:
+        upload(out, conversion.upload_repo)
     return out
 
 
@@ -167,15 +162,11 @@ def working_in(work: Path, is_begun: Callable[[Path], bool]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
-            if not was_there and (is_mistake(error) or not is_begun(work)):
+            cause = error.__cause__ or error
+            mistake = isinstance(cause, Exception) and not isinstance(cause, OSError | RuntimeError | MemoryError)
+            if not was_there and (mistake or not is_begun(work)):
                 shutil.rmtree(work, ignore_errors=True)
             raise
-
-
-def is_mistake(error: BaseException) -> bool:
-    """Whether the same command would fail again: not after an interrupt or an error of the system."""
-    cause = error.__cause__ or error
-    return isinstance(cause, Exception) and not isinstance(cause, OSError | RuntimeError | MemoryError)
 
 
 def destination(mlx_path: str | Path) -> tuple[Path, Path]:
@@ -212,10 +203,8 @@ def check_repository(repo: str | None) -> None:
         raise GearbxError(f"--upload-repo {repo}: {one_line(error)}") from error
 
 
-def upload(out: Path, repo: str | None) -> None:
-    """Upload a checkpoint, if a repository is named; the Hub's messages go to stderr."""
-    if repo is None:
-        return
+def upload(out: Path, repo: str) -> None:
+    """Upload a checkpoint; the Hub's messages go to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr):
             hub = HfApi()

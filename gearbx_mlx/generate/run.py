@@ -32,7 +32,6 @@ from ..cli.tables import layers_table, pair_table, summary_table
 from ..compat.versions import versions
 from ..decoding.caches import length
 from ..decoding.mode import Mode
-from ..decoding.pair import Pair
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
 from ..decoding.stream import Responses, stream_generate
@@ -56,8 +55,7 @@ def run_pair(
     pair = load_pair(settings.model, small_model)
     tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
-    threshold = turns.threshold(pair.vocab_size)
-    mode = Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=settings.routing.initial_gear)
+    mode = pair.mode(turns, settings.routing.initial_gear)
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
     status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
@@ -242,7 +240,9 @@ def run(settings: GenerateSettings) -> int:
     if cache is not None:
         cache.check_gear(mode, gearbox)
     if settings.output.describe:
-        describe(gearbox, mode)
+        terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+        if mode.about():
+            terminal.note(mode.about())
     with geared.governor(settings.output.verbose) as controller:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
@@ -306,13 +306,6 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
     if settings.routing.thresholds == AUTO and settings.output.verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
-
-
-def describe(gearbox: Gearbox | Observer, mode: Mode) -> None:
-    """Print what every layer runs on, and how."""
-    terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
-    if mode.about():
-        terminal.note(mode.about())
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

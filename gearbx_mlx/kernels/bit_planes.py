@@ -129,7 +129,7 @@ class PanelPlanes(Planes):
         return Planes(*self.each(lambda array: array[chosen // rows, :, chosen % rows]))
 
     def by_row(self) -> Planes:
-        return Planes(*self.each(one_after_the_other))
+        return Planes(*self.each(lambda array: mx.contiguous(array.swapaxes(1, 2)).reshape(-1, array.shape[1])))
 
     def in_panels(self, rows: int) -> Planes:
         return self
@@ -141,11 +141,6 @@ class PanelPlanes(Planes):
 def side_by_side(array: mx.array, rows: int) -> mx.array:
     """(O, K) as (O / rows, K, rows)."""
     return mx.contiguous(array.reshape(-1, rows, array.shape[-1]).swapaxes(1, 2))
-
-
-def one_after_the_other(array: mx.array) -> mx.array:
-    """(P, K, R) as (P R, K)."""
-    return mx.contiguous(array.swapaxes(1, 2)).reshape(-1, array.shape[1])
 
 
 def plane_shifts(widths: Sequence[int]) -> list[int]:
@@ -190,17 +185,8 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
     """Like `planes_matmul`, for stacked experts (E, O, ...); `indices` names an expert for each vector."""
 
     def product(weight: mx.array, bias: mx.array, width: int) -> mx.array:
-        return mx.gather_qmm(
-            x,
-            weight,
-            planes.scales,
-            bias,
-            rhs_indices=indices,
-            transpose=True,
-            group_size=planes.group_size,
-            bits=width,
-            sorted_indices=sorted_indices,
-        )
+        arrays, group_size = (weight, planes.scales, bias), planes.group_size
+        return mx.gather_qmm(x, *arrays, None, indices, True, group_size, width, sorted_indices=sorted_indices)
 
     return sum_planes(product, planes.with_biases(x.dtype))
 

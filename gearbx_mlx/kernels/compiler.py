@@ -112,19 +112,6 @@ class Recipe:
     link: list[str]
     processor: str
 
-    @property
-    def runs(self) -> int:
-        """How often the compiler runs: for each kernel, for the bindings, and to link."""
-        return len(self.kernels) + 2
-
-    @property
-    def sources(self) -> list[Path]:
-        return [*self.kernels, *self.bindings]
-
-    @property
-    def command(self) -> list[str]:
-        return [*self.compiler, *self.flags]
-
 
 def find_compiler() -> list[str]:
     """The compiler's command: CXX, or the first of COMPILERS that is installed.
@@ -204,7 +191,9 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
 def hash_recipe(recipe: Recipe) -> str:
     """24 hexadecimal digits that change with everything the compiled library depends on, except the compiler."""
     digest = hashlib.sha256()
-    names = (source.name for source in recipe.sources)  # a clone and an installed package share what is compiled
+    names = (
+        source.name for source in (*recipe.kernels, *recipe.bindings)
+    )  # a clone and an installed package share what is compiled
     texts = (*recipe.flags, *COLD, *names, *recipe.link)
     for text in (*texts, recipe.processor, version("mlx"), version("nanobind"), sys.version):
         digest.update(os.fsencode(text) + b"\0")
@@ -223,25 +212,25 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
     """Compile the sources into `library`; the object files stay beside it.
 
     Args:
-        compiled: called after each of the recipe's runs of the compiler.
+        compiled: called each time that the compiler has run: for each kernel, for the bindings, and to link.
 
     Raises:
         Unavailable: the compiler cannot be run, fails, takes too long, or writes no library.
     """
-    bindings = library.with_name("bindings.cpp")
+    command, bindings = [*recipe.compiler, *recipe.flags], library.with_name("bindings.cpp")
     bindings.write_text("".join(f'#include "{source}"\n' for source in recipe.bindings))
     units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # the longest one first
     objects = {source: str(library.with_name(f"{source.stem}.o")) for source in units}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        commands = ([*recipe.command, *own, "-c", str(s), "-o", objects[s]] for s, own in units.items())
+        commands = ([*command, *own, "-c", str(s), "-o", objects[s]] for s, own in units.items())
         for _ in pool.map(run_compiler, commands):
             compiled()
     # Of an inline function in several objects, the linker keeps the first: the bindings' slower one is the last.
     linked = [*(objects[kernel] for kernel in recipe.kernels), objects[bindings]]
-    run_compiler([*recipe.command, "-shared", *linked, *recipe.link, "-o", str(library)])
+    run_compiler([*command, "-shared", *linked, *recipe.link, "-o", str(library)])
     compiled()
     if not library.is_file():
-        raise Unavailable(f"{Path(recipe.command[0]).name} reported success and wrote no CPU kernels")
+        raise Unavailable(f"{Path(command[0]).name} reported success and wrote no CPU kernels")
 
 
 def run_compiler(command: list[str]) -> None:

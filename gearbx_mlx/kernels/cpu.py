@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import mlx.core as mx
 
@@ -30,6 +29,7 @@ from .compiler import (
     hash_recipe,
     make_recipe,
 )
+from .exact import ExactMatrix
 from .library_cache import (
     CachedLibrary,
     CacheUnusable,
@@ -152,7 +152,7 @@ def _load_whole(entry: CachedLibrary) -> ModuleType | None:
 
 
 def _compile(recipe: Recipe, library: Path) -> None:
-    with while_compiling(recipe.runs) as compiled:
+    with while_compiling(len(recipe.kernels) + 2) as compiled:  # with the bindings, and what links all
         compile_library(recipe, library, compiled)
 
 
@@ -201,16 +201,17 @@ def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.a
     codes = mx.dequantize(words, scales, biases, 64, 4)
     dense = (x[:, None] * weight).sum(-1)
     heads, seen = x[None, None], mx.array([[True]])
-    exact = exact_arrays(words)
     whole = mx.dequantize(words, mx.ones((3, 1)), mx.zeros((3, 1)), 64, 4)
+    exact = exact_matrix(words, whole.astype(mx.bfloat16))
+    stacked = exact.each(lambda array: array[None])
     by_whole = (x[:, None] * whole).sum(-1)
     return [
         (lambda: module.dense_matvec(x, weight), dense),
         (lambda: module.stack_matvec(x, [words], scales, [biases], [4], 64), (x[:, None] * codes).sum(-1)),
         (lambda: module.dense_experts(x, weight[None], mx.array([0])), dense[None]),
-        (lambda: module.exact_matvec(x, **exact), by_whole),
-        (lambda: module.exact_decode(**exact), whole.astype(mx.bfloat16)),
-        (lambda: module.exact_experts(x, **one_expert(exact), indices=mx.array([0])), by_whole[None]),
+        (lambda: module.exact_matvec(x, *exact), by_whole),
+        (lambda: module.exact_decode(*exact), whole.astype(mx.bfloat16)),
+        (lambda: module.exact_experts(x, *stacked, mx.array([0])), by_whole[None]),
         (lambda: module.rms_norm(mx.full((1, 64), 2.0), x[0], 0.0), x),
         (lambda: module.swiglu(mx.zeros_like(x), x), mx.zeros_like(x)),
         (lambda: module.rope(heads, mx.ones(8), False, 1.0, 0), heads),
@@ -219,24 +220,9 @@ def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.a
     ]
 
 
-def exact_arrays(words: mx.array) -> dict[str, Any]:
-    """The codes of packed words (3, 8) as exact weights 0 to 15. Scale 1 and bias 0: code 0 is the zero cell."""
+def exact_matrix(words: mx.array, weight: mx.array) -> ExactMatrix:
+    """Exact weights 0 to 15, which are their own codes. Scale 1 and bias 0: code 0 is near zero."""
     one, none = mx.full((3, 1), 0x3F80, mx.uint16), mx.zeros((3, 1), mx.uint16)  # 0x3F80: bf16 of 1
-    codes = mx.dequantize(words, mx.ones((3, 1)), mx.zeros((3, 1)), 64, 4).astype(mx.bfloat16)
-    offsets = mx.concatenate([mx.array([0]), mx.cumsum((codes == 0).sum(-1))]).astype(mx.uint32)
-    return {
-        "weights": [words],
-        "scales": one,
-        "biases": [none],
-        "low": (codes.view(mx.uint16) & 255).astype(mx.uint8),
-        "high": mx.zeros(3 * 64, mx.uint8),
-        "offsets": offsets,
-        "widths": [4],
-        "group": 64,
-    }
-
-
-def one_expert(exact: dict[str, Any]) -> dict[str, Any]:
-    """Exact weights as those of a mixture of one expert."""
-    stacked = {name: exact[name][None] for name in ("scales", "low")}
-    return exact | stacked | {name: [each[None] for each in exact[name]] for name in ("weights", "biases")}
+    low = (weight.view(mx.uint16) & 255).astype(mx.uint8)
+    offsets = mx.concatenate([mx.array([0]), mx.cumsum((weight == 0).sum(-1))]).astype(mx.uint32)
+    return ExactMatrix([words], one, [none], low, mx.zeros(3 * 64, mx.uint8), offsets, [4], 64)

@@ -42,7 +42,7 @@ SMALLEST = 2**18  # weights: of fewer, a launch takes longer than the product
 
 CPU, METAL, GPU = "cpu", "metal", "gpu"  # GPU: one that is not Apple's
 
-NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = OPERATIONS = (
+OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
     "norms",
     "gates",
     "positions",
@@ -115,18 +115,13 @@ def on_cpu() -> bool:
 
 def is_metal(x: mx.array) -> bool:
     """Whether a Metal kernel takes activations (..., I), in a model for which `choose` allows native kernels."""
-    return bool(metal.available()) and metal.takes(x, x.shape[-1])
+    return metal.available() and metal.takes(x, x.shape[-1])
 
 
 def cpu_kernels(vectors: int) -> ModuleType | None:
     """The native CPU kernels, if they take this number of vectors; else None."""
     fits = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
     return cpu.native() if fits and on_cpu() else None
-
-
-def cpu_kernels_for(x: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if they take activations (..., I); else None."""
-    return cpu_kernels(x.size // x.shape[-1] if x.size else 0)
 
 
 @dataclass(frozen=True)
@@ -166,8 +161,7 @@ class Kind:
             return (NATIVE,) if cpu.native() is not None else ()
         if device() == GPU or vectors > metal.MAX_VECTORS:
             return ()
-        fits = metal.fits_threadgroup(self.shape[-1], vectors, dtype)
-        possible = [name for name in self.variants if name != "threadgroup" or fits]
+        possible = metal.fitting_variants(self.variants, self.shape[-1], vectors, dtype)
         return tuple(sorted(possible, key=lambda name: name != metal.expected_variant(vectors)))
 
 
@@ -297,8 +291,9 @@ def attention(
             sequence then has the bits that it has without these keys.
     """
     arrays = queries, keys, values
-    if metal.available() and metal_attention.takes_attention(*arrays, mask):
-        return metal_attention.attention(*arrays, scale, mask)
+    y = metal_attention.attention(*arrays, scale, mask) if metal.available() else None
+    if y is not None:
+        return y
     kernel = fused_kernel("attention") if are_attention(*arrays, mask) else None
     how = (False, mask) if isinstance(mask, mx.array) else (mask == "causal", None)
     wide = (array.astype(mx.float32) for array in arrays)
@@ -309,8 +304,9 @@ def nested_attention(
     queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
 ) -> mx.array | None:
     """Like `attention`, with the first keys and values read from planes; None if there is no kernel."""
-    if metal.available() and metal_attention.takes_nested(queries, nested, mask):
-        return metal_attention.nested_attention(queries, nested, scale, mask)
+    y = metal_attention.nested_attention(queries, nested, scale, mask) if metal.available() else None
+    if y is not None:
+        return y
     keys, values = nested.entries
     fits = queries.dtype == mx.float32 and are_nested(queries, keys, values, mask)
     kernel = fused_kernel("nested_attention") if fits else None
@@ -321,9 +317,7 @@ def nested_attention(
 
 def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] | None:
     """Planes of 4 bits, scales and offsets of vectors (B, H, S, D) (`formats/kv_cache.py`); None without a kernel."""
-    kernel: Callable[..., Any] | None = (
-        fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
-    )
+    kernel: Any = fused_kernel("pack_kv") if vectors.dtype == mx.float32 and vectors.size > 0 else None
     return None if kernel is None else kernel(vectors, planes, group_size)
 
 

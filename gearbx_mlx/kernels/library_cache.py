@@ -11,7 +11,6 @@ any machine that shares the directory.
 """
 
 import atexit
-import contextlib
 import functools
 import hashlib
 import os
@@ -194,10 +193,16 @@ def replace(source: Path, target: Path) -> None:
     os.replace(source, target)
 
 
-@contextlib.contextmanager
+@contextmanager
 def process_directory(parent: Path, prefix: str) -> Iterator[Path]:
     """A new directory that no other user may read, removed afterwards. Raises OSError if there can be none."""
-    path, handle = make_locked(parent, prefix)
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        with suppress(FileNotFoundError):
+            handle = os.open(path, os.O_RDONLY)
+            if lock(handle) is not False and path.exists():
+                break
+            os.close(handle)  # another process found it before it was locked, and removes it
     try:
         yield path
     finally:
@@ -205,23 +210,12 @@ def process_directory(parent: Path, prefix: str) -> Iterator[Path]:
         os.close(handle)
 
 
-def make_locked(parent: Path, prefix: str) -> tuple[Path, int]:
-    """A new directory, and the open handle that locks it."""
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-        with contextlib.suppress(FileNotFoundError):
-            handle = os.open(path, os.O_RDONLY)
-            if lock(handle) is not False and path.exists():
-                return path, handle
-            os.close(handle)  # another process found it before it was locked, and removes it
-
-
 def remove_abandoned(parent: Path, prefix: str) -> None:
     """Remove this user's directories from `process_directory` whose processes are dead."""
     made = re.compile(re.escape(prefix) + "[a-z0-9_]{8}")  # as tempfile names them
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+    with suppress(OSError), os.scandir(parent) as entries:
         for path in [entry.path for entry in entries if made.fullmatch(entry.name)]:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 remove_if_abandoned(path)
 
 

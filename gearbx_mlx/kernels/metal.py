@@ -126,24 +126,18 @@ STAGED_BYTES = 24 * 1024
 LEAST_ELEMENTS = 8
 
 
-@dataclass(frozen=True)
-class Availability:
-    """Whether Metal kernels can run here; if not, `reason` says why in one line."""
-
-    ok: bool
-    reason: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-def available() -> Availability:
+def available() -> bool:
     """Whether `Launch.run` can run on MLX's default device."""
-    if not mx.metal.is_available():
-        return Availability(False, "Metal kernels need a Mac with Apple silicon: this MLX has no Metal device")
-    if mx.default_device() != mx.Device(mx.gpu):
-        return Availability(False, "Metal kernels run on the GPU, and MLX's default device is the CPU")
-    return Availability(True)
+    return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
+
+
+def check_available() -> None:
+    """Raises GearbxError where Metal kernels cannot run, with the reason in one line."""
+    if available():
+        return
+    if mx.metal.is_available():
+        raise GearbxError("Metal kernels run on the GPU, and MLX's default device is the CPU")
+    raise GearbxError("Metal kernels need a Mac with Apple silicon: this MLX has no Metal device")
 
 
 @dataclass(frozen=True)
@@ -187,6 +181,12 @@ def expected_variant(vectors: int) -> str:
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
     """Whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
     return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
+
+
+def fitting_variants(names: Sequence[str], columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
+    """Those of the variants that take activations of this size."""
+    fits = fits_threadgroup(columns, vectors, dtype)
+    return [name for name in names if name != "threadgroup" or fits]
 
 
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
@@ -240,15 +240,12 @@ class Prepared:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
-        shape: tuple[int, ...] = self.options["output_shapes"][0]
-        return shape
+        return self.options["output_shapes"][0]
 
     @functools.cached_property
     def kernel(self) -> Any:
         """What makes the result. Raises GearbxError where Metal is not available."""
-        can = available()
-        if not can:
-            raise GearbxError(can.reason)
+        check_available()
         return nothing if 0 in self.shape else build(self.spec)
 
     def __call__(self, *inputs: Any) -> mx.array:
@@ -259,7 +256,7 @@ class Prepared:
         """
         complete = self.completed(inputs) if self.few else (*inputs, *self.numbers)
         out = self.kernel(inputs=complete, **self.options)[0]
-        return out if self.view is None else self.result(out)
+        return self.result(out)
 
     def completed(self, inputs: Sequence[Any]) -> list[Any]:
         """The inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no padding."""

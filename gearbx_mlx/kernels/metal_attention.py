@@ -53,13 +53,13 @@ DENSE = Entries()
 
 def attention(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
-) -> mx.array:
-    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
+) -> mx.array | None:
+    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; None if there is no kernel for it.
 
-    A query that sees no key gets zeros. Arguments and errors as for `parts_launch`.
+    Sums are in float32. A query that sees no key gets zeros. Arguments as for `parts_launch`.
     """
-    parts = parts_launch(queries, keys, values, scale, mask).run()
-    return join_launch(parts, queries.dtype).run()
+    parts = parts_launch(queries, keys, values, scale, mask)
+    return None if parts is None else join_launch(parts.run(), queries.dtype).run()
 
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
@@ -82,8 +82,10 @@ def padding(dtype: mx.Dtype) -> int:
 
 def parts_launch(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
-) -> Launch:
+) -> Launch | None:
     """The launch for the sums over each block of keys, (B, H, L, blocks, D + 2) float32 (metal/attention.metal).
+
+    None for arguments that do not fit each other, or are too wide for threadgroup memory.
 
     Arrays are read by their strides, so that a cache which has room for more keys is not copied.
 
@@ -91,15 +93,9 @@ def parts_launch(
         queries: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16.
         keys, values: (B, H / a whole number, S, D) of the same type, S >= L.
         mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
-
-    Raises:
-        GearbxError: the arguments do not fit each other, or are too wide for threadgroup memory.
     """
     if not takes_attention(queries, keys, values, mask):
-        raise GearbxError(
-            f"attention of queries {queries.shape} {queries.dtype}, keys {keys.shape} {keys.dtype} and values "
-            f"{values.shape} {values.dtype} has no Metal kernel"
-        )
+        return None
     return entries_launch(queries, keys.shape[1], keys.shape[2], (keys, values), DENSE, scale, mask)
 
 
@@ -250,53 +246,47 @@ def form_of(nested: NestedEntries, dims: int) -> Form | None:
     return form if dims % groups == 0 and 0 not in widths and form.runs() else None
 
 
-def takes_nested(queries: mx.array, nested: NestedEntries, mask: mx.array | str | None) -> bool:
-    """Whether `nested_attention` takes these: shapes, types, widths of planes, 1 to 16 queries, the tile's size."""
+def takes_nested(queries: mx.array, nested: NestedEntries, mask: mx.array | str | None) -> Form | None:
+    """The form of planes that `nested_attention` takes: shapes, types, widths, 1 to 16 queries, the tile's size."""
     if queries.ndim != 4 or queries.size == 0 or queries.dtype not in DTYPES or queries.shape[2] > MAX_VECTORS:
-        return False
+        return None
     dims, dtype = queries.shape[3], queries.dtype
     form = form_of(nested, dims)
     if form is None or not known_mask(mask) or not fits_tile(dims, dtype):
-        return False
+        return None
     batch, heads = nested.planes[0][0].shape[:2]
     of_entries = (batch, heads, nested.positions, dims)
-    return (
+    fits = (
         heads_fit(queries.shape, of_entries)
         and all(form.describes(arrays, batch, heads, dtype) for arrays in nested.planes)
         and (not form.entries or all(array.shape == of_entries and array.dtype == dtype for array in nested.entries))
     )
+    return form if fits else None
 
 
-def nested_attention(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> mx.array:
-    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; sums are in float32.
+def nested_attention(
+    queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None
+) -> mx.array | None:
+    """softmax(scale * queries keys^T) values, (B, H, L, D) of the queries' type; None if there is no kernel for it.
 
-    Numbers that planes stand for are rounded to that type. A query that sees no key gets zeros. Arguments and errors as
-    for `nested_launch`.
+    Sums are in float32, and numbers that planes stand for are rounded to that type. A query that sees no key gets
+    zeros. Arguments as for `nested_launch`.
     """
-    parts = nested_launch(queries, nested, scale, mask).run()
-    return join_launch(parts, queries.dtype).run()
+    parts = nested_launch(queries, nested, scale, mask)
+    return None if parts is None else join_launch(parts.run(), queries.dtype).run()
 
 
-def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch:
-    """The launch for the sums over each block of keys, as `metal_attention.parts_launch`.
-
-    Arrays are read by their strides, so that a cache which has room for more positions is not copied.
+def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch | None:
+    """The launch for the sums over each block of keys, as `parts_launch`.
 
     Args:
         queries: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16.
         nested: entries and scales of the queries' type, of H / a whole number heads.
-        mask: "causal"; a bool array that broadcasts to (B, H, L, S), true for keys that a query sees; or None for all.
-
-    Raises:
-        GearbxError: the arguments do not fit each other, or have no kernel.
+        mask: as for `parts_launch`.
     """
-    form = form_of(nested, queries.shape[-1])
-    if form is None or not takes_nested(queries, nested, mask):
-        raise GearbxError(
-            f"attention of queries {queries.shape} {queries.dtype} over {nested.packed} of "
-            f"{nested.entries[0].shape[2]} positions in planes {[array.shape for array in nested.planes[0]]} "
-            "has no Metal kernel"
-        )
+    form = takes_nested(queries, nested, mask)
+    if form is None:
+        return None
     read = [with_room(array[:, :, : nested.packed]) for arrays in nested.planes for array in arrays]
     given, heads = [*nested.entries, *read] if form.entries else read, read[0].shape[1]
     known = entries_of(form.widths, form.group_size, form.entries)

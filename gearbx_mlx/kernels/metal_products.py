@@ -40,8 +40,8 @@ CHUNK = 8  # columns of a dense weight that a lane reads at a time
 SIMD_GROUPS = 2  # of a dense product's threadgroup
 
 GROUP_SIZES = (32, 64, 128)  # of planes
-ROWWISE_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus an offset
-GROUPWISE_BITS, GROUPWISE_SIZE, GROUPWISE_OFFSET = 4, 32, 8
+SYMMETRIC_OFFSET = {8: 128, 6: 32, 4: 8, 2: 2}  # codes of 8 bits are stored signed, and read as unsigned plus it
+GROUPWISE_SIZE = 32
 ALIGNMENT = 16  # bytes; of a row
 
 ROW_CODES = {2: 16, 3: 10, 4: 8, 5: 6, 6: 5}  # bits to codes in two words of 16 bits, with one codebook per row
@@ -150,42 +150,24 @@ def prepare(
     Raises:
         GearbxError: the activations, the indices or the bias do not fit the weights.
     """
-    if indices is not None and bias is not None:
+    if indices is None:
+        check_product(x, rows, columns, bias)
+    elif bias is not None:
         raise GearbxError("experts take no output bias; add it to their products")
-    if indices is not None:
-        return experts_launch(x, layout, arrays, (rows, columns, row_words), indices, variant, most_outliers)
-    check_product(x, rows, columns, bias)
-    vectors = x.size // columns
-    chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
-    staged = vectors * columns if chosen.name == "threadgroup" else 0
-    spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, columns % layout.codes != 0, staged)
-    return product_launch(spec, [x, *arrays, *([] if bias is None else [bias])], [rows, columns, row_words])
-
-
-def experts_launch(
-    x: mx.array,
-    layout: PackedLayout,
-    arrays: Sequence[mx.array],
-    sizes: tuple[int, int, int],
-    indices: mx.array,
-    variant: str | None,
-    most_outliers: int | None,
-) -> Launch:
-    """`prepare` for experts. sizes: rows, columns and row_words."""
-    rows, columns, _ = sizes
-    if not takes_experts(x, indices) or x.shape[-1] != columns:
+    elif not takes_experts(x, indices) or x.shape[-1] != columns:
         raise GearbxError(
             f"activations {x.shape} {x.dtype} and indices {indices.shape} are not vectors (1, {columns}) of float16, "
             "bfloat16 or float32, one for each index or for all that differ in the last dimension"
         )
-    chosen = choose_variant(layout.bits, columns, 1, x.dtype, variant)
-    staged = columns if chosen.name == "threadgroup" else 0
-    spec = Spec(layout, 1, chosen, False, x.dtype, columns % layout.codes != 0, staged, experts=True)
-    all_threads, threadgroup = threads(chosen, rows)
-    how = options(all_threads * indices.size, threadgroup, (*indices.shape, 1, rows), x.dtype)
-    inputs = (x, *arrays, indices)
-    numbers = [*sizes, pairs_of_a_vector(x, indices), *([] if most_outliers is None else [most_outliers])]
-    return Launch(Prepared(spec, how, (mx.array(numbers, mx.int32),), places_of_few(inputs)), inputs)
+    vectors = x.size // columns if indices is None else 1
+    chosen = choose_variant(layout.bits, columns, vectors, x.dtype, variant)
+    staged = vectors * columns if chosen.name == "threadgroup" else 0
+    ragged, of_experts = columns % layout.codes != 0, indices is not None
+    spec = Spec(layout, vectors, chosen, bias is not None, x.dtype, ragged, staged, of_experts)
+    sizes, last = [rows, columns, row_words], bias if indices is None else indices
+    if indices is not None:
+        sizes += [pairs_of_a_vector(x, indices) or 0, *([] if most_outliers is None else [most_outliers])]
+    return product_launch(spec, [x, *arrays, *([] if last is None else [last])], sizes, indices)
 
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
@@ -220,10 +202,17 @@ def threads(variant: Variant, rows: int) -> tuple[int, int]:
     return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
 
 
-def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int]) -> Launch:
-    """The launch of a product's kernel. inputs: x, packed arrays, bias. sizes: rows first, as the text reads them."""
-    rows = sizes[0]
-    how = options(*threads(spec.variant, rows), (*inputs[0].shape[:-1], rows), spec.dtype)
+def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], indices: mx.array | None = None) -> Launch:
+    """The launch of a product's kernel.
+
+    Args:
+        inputs: x, packed arrays, then the bias or the indices. sizes: rows first, as the text reads them.
+    """
+    rows, leading, pairs = sizes[0], inputs[0].shape[:-1], 1
+    if indices is not None:
+        leading, pairs = (*indices.shape, 1), indices.size
+    all_threads, threadgroup = threads(spec.variant, rows)
+    how = options(all_threads * pairs, threadgroup, (*leading, rows), spec.dtype)
     return Launch(Prepared(spec, how, (mx.array(sizes, mx.int32),), places_of_few(inputs)), tuple(inputs))
 
 
@@ -312,26 +301,27 @@ def dimensions(indices: mx.array | None) -> int:
 
 
 @functools.cache
-def rowwise_layout(bits: int) -> PackedLayout:
-    """The layout of per-channel codes."""
+def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
+    """The layout of symmetric codes with a scale per row, or per group."""
+    offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
+    of_scales: dict[str, object] = {
+        "GROUP_SIZE": GROUPWISE_SIZE if grouped else "columns",
+        "GROUP_SCALE": "float(scales[group])" if grouped else "1.0f",
+        "GROUP_OFFSET": f"({offset} * scale)" if grouped else offset,
+        "ROW_SCALE": "1.0f" if grouped else "float(scales[row])",
+        "SCALE_ARRAYS": "DO(scales, rows * groups)" if grouped else "DO(scales, rows)",
+    }
     return PackedLayout(
-        name=f"rowwise_{bits}",
+        name="groupwise" if grouped else f"rowwise_{bits}",
         bits=bits,
         arrays=("w0", "scales"),
         macros=named(
-            PLANES=f"DO(w0, {bits}, 0)",
-            ROW_WORDS="row_words",
-            SIGN_BITS="0x8080" if bits == 8 else 0,
-            GROUP_SIZE="columns",
-            GROUP_SCALE="1.0f",
-            GROUP_OFFSET=f"-{ROWWISE_OFFSET[bits]}.0f",
-            ROW_SCALE="float(scales[row])",
-            SCALE_ARRAYS="DO(scales, rows)",
+            PLANES=f"DO(w0, {bits}, 0)", ROW_WORDS="row_words", SIGN_BITS="0x8080" if bits == 8 else 0, **of_scales
         ),
     )
 
 
-def rowwise_launch(
+def symmetric_launch(
     x: mx.array,
     weight: mx.array,
     scales: mx.array,
@@ -341,79 +331,30 @@ def rowwise_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """The launch for x @ W^T + bias over per-channel codes; the product is (..., O).
+    """The launch for x @ W^T + bias over symmetric codes; the product is (..., O).
 
     Args:
         x, bias, variant, indices: as for `prepare`.
         weight: (O, bytes) from `formats.rowwise.pack_symmetric_codes`: int8 for 8 bits, else uint8. Of experts, this
             and `scales` have a leading dimension E.
-        scales: (O,).
+        scales: (O,), of rows; or (O, G) of codes of 4 bits in groups, G = width / 32 rounded up.
         bits: 8, 6, 4 or 2.
         width: codes of a row without padding.
 
     Raises:
         GearbxError: the arguments do not fit each other.
 
-    Source: GEARBX 5.2, 8.1, 8.2.
+    Source: GEARBX 5.2, 8.1, 8.2; AION 3.2 for groups.
     """
-    if bits not in ROWWISE_OFFSET:
+    if bits not in SYMMETRIC_OFFSET:
         raise GearbxError(f"per-channel codes of {bits} bits are none of 8, 6, 4, 2")
     _check_rows(weight, mx.int8 if bits == 8 else mx.uint8, bits, width, dimensions(indices))
-    rows, row_bytes = weight.shape[-2:]
-    if scales.shape != weight.shape[:-1]:
-        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows")
-    layout = rowwise_layout(bits)
-    return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
-
-
-@functools.cache
-def groupwise_layout() -> PackedLayout:
-    """The layout of groupwise codes."""
-    return PackedLayout(
-        name="groupwise",
-        bits=GROUPWISE_BITS,
-        arrays=("w0", "scales"),
-        macros=named(
-            PLANES=f"DO(w0, {GROUPWISE_BITS}, 0)",
-            ROW_WORDS="row_words",
-            SIGN_BITS=0,
-            GROUP_SIZE=GROUPWISE_SIZE,
-            GROUP_SCALE="float(scales[group])",
-            GROUP_OFFSET=f"(-{GROUPWISE_OFFSET}.0f * scale)",
-            ROW_SCALE="1.0f",
-            SCALE_ARRAYS="DO(scales, rows * groups)",
-        ),
-    )
-
-
-def groupwise_launch(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    width: int,
-    bias: mx.array | None = None,
-    variant: str | None = None,
-    indices: mx.array | None = None,
-) -> Launch:
-    """The launch for x @ W^T + bias over groupwise codes; the product is (..., O).
-
-    Args:
-        x, bias, variant, indices: as for `prepare`.
-        weight: (O, G * 16) uint8 as `formats.groupwise` packs it, G = width / 32 rounded up. Of experts, this and
-            `scales` have a leading dimension E.
-        scales: (O, G).
-        width: codes of a row without padding.
-
-    Raises:
-        GearbxError: the arguments do not fit each other.
-
-    Source: AION 3.2; GEARBX 8.1 for the variants.
-    """
-    _check_rows(weight, mx.uint8, GROUPWISE_BITS, width, dimensions(indices))
     (rows, row_bytes), groups = weight.shape[-2:], -(-width // GROUPWISE_SIZE)
-    if scales.shape != (*weight.shape[:-1], groups):
-        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows of {groups} groups")
-    layout = groupwise_layout()
+    grouped = scales.ndim == weight.ndim
+    if scales.shape != (*weight.shape[:-1], *([groups] if grouped else [])):
+        of_groups = f" of {groups} groups" if grouped else ""
+        raise GearbxError(f"scales of shape {scales.shape} do not fit {rows} rows{of_groups}")
+    layout = symmetric_layout(bits, grouped)
     return prepare(x, layout, [weight, scales], rows, width, row_bytes // 2, bias, variant, indices)
 
 
@@ -542,53 +483,31 @@ def codebook_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """The launch for x @ W^T + bias over one codebook per row; the product is (..., O).
+    """The launch for x @ W^T + bias over one codebook per row, or a library of 32 codebooks; the product is (..., O).
 
     Args:
         x, bias, variant, indices: as for `prepare`.
         arrays: from `formats.codebook.encode`: `weight` (O, words), `codebook` (O, 2^bits) float16, and the outliers.
-            Of experts, all have a leading dimension E.
-        bits: 2 to 6.
+            From `formats.codebook_library.encode`: `weight`, `library` (32, 2^bits) float16; `entries`, `scales` and
+            `midpoints` (O, I / 128 rounded up); and the outliers. Of experts, all have a leading dimension E.
+        bits: 2 to 6; of a library 2, 3 or 4.
 
     Raises:
         GearbxError: the arguments do not fit each other.
 
-    Source: XFP 3.3, 5.
+    Source: XFP 3.3, 3.4, 5.
     """
-    sizes = _sizes_of_codebook(x, arrays, bits, () if indices is None else arrays["weight"].shape[:1])
+    experts = () if indices is None else arrays["weight"].shape[:1]
+    if "library" in arrays:
+        sizes, layout_of = _sizes_of_library(x, arrays, bits, experts), library_layout
+    else:
+        sizes, layout_of = _sizes_of_codebook(x, arrays, bits, experts), codebook_layout
     most_outliers = arrays["outliers"].shape[-1]
-    return prepare(x, codebook_layout(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
-
-
-def library_launch(
-    x: mx.array,
-    arrays: Mapping[str, mx.array],
-    bits: int,
-    bias: mx.array | None = None,
-    variant: str | None = None,
-    indices: mx.array | None = None,
-) -> Launch:
-    """The launch for x @ W^T + bias over a library of 32 codebooks; the product is (..., O).
-
-    Args:
-        x, bias, variant, indices: as for `prepare`.
-        arrays: from `formats.codebook_library.encode`: `weight` (O, words), `library` (32, 2^bits) float16; `entries`,
-            `scales` and `midpoints` (O, I / 128 rounded up); and the outliers. Of experts, all have a leading
-            dimension E.
-        bits: 2, 3 or 4.
-
-    Raises:
-        GearbxError: the arguments do not fit each other.
-
-    Source: XFP 3.4, 5.
-    """
-    sizes = _sizes_of_library(x, arrays, bits, () if indices is None else arrays["weight"].shape[:1])
-    most_outliers = arrays["outliers"].shape[-1]
-    return prepare(x, library_layout(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
+    return prepare(x, layout_of(bits), inputs_of(arrays), *sizes, bias, variant, indices, most_outliers)
 
 
 def _sizes_of_codebook(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...] = ()
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
     """Rows, columns and words of 16 bits from row to row. Raises GearbxError for arrays that do not fit each other."""
     if bits not in ROW_CODES:
@@ -604,7 +523,7 @@ def _sizes_of_codebook(
 
 
 def _sizes_of_library(
-    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...] = ()
+    x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
     """The same for a library."""
     if bits not in LIBRARY_BITS:

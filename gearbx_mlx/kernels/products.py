@@ -12,17 +12,15 @@ import mlx.core as mx
 
 from . import cpu, metal
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
-from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, cpu_kernels_for, is_metal, on_cpu
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, is_metal, on_cpu
 from .exact import ExactMatrix, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
     codebook_launch,
     dense_launch,
-    groupwise_launch,
     inputs_of,
-    library_launch,
     planes_launch,
-    rowwise_launch,
+    symmetric_launch,
     takes_dense,
     takes_experts,
 )
@@ -85,14 +83,9 @@ def symmetric_product(
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return None
-    weight, scales, bits, width = codes
-    if not is_metal(x):
-        return add_bias(compiled().symmetric_matvec(x, weight, scales, bits, x_bits).astype(x.dtype), bias)
-    if scales.ndim == 1:
-        launch = rowwise_launch(x, weight, scales, bits, width, bias, variant_of(kernel))
-    else:
-        launch = groupwise_launch(x, weight, scales, width, bias, variant_of(kernel))
-    return launched(launch, bias, chosen)
+    if is_metal(x):
+        return launched(symmetric_launch(x, *codes, bias, variant_of(kernel)), bias, chosen)
+    return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
 def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None) -> mx.array:
@@ -125,14 +118,12 @@ def codebook_product(
     y = again(x, inputs_of(arrays), bias, chosen)
     if y is not None:
         return y
-    library = "library" in arrays
     kernel = kernel_for(x, chosen)
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
     if is_metal(x):
-        launch = library_launch if library else codebook_launch
-        return launched(launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
-    product = compiled().library_matvec if library else compiled().codebook_matvec
+        return launched(codebook_launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
+    product = compiled().library_matvec if "library" in arrays else compiled().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
 
 
@@ -191,13 +182,7 @@ def symmetric_experts(
     kernel = kernel_for_experts(x, indices, chosen) if metal.available() else MLX
     if kernel in STOCK:
         return None
-    weight, scales, bits, width = codes
-    how = None, variant_of(kernel), indices
-    if scales.ndim == 2:
-        launch = rowwise_launch(x, weight, scales, bits, width, *how)
-    else:
-        launch = groupwise_launch(x, weight, scales, width, *how)
-    return launched(launch, indices, chosen)
+    return launched(symmetric_launch(x, *codes, None, variant_of(kernel), indices), indices, chosen)
 
 
 def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -219,14 +204,12 @@ def codebook_experts(
     y = again(x, inputs_of(arrays), indices, chosen)
     if y is not None:
         return y
-    library = "library" in arrays
     kernel = kernel_for_experts(x, indices, chosen)
     if kernel in STOCK:
         return None
     if metal.available():
-        launch = library_launch if library else codebook_launch
-        return launched(launch(x, arrays, bits, None, variant_of(kernel), indices), indices, chosen)
-    product = compiled().library_experts if library else compiled().codebook_experts
+        return launched(codebook_launch(x, arrays, bits, None, variant_of(kernel), indices), indices, chosen)
+    product = compiled().library_experts if "library" in arrays else compiled().codebook_experts
     return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
@@ -257,10 +240,11 @@ def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
     Args:
         chosen: for the layer; None: ours, where it takes these activations.
     """
-    ours = is_metal(x) or cpu_kernels_for(x) is not None
-    if chosen is None or not x.size:
+    vectors = x.size // x.shape[-1] if x.size else 0
+    ours = is_metal(x) or cpu_kernels(vectors) is not None
+    if chosen is None or not vectors:
         return NATIVE if ours else MLX
-    name = chosen(x.size // x.shape[-1])
+    name = chosen(vectors)
     return name if ours or name in STOCK else MLX
 
 

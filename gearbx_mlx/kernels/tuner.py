@@ -31,6 +31,7 @@ import mlx.core as mx
 import msgspec
 import platformdirs
 
+from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
@@ -102,13 +103,13 @@ class TuningCache:
         """By the name of a kind of product, its shape and number of vectors."""
         return dict(self._read(quietly=True).differences.get(self.machine, {}))
 
-    def keep_differences(self, name: str, found: Differences) -> None:
-        """Take how far products differ from MLX's; `save` writes it."""
-        self.differences[name] = self._fresh_differences[name] = found
-
     def keep(self, name: str, times: Times) -> None:
         """Take what was measured for a kind of product; `save` writes it."""
         self.times[name] = self._fresh[name] = times
+
+    def keep_differences(self, name: str, found: Differences) -> None:
+        """Take how far products differ from MLX's; `save` writes it."""
+        self.differences[name] = self._fresh_differences[name] = found
 
     def save(self) -> None:
         """Write what was measured since, beside what other processes wrote meanwhile."""
@@ -298,8 +299,8 @@ class Tuner:
         sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
         rounded = f", activations of {self.x_bits} bits" if self.x_bits and kind.rounded and device() == CPU else ""
         number = vectors if exactly else size_class(vectors)
-        dtype = str(self.dtype).removeprefix("mlx.core.")
-        return f"{kind.form}, {' x '.join(map(str, sizes))}, {dtype}{rounded}, {number} vector{'s' * (number > 1)}"
+        shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
+        return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
 
 
 def is_worth_it(kind: Kind) -> bool:

@@ -104,8 +104,7 @@ def check_equal(group: mx.distributed.Group, facts: Mapping[str, str]) -> None:
     Raises:
         GearbxError: on all ranks, for the first that differs from rank 0's; it names the rank.
     """
-    problem = difference(gathered(group, dict(facts)))
-    if problem is not None:
+    if problem := difference(gathered(group, dict(facts))):
         raise GearbxError(problem)
 
 

@@ -63,7 +63,9 @@ def gather_all(place: Place, until: float) -> dict[int, Channel]:
         try:
             while len(came) < place.size - 1:
                 if not select([listener], [], [], max(0, until - time.monotonic()))[0]:
-                    raise GearbxError(missing(place, came))
+                    absent = ", ".join(place.name_of(rank) for rank in range(1, place.size) if rank not in came)
+                    remedy = f"start all {place.size} ranks of the hostfile, or correct it"
+                    raise GearbxError(f"{absent} did not come within {patience():g} seconds; {remedy}")
                 channel = Channel(listener.accept()[0])
                 hello = first_words(channel)
                 if hello is None:
@@ -100,13 +102,6 @@ def check_hello(place: Place, hello: dict[str, Any], came: dict[int, Channel], c
         return rank
     channel.send(refused=True)
     raise GearbxError(f"rank {rank}: {problem}")
-
-
-def missing(place: Place, came: dict[int, Channel]) -> str:
-    """Why rank 0 no longer waits."""
-    absent = ", ".join(place.name_of(rank) for rank in range(1, place.size) if rank not in came)
-    remedy = f"start all {place.size} ranks of the hostfile, or correct it"
-    return f"{absent} did not come within {patience():g} seconds; {remedy}"
 
 
 def report_to_first(place: Place, until: float) -> Channel:

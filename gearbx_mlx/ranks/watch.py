@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from select import select
 from types import FrameType
@@ -45,10 +46,8 @@ class Channel:
 
     def send(self, **message: Any) -> None:
         """Send a message; nothing happens where the other end is gone, which the receiver will notice."""
-        try:
+        with suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
-        except OSError:
-            return
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None: the other end is gone, or talks about something else.

@@ -97,9 +97,6 @@ def parse_cache(text: str) -> int:
         return parse_bytes(text)
 
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-
-
 @dataclass(frozen=True)
 class ListenSettings(Settings):
     """Where the server listens, and who may come in."""
@@ -136,7 +133,7 @@ class ListenSettings(Settings):
         parse=parse_span,
         metavar="TIME",
     )
-    log_level: str = flag("INFO", "Set the logging level.", choices=LOG_LEVELS)
+    log_level: str = flag("INFO", "Set the logging level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
 
 
 @dataclass(frozen=True)

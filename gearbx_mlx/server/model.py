@@ -16,7 +16,6 @@ from ..cli.resolved import Resolved, resolve
 from ..decoding.lossless import Lossless
 from ..decoding.mode import SAME, Mode
 from ..decoding.modes import mode_class
-from ..decoding.pair import Pair
 from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
@@ -97,13 +96,12 @@ def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
             raise GearbxError(f"gearbx.mode '{options.mode}' is not served here; two models take turns: {PAIR}")
         for field in ("gear", "draft"):
             refuse_unless(getattr(options, field) is None, field, PAIR)
-        threshold = turns.threshold(pair.vocab_size)
-        if options.thresholds is not None:
-            if len(options.thresholds) != 1:
-                raise GearbxError("gearbx.thresholds: two models have one threshold between them")
-            (threshold,) = options.thresholds
-            check_threshold(threshold)
-        return Pair(pair.small, threshold, turns.window, turns.min_duration, initial_gear=initial_gear)
+        if options.thresholds is None:
+            return pair.mode(turns, initial_gear)
+        if len(options.thresholds) != 1:
+            raise GearbxError("gearbx.thresholds: two models have one threshold between them")
+        check_threshold(options.thresholds[0])
+        return pair.mode(turns, initial_gear, options.thresholds[0])
 
     return Served(
         model=pair.large,

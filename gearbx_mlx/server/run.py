@@ -62,21 +62,16 @@ def serving_proxy(
     Raises:
         GearbxError: an address that is taken, what is not a URL or a key, flags that no pair can have.
     """
-    rule = rule_of(settings, routing, gate)
+    if routing.initial_gear != RoutingSettings().initial_gear:
+        raise GearbxError("--initial-gear is for models that are served here; leave it out with --small-server")
+    turns, vocabulary = turns_of(routing.thresholds, gate), settings.vocab_size
+    rule = Rule(turns.threshold(vocabulary), turns.window, turns.min_duration, vocabulary)
     small, large = (upstream_of(settings, server) for server in (SMALL, LARGE))
     between = Between(small, large, rule, not settings.no_fallback)
     with Server(*address, guard.patience) as server:
         server.serves = f"routing between {small.base} and {large.base}"
         server.start(proxy_application(guard, between))
         yield server
-
-
-def rule_of(settings: ProxySettings, routing: RoutingSettings, gate: GateSettings) -> Rule:
-    """When the large server answers. Raises GearbxError for flags that no pair can have."""
-    if routing.initial_gear != RoutingSettings().initial_gear:
-        raise GearbxError("--initial-gear is for models that are served here; leave it out with --small-server")
-    turns = turns_of(routing.thresholds, gate)
-    return Rule(turns.threshold(settings.vocab_size), turns.window, turns.min_duration, settings.vocab_size)
 
 
 def upstream_of(settings: ProxySettings, server: int) -> Upstream:

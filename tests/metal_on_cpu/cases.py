@@ -11,13 +11,7 @@ from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, grou
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.metal import Launch, Prepared, build
-from gearbx_mlx.kernels.metal_products import (
-    codebook_launch,
-    groupwise_launch,
-    library_launch,
-    planes_launch,
-    rowwise_launch,
-)
+from gearbx_mlx.kernels.metal_products import codebook_launch, planes_launch, symmetric_launch
 
 from .launch import Report, run_call
 
@@ -84,14 +78,14 @@ def _groupwise(case: Case, weight: mx.array) -> dict[str, mx.array]:
     return {"w0": rowwise.pack_symmetric_codes(codes, case.bits), "scales": scales}
 
 
-CODEBOOKS = {"codebook": (codebook, codebook_launch), "codebook-library": (codebook_library, library_launch)}
+CODEBOOKS = {"codebook": codebook, "codebook-library": codebook_library}
 
 
 def _codebook(case: Case, weight: mx.array) -> dict[str, mx.array]:
     """Arrays by the names of the kernel's buffers. Some rows have many outliers, some none."""
     often = mx.where(mx.arange(case.rows)[:, None] % 3 == 0, 0.2, 0.01)
     outlying = mx.random.uniform(shape=weight.shape) < mx.where(mx.arange(case.rows)[:, None] % 3 == 1, 0.0, often)
-    arrays = CODEBOOKS[case.format][0].encode(weight, case.bits, CodebookOptions(rounds=2), np.array(outlying))
+    arrays = CODEBOOKS[case.format].encode(weight, case.bits, CodebookOptions(rounds=2), np.array(outlying))
     return {{"weight": "w0", "library": "codebook"}.get(name, name): array for name, array in arrays.items()}
 
 
@@ -115,12 +109,10 @@ def launch(case: Case, p: Problem, indices: mx.array | None = None) -> Launch:
     """indices: of experts; the first dimension of the arrays is the expert."""
     scales, how = p.arrays.get("scales"), {"bias": p.bias, "variant": case.variant, "indices": indices}
     if case.format in CODEBOOKS:
-        return CODEBOOKS[case.format][1](p.x, codebook_arrays(case, p), case.bits, **how)
+        return codebook_launch(p.x, codebook_arrays(case, p), case.bits, **how)
     if case.format == "planes":
         return planes_launch(p.x, Planes(p.planes("w"), scales, p.planes("b"), case.bits, case.group_size), **how)
-    if case.format == "rowwise":
-        return rowwise_launch(p.x, p.arrays["w0"], scales, case.bits, case.columns, **how)
-    return groupwise_launch(p.x, p.arrays["w0"], scales, case.columns, **how)
+    return symmetric_launch(p.x, p.arrays["w0"], scales, case.bits, case.columns, **how)
 
 
 def run_launch(made: Launch, order: int = 0, schedule: int = 0, change: Callable[[str], str] | None = None) -> Report:

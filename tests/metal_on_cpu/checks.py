@@ -7,7 +7,7 @@ from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import bit_planes
 from gearbx_mlx.kernels.bit_planes import plane_shifts
 from gearbx_mlx.kernels.metal import variant_named
-from gearbx_mlx.kernels.metal_products import OF_GROUPS, ROW_CODES, ROWWISE_OFFSET
+from gearbx_mlx.kernels.metal_products import OF_GROUPS, ROW_CODES, SYMMETRIC_OFFSET
 
 from .cases import CODEBOOKS, Case, Problem, codebook_arrays
 from .launch import Report
@@ -61,7 +61,7 @@ def weights(case: Case, p: Problem) -> tuple[np.ndarray, np.ndarray]:
     if case.format == "rowwise":
         codes, offset = (
             rowwise.unpack_symmetric_codes(p.arrays["w0"], case.bits, case.columns),
-            ROWWISE_OFFSET[case.bits],
+            SYMMETRIC_OFFSET[case.bits],
         )
     else:
         padded = p.arrays["scales"].shape[1] * groupwise.GROUP

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.kernels import metal, tuner
-from gearbx_mlx.kernels.metal import Availability, Prepared
+from gearbx_mlx.kernels.metal import Prepared
 
 from .cases import run_prepared
 from .compiler import find_clang
@@ -36,6 +36,6 @@ def launches(monkeypatch, tmp_path) -> list[Prepared]:
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
     monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(Prepared, "__call__", run)
     return seen

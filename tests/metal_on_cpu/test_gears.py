@@ -10,7 +10,6 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import dispatch, metal
-from gearbx_mlx.kernels.metal import Availability
 
 from .checks import exact
 
@@ -69,7 +68,7 @@ def test_a_launch_of_several_vectors_is_one(launches):
 
 
 def test_metal_is_used_unless_it_is_refused(monkeypatch):
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     assert dispatch.choose("native").ours_alone
     assert dispatch.choose("auto").native
     assert not dispatch.choose("auto").ours_alone
@@ -103,9 +102,9 @@ def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypat
 
 def test_what_goes_to_metal(monkeypatch):
     x = mx.zeros((1, 8, 64), mx.bfloat16)
-    monkeypatch.setattr(metal, "available", lambda: Availability(False, "no"))
+    monkeypatch.setattr(metal, "available", lambda: False)
     assert not dispatch.is_metal(x)
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     assert dispatch.is_metal(x)
     assert dispatch.is_metal(x[0, 0])
     assert not dispatch.is_metal(mx.zeros((17, 64)))

@@ -6,7 +6,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats.kv_cache import Nested, pack
 from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_attention import join_launch, nested_launch, takes_nested
@@ -226,13 +225,12 @@ def test_what_does_not_fit_is_refused(name):
     queries, cache, mask = REFUSED[name]
     assert takes_nested(QUERIES, SOUND, "causal")
     assert not takes_nested(queries, cache, mask)
-    with pytest.raises(GearbxError, match="has no Metal kernel"):
-        launched(queries, cache, mask)
+    assert launched(queries, cache, mask) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("width", "group_size"), [(64, 32), (80, 16), (128, 32), (256, 32)])
 def test_each_type_and_width_of_a_head_has_a_kernel(width, group_size, dtype):
     cache = cached(40, 40, 8, width, group_size, dtype)
-    taken = takes_nested(mx.zeros((1, 4, 16, width), dtype), cache, "causal")
+    taken = takes_nested(mx.zeros((1, 4, 16, width), dtype), cache, "causal") is not None
     assert taken == (width < 256 or dtype != mx.float32)  # whose tiles are larger than threadgroup memory

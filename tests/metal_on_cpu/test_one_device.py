@@ -6,14 +6,13 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import metal
-from gearbx_mlx.kernels.metal import Availability
 
 STOCK = {"rope": "RoPE", "attention": "Attention", "norm": "RMSNorm", "mlp": "MLP", "block": "TransformerBlock"}
 
 
 @pytest.fixture
 def on_metal(monkeypatch):
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
 
 
 def classes(model) -> dict[str, str]:
@@ -58,6 +57,6 @@ def test_a_second_gearbox_gives_back_what_it_does_not_replace(on_metal):
 def test_a_model_from_the_cpu_gives_its_norms_back_on_metal(native, monkeypatch):
     model = tiny_model()
     Gearbox(model, "16", kernels="native")
-    monkeypatch.setattr(metal, "available", lambda: Availability(True))
+    monkeypatch.setattr(metal, "available", lambda: True)
     Gearbox(model, "16", kernels="native")
     assert classes(model) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}
