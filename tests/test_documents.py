@@ -81,7 +81,7 @@ def check_lm_eval(arguments: str) -> None:
 def test_other_programs_are_installers_and_scripts_that_exist(line):
     for part in parts(line):
         words = shlex.split(part)
-        while re.fullmatch(r"\w+=\S*", words[0]):
+        while re.fullmatch(r"\w+=.*", words[0]):
             words = words[1:]
         if words[0] in ("pip", "curl"):
             continue
