@@ -100,5 +100,5 @@ def run_on_arm(
         missing.append("zig (pip install ziglang)")
     if missing:
         pytest.skip(f"NEON WAS NOT CHECKED: {', '.join(missing)} is not installed")
-    program = build(check, compiler, ["-O2", "-static", "-DEMULATED", *flags], further=further)
+    program = build(check, compiler, ["-O1", "-static", "-DEMULATED", *flags], further=further)
     run([EMULATOR, "-cpu", "max", str(program)])

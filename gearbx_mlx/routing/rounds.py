@@ -74,7 +74,7 @@ TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 64  # rounds, or tokens of the top gear alone, that count
 OTHER_TEXTS = 0.25  # of the weight of what is known, when another text begins
 CHANCE = 0.2  # half of how much the tokens of a round vary, as a share of their mean
-TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text
+TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text; texts together differ less
 PAUSE = 4  # times the median means a pause: a verification of 16 tokens takes less (docs/performance.md)
 
 
@@ -438,6 +438,7 @@ class Stretches:
     ):
         self._clock = clock
         self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
+        self._others_differ = TEXTS_DIFFER / math.sqrt(texts)
         self._seen: dict[bool, Times] = {True: Times(), False: TimesAlone()}
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
@@ -458,7 +459,7 @@ class Stretches:
         self._latest = None
         for seen in self._seen.values():
             seen.fade()
-        if self._lost is not None and self._lost <= TEXTS_DIFFER:
+        if self._lost is not None and self._lost <= self._others_differ:
             self._pause = min(self._pause, FIRST // 2)
             self._length = min(self._length, self._count + self.left)
 
