@@ -42,6 +42,7 @@ from .files.smollm2 import NAME as SMOLLM2
 from .files.smollm2 import smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
+from .gears.large_pages import large_pages
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
 from .gears.saved import SavedGears, open_gears
 
@@ -175,7 +176,8 @@ def untrusted(directory: Path) -> GearbxError:
 
 def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
     """A model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
-    model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
+    with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
+        model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
     with about(directory):
         check_kinds(model)
         if ranks is not None:

@@ -1,21 +1,24 @@
 """What a gearbox does to types and memory, and which bytes it counts."""
 
 import gc
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
 from gearbx_mlx.gears.cost import break_even_tokens, whole_model_speedup
-from gearbx_mlx.gears.offload import heap_trim
+from gearbx_mlx.gears.large_pages import glibc, large_pages
 from gearbx_mlx.loading import DEMO_MODEL
 from research.decoding_costs import dynamic_speedup
 
@@ -155,12 +158,45 @@ print(sum(layer.module.weight.nbytes for layer in gearbox.layers) // 1024)
 """
 
 
-@pytest.mark.skipif(heap_trim() is None, reason="memory is glibc's to give back")
+@pytest.mark.skipif(glibc() is None, reason="memory is glibc's to give back")
 def test_residency_disk_gives_memory_back_to_the_system(tmp_path):
     done = subprocess.run([sys.executable, "-c", RESIDENT_SET, tmp_path], capture_output=True, text=True, check=True)
     *_, low, high, dense = map(int, done.stdout.split())
     assert dense > 80_000
     assert high - low > 0.9 * dense
+
+
+SMAPS = Path("/proc/self/smaps")
+HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def asks_for_large_pages(array: mx.array) -> bool:
+    """Whether the memory in the middle of an array is to have large pages, where the system has some."""
+    middle, inside = np.array(array, copy=False).ctypes.data + array.nbytes // 2, False
+    for line in SMAPS.read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= middle < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("no such memory")
+
+
+@pytest.mark.skipif(glibc() is None or not SMAPS.exists() or not HUGE.exists(), reason="pages of 4 KB alone")
+def test_weights_are_put_into_large_pages_and_what_comes_later_is_not():
+    size = 8 << 20
+    with large_pages(3 * size):
+        weights = mx.arange(size // 4, dtype=mx.uint32)
+        mx.eval(weights)
+    later = [mx.arange(size, dtype=mx.uint32) for _ in range(2)]
+    mx.eval(later)
+    assert asks_for_large_pages(weights)
+    assert not any(map(asks_for_large_pages, later))
+    assert weights[-1].item() == size // 4 - 1
+
+
+def test_more_than_a_process_may_have_changes_nothing():
+    with large_pages(1 << 60):
+        assert mx.ones(4).sum().item() == 4
 
 
 class TestDoubleQuantization:

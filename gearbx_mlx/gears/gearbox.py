@@ -29,6 +29,7 @@ from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknow
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
+from .large_pages import large_pages
 from .layout import (
     Layout,
     check_tables,
@@ -319,7 +320,9 @@ class Gearbox:
         """See to it that all modules of a gear are made, evaluated and in memory."""
         if gear not in self._trees:
             start = time.perf_counter()
-            modules = self._modules.complete(self._bits_in(gear))
+            size = sum(map(math.prod, self._shapes.values())) * gear.bits // 8 if self.keeps_all else 0
+            with large_pages(size):
+                modules = self._modules.complete(self._bits_in(gear))
             further = self._further.get(gear == self.ladder[0], {})
             self._trees[gear] = tree_of(modules | further, self._places)
             self._caches[gear] = [linear for linear in map(linear_of, modules.values()) if hasattr(linear, "forget")]

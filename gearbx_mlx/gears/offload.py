@@ -1,9 +1,7 @@
 """Residency: what becomes of the arrays of idle gears (GEARBX 6.2, 6.3)."""
 
 import copy
-import ctypes
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
 from .ladder import DENSE
+from .large_pages import glibc
 from .saved import SavedGears
 
 Key = tuple[str, int]  # path of a layer, bits of one of its gears
@@ -27,18 +26,9 @@ def hand_back() -> None:
     MLX keeps what a GPU gave up for its next arrays, and glibc keeps it in its heap, whose size then never falls.
     """
     mx.clear_cache()
-    trim = heap_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def heap_trim() -> Callable[[int], int] | None:
-    """glibc's function that returns free memory of the heap to the system; None where another library allocates."""
-    try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # a Mac, musl, Windows
-        return None
+    library = glibc()
+    if library is not None:
+        library.malloc_trim(0)
 
 
 class Residency:
