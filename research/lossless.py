@@ -1,5 +1,6 @@
 """What mode lossless saves in bytes and in time, and that it loses nothing, for docs/evidence.md."""
 
+import contextlib
 import copy
 import itertools
 import json
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx_lm
@@ -352,6 +354,9 @@ class Writer:
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return self.written(Static(), prompt, max_tokens)
 
+    def low(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        return self.written(Static("low"), prompt, max_tokens)
+
     def lossless(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return self.written(self.mode, prompt, max_tokens)
 
@@ -551,3 +556,39 @@ def lossless_contexts(
             data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})
     head = ["tokens before", "temperature", "16 bits, ms a token", "times as fast: median (range)", "texts identical"]
     return Found({"lossless_contexts": table_here(head, rows)}, data)
+
+
+@study("docs/performance.md", minutes=4)
+def pages_of_weights(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [4, 8],  # noqa: B006
+    model: str = "smollm2",
+    max_tokens: int = 100,
+    pairs: int = 3,
+) -> Found:
+    """A token with weights in pages of 4 KB, as MLX has them, and of 2 MB, as Gearbox asks for them, in turn.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        pairs: Trials of a prompt, whose median counts.
+    """
+    writers = {}
+    for size in ("4 KB", "2 MB"):
+        with contextlib.ExitStack() as patched:
+            if size == "4 KB":
+                for user in ("gearbx_mlx.loading", "gearbx_mlx.gears.gearbox"):
+                    patched.enter_context(patch(f"{user}.large_pages", contextlib.nullcontext))
+            writers[size] = Writer(model, "4,16", "planes", Lossless())
+            for gear in writers[size].gearbox.ladder:
+                writers[size].gearbox.make(gear)
+    named = {"16 bits": "alone", "4 bits": "low", "lossless": "lossless"}
+    ways = {(way, size): getattr(writer, name) for way, name in named.items() for size, writer in writers.items()}
+    found = written_in_turn(ways, first_prompts(writers["4 KB"].tokenizer, prompts, num_prompts), max_tokens, pairs)
+    rows = []
+    for way in named:
+        small, large = (found[way, size] for size in writers)
+        both = [1000 * statistics.median(spent for texts in each for _, spent in texts) for each in (small, large)]
+        rows.append([way, *(f"{ms:.1f}" for ms in both), spread(times_faster(small, large))])
+    head = [model, "pages of 4 KB, ms a token", "of 2 MB", "times as fast: median (range)"]
+    return Found({"pages_of_weights": table_here(head, rows)}, rows)
