@@ -59,8 +59,9 @@ class Hessian:
 
     def add(self, inputs: np.ndarray, original: np.ndarray) -> None:
         """inputs: (tokens, I) float32. original: what the layer sees in the original model, of the same shape."""
-        self.sum += inputs.T @ inputs
-        self.drift += (original - inputs).T @ inputs
+        with np.errstate(invalid="ignore"):  # infinities are found in the sums
+            self.sum += inputs.T @ inputs
+            self.drift += (original - inputs).T @ inputs
 
     def factored(self) -> Factored | None:
         """None where the inputs say nothing."""
