@@ -11,10 +11,12 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ..kernels.dispatch import on_cpu
 
+SYSTEM = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 PAGE = 2 << 20  # bytes
 ADVICE = 14  # MADV_HUGEPAGE
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
@@ -40,13 +42,22 @@ def glibc() -> Any:
     return library
 
 
+@functools.cache
+def are_given() -> bool:
+    """Whether the system has large pages for memory that asks for them."""
+    try:
+        return "[never]" not in SYSTEM.read_text(encoding="utf-8")
+    except OSError:
+        return False
+
+
 @contextlib.contextmanager
 def large_pages(size: int) -> Iterator[None]:
     """In the block, `size` bytes of arrays are put into large pages, where the system has some; else nothing changes.
 
     Memory that is not needed after all is handed back at the end.
     """
-    library = glibc() if on_cpu() and size >= PAGE else None
+    library = glibc() if on_cpu() and size >= PAGE and are_given() else None
     if library is None:
         yield
         return
