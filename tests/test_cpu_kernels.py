@@ -38,8 +38,9 @@ mx.set_default_device(mx.cpu)
 random = np.random.default_rng(0)
 weight, x = (mx.array(random.standard_normal((n, 600)).astype(np.float32)) for n in (1500, 100))
 for count in (1, 5, 16, 100):
-    y = cpu.native().dense_matvec(x[:count], weight.astype(mx.bfloat16))
-    print(zlib.crc32(np.array(y).tobytes()))
+    for x_bits in (0, 16):
+        y = cpu.native().dense_matvec(x[:count], weight.astype(mx.bfloat16), x_bits)
+        print(zlib.crc32(np.array(y).tobytes()))
 """
 
 
@@ -77,6 +78,8 @@ class TestNumbers:
             weight = mx.random.normal((rows, columns)).astype(dtype)
             x = mx.random.normal((5, columns))
             assert_products_close(native.dense_matvec(x, weight), x, float64(weight), np.abs(float64(weight)))
+            x = x.astype(mx.bfloat16).astype(mx.float32)  # which rounding to bfloat16 leaves as it is
+            assert_products_close(native.dense_matvec(x, weight, 16), x, float64(weight), np.abs(float64(weight)))
 
     @settings(max_examples=30)
     @given(
@@ -97,7 +100,7 @@ class TestNumbers:
         x = mx.random.normal((16, 512))
         planes = split(mx.random.normal((300, 512)), (4, 1, 1, 2), 64)
         dense = mx.random.normal((300, 512)).astype(mx.bfloat16)
-        products = [lambda x: native.dense_matvec(x, dense)]
+        products = [lambda x: native.dense_matvec(x, dense), lambda x: native.dense_matvec(x, dense, 16)]
         for n in range(1, 5):
             stack = planes.gear(sum(planes.widths[:n]))
             products.append(lambda x, stack=stack: native.stack_matvec(x, *stack))
@@ -110,21 +113,25 @@ class TestNumbers:
     @settings(max_examples=40)
     @given(
         dtype=st.sampled_from(TYPES),
+        x_bits=st.sampled_from([0, 16]),
         rows=st.integers(1, 80),
         columns=st.integers(1, 1200),
         vectors=st.integers(2, up_to(17)) | st.sampled_from([up_to(100), up_to(512), up_to(513)]),
         changes=st.lists(st.tuples(st.integers(0, 2**20), st.sampled_from([np.nan, np.inf, -np.inf])), max_size=3),
         seed=st.integers(0, 1 << 30),
     )
-    def test_dense_bits_in_any_company(self, dtype, rows, columns, vectors, changes, seed):
+    def test_dense_bits_in_any_company(self, dtype, x_bits, rows, columns, vectors, changes, seed):
         random = np.random.default_rng(seed)
         weight, x = (random.standard_normal((n, columns)).astype(np.float32) for n in (rows, vectors))
         for place, value in changes:
             x.flat[place % x.size] = value
         dense = mx.array(weight).astype(dtype)
-        y = np.array(products.dense_product(mx.array(x), dense))
-        chosen = [0, vectors // 2, vectors - 1]
-        alone = np.concatenate([np.array(products.dense_product(mx.array(x[v : v + 1]), dense)) for v in chosen])
+
+        def product(x):
+            return np.array(products.dense_product(mx.array(x), dense, x_bits=x_bits))
+
+        y, chosen = product(x), [0, vectors // 2, vectors - 1]
+        alone = np.concatenate([product(x[v : v + 1]) for v in chosen])
         assert (np.isnan(y[chosen]) == np.isnan(alone)).all()
         assert np.nan_to_num(y[chosen]).tobytes() == np.nan_to_num(alone).tobytes()
 

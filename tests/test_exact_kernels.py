@@ -74,9 +74,10 @@ def test_weights_and_products_to_the_last_bit(native, widths, group, rows, group
     arrays = encode(bits, widths, group)
     assert (bits_of(native.exact_decode(**arrays)) == bits).all()
     x = vectors(count, groups * group, seed)
-    y = native.exact_matvec(x, **arrays)
-    assert same(y, native.dense_matvec(x, as_bf16(bits)))
-    assert same(y[-1:], native.exact_matvec(x[-1:], **arrays))
+    for x_bits in (0, 16):
+        y = native.exact_matvec(x, **arrays, x_bits=x_bits)
+        assert same(y, native.dense_matvec(x, as_bf16(bits), x_bits))
+        assert same(y[-1:], native.exact_matvec(x[-1:], **arrays, x_bits=x_bits))
 
 
 @pytest.mark.parametrize("widths", FORMS)
@@ -95,7 +96,9 @@ def test_all_patterns(native, widths, group, shuffled):
 def test_any_number_of_vectors_gives_the_dense_results(native, widths, count):
     bits = gaussian(70, 320, seed=count)
     arrays, x = encode(bits, widths, 64), vectors(count, 320)
-    assert same(native.exact_matvec(x, **arrays), native.dense_matvec(x, as_bf16(bits)))
+    for x_bits in (0, 16):
+        y = native.exact_matvec(x, **arrays, x_bits=x_bits)
+        assert same(y, native.dense_matvec(x, as_bf16(bits), x_bits))
 
 
 @pytest.mark.parametrize("widths", FORMS)
@@ -115,9 +118,10 @@ def test_experts(native, widths, tokens):
     arrays = encode(bits, widths, 32)
     assert (bits_of(native.exact_decode(**arrays)) == bits).all()
     x, chosen = vectors(tokens, 128)[:, None, None], mx.random.randint(0, 3, (tokens, 2))
-    y = native.exact_experts(x, **arrays, indices=chosen)
-    assert y.shape == (tokens, 2, 1, 6)
-    assert same(y, native.dense_experts(x, as_bf16(bits), chosen))
+    for x_bits in (0, 16):
+        y = native.exact_experts(x, **arrays, indices=chosen, x_bits=x_bits)
+        assert y.shape == (tokens, 2, 1, 6)
+        assert same(y, native.dense_experts(x, as_bf16(bits), chosen, x_bits))
     absent = native.exact_experts(x, **arrays, indices=mx.full((tokens, 1), 4))
     assert np.isnan(np.array(absent)).all()
 

@@ -163,7 +163,7 @@ def wrong_where(name: str, change=lambda y: 1.25 * y):
 
 class TestNoKernelThatWasNotChecked:
     STOCK_KIND = Kind("planes 4+4, group 64", (256, 384), stock=True)
-    OUR_KIND = Kind("exact 4, group 64", (256, 384), stock=False, variants=(NATIVE,), rounded=False)
+    OUR_KIND = Kind("exact 4, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
 
     @pytest.fixture
     def on_metal(self, monkeypatch, cache):
@@ -243,7 +243,7 @@ class TestNoKernelThatWasNotChecked:
 
     @pytest.mark.usefixtures("native")
     def test_on_a_cpu_when_a_kind_is_measured(self, cache, monkeypatch):
-        kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), rounded=False)
+        kind = Kind("weights of 32 bits", (256, 384), stock=True, variants=(NATIVE,), most_bits=0)
         monkeypatch.setattr(tuner, "SMALLEST", 0)
         first = Tuner(mx.float32)
         assert first.choose(kind, 1, wrong_where(NATIVE)) == MLX
@@ -387,7 +387,7 @@ class TestCandidates:
 
     def test_on_a_cpu_mlx_has_to_win_for_many_vectors_too(self, cache, native):
         made = Tuner(mx.float32)
-        kind = Kind("weights of 32 bits", (512, 512), stock=True, rounded=False)
+        kind = Kind("weights of 32 bits", (512, 512), stock=True, most_bits=0)
         for one, many, chosen in ((2.0, 2.0, MLX), (2.0, 0.5, NATIVE), (0.5, 2.0, NATIVE)):
             made.cache.keep(made.name(kind, 1), {NATIVE: one, MLX: 1.0})
             made.cache.keep(made.name(kind, 16), {NATIVE: many, MLX: 1.0})

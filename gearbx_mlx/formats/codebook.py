@@ -176,7 +176,7 @@ def nbytes(arrays: Arrays) -> int:
 def codebook_kind(module: Reconstructed) -> Kind:
     """Of products with a layer over codebooks."""
     form = "codebook library" if "library" in module else "codebook"
-    return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, rounded=False)
+    return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, most_bits=0)
 
 
 class NativeCodebookLinear(Native, ReconstructedLinear):

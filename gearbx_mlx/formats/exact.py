@@ -21,7 +21,7 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..kernels.bit_planes import PanelPlanes, Planes, pack_mlx_codes
-from ..kernels.dispatch import NATIVE, Kind, cpu_kernels
+from ..kernels.dispatch import BFLOAT16_BITS, NATIVE, Kind, cpu_kernels
 from ..kernels.exact import (
     LOW_BITS,
     WINDOW,
@@ -283,21 +283,21 @@ class NativeExactLinear(Native, ExactLinear):
     """A linear layer over exact weights, with native kernels that decode each weight once for all vectors."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        return exact_product(x, self.matrix, self.get("bias"), self.chosen)
+        return exact_product(x, self.matrix, self.get("bias"), self.chosen, self.x_bits)
 
     def kind(self) -> Kind | None:
         form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
-        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), rounded=False)
+        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), most_bits=BFLOAT16_BITS)
 
     def part(self, kernels: ModuleType) -> Any:
-        return kernels.exact_part(*self.matrix, self.get("bias"))
+        return kernels.exact_part(*self.matrix, self.get("bias"), self.x_bits)
 
 
 class ExactSwitchLinear(PackedExperts, ExactModule):
     """A SwitchLinear over exact weights: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native))
+        y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native), getattr(self, "x_bits", 0))
         return with_expert_bias(self, y, indices)
 
 

@@ -23,7 +23,7 @@ from ..kernels.bit_planes import (
     side_by_side,
     split_affine,
 )
-from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, cpu_kernels, device
+from ..kernels.dispatch import BFLOAT16_BITS, METAL, OPERATIONS, ChosenKernels, Kind, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import (
@@ -42,8 +42,8 @@ class Native:
     """A layer whose arrays keep the checkpoint's type, usually of two bytes, while activations may have another.
 
     A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
-    activations for packed weights; 0 leaves them as they are. Dense weights always take them as they are. `chosen`: the
-    kernels of its products; None: ours, wherever there are some.
+    activations for packed weights; 0 leaves them as they are. For weights of bfloat16 a kernel may round them to that
+    type unless it is 0. `chosen`: the kernels of its products; None: ours, wherever there are some.
     """
 
     x_bits = 0
@@ -69,14 +69,14 @@ class NativeDense(Native, nn.Linear):
     """A Linear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = dense_product(x, self["weight"], self.chosen)
+        y = dense_product(x, self["weight"], self.chosen, self.x_bits)
         return y + self["bias"].astype(x.dtype) if "bias" in self else y
 
     def kind(self) -> Kind:
         return dense_kind(self["weight"])
 
     def part(self, kernels: ModuleType) -> Any:
-        return kernels.dense_part(self["weight"], self.get("bias"))
+        return kernels.dense_part(self["weight"], self.get("bias"), self.x_bits)
 
 
 class NativeQuantizedLinear(Native, nn.QuantizedLinear):
@@ -121,7 +121,7 @@ class NativeSwitchLinear(Native, SwitchLinear):
     """A SwitchLinear with native kernels: E experts of one shape, one of them for each vector."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices), indices)
+        return with_expert_bias(self, dense_experts(x, self["weight"], indices, sorted_indices, self.x_bits), indices)
 
 
 class NativeQuantizedSwitchLinear(NativeExperts, QuantizedSwitchLinear):
@@ -157,7 +157,7 @@ class NativeEmbedding(Native, nn.Embedding):
         return weight[x].astype(self.dtype if weight.dtype == self.stored else weight.dtype)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return dense_product(x, self["weight"], self.chosen)
+        return dense_product(x, self["weight"], self.chosen, self.x_bits)
 
     def kind(self) -> Kind:
         return dense_kind(self["weight"])
@@ -179,7 +179,8 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 def dense_kind(weight: mx.array) -> Kind:
     """The kind of products with a weight (O, I) as it is."""
-    return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), rounded=False)
+    bits = BFLOAT16_BITS if weight.dtype == mx.bfloat16 else 0
+    return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), most_bits=bits)
 
 
 def affine_planes(module: nn.Module) -> Planes:

@@ -210,6 +210,8 @@ def known_results(module: ModuleType) -> list[tuple[Callable[[], mx.array], mx.a
         (lambda: module.stack_matvec(x, [words], scales, [biases], [4], 64), (x[:, None] * codes).sum(-1)),
         (lambda: module.dense_experts(x, weight[None], mx.array([0])), dense[None]),
         (lambda: module.exact_matvec(x, *exact), by_whole),
+        (lambda: module.dense_matvec(x, whole.astype(mx.bfloat16), 16), by_whole),
+        (lambda: module.exact_matvec(x, *exact, 16), by_whole),
         (lambda: module.exact_decode(*exact), whole.astype(mx.bfloat16)),
         (lambda: module.exact_experts(x, *stacked, mx.array([0])), by_whole[None]),
         (lambda: module.rms_norm(mx.full((1, 64), 2.0), x[0], 0.0), x),

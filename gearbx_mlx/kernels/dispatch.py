@@ -124,20 +124,23 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
     return cpu.native() if fits and on_cpu() else None
 
 
+BFLOAT16_BITS = 8  # of a number's significand, with the first one, which is not stored
+
+
 @dataclass(frozen=True)
 class Kind:
     """What the speed of a layer's product depends on.
 
     form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight, or (E, O, I) of experts.
-    stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. rounded: whether CPU kernels
-    may round activations.
+    stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. most_bits: that CPU
+    kernels leave of activations where they round them at all; 0: they do not.
     """
 
     form: str
     shape: tuple[int, ...]
     stock: bool
     variants: tuple[str, ...] = metal.VARIANTS
-    rounded: bool = True
+    most_bits: int = 16
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
         """What can compute a product of this number of vectors here. The first is what is used without measuring.
@@ -155,6 +158,10 @@ class Kind:
         if device() == CPU:
             return (*ours, *stock) or reconstructed
         return (*stock, *ours, *reconstructed)
+
+    def rounding(self, x_bits: int) -> int:
+        """The bits to which kernels here round activations where `x_bits` are asked for; 0: not at all."""
+        return min(x_bits, self.most_bits) if device() == CPU else 0
 
     def _ours(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:
         if device() == CPU:

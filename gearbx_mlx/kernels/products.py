@@ -88,7 +88,9 @@ def symmetric_product(
     return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
-def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None) -> mx.array:
+def dense_product(
+    x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None, x_bits: int = 0
+) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
     y = again(x, (weight,), None, chosen)
     if y is not None:
@@ -98,7 +100,7 @@ def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = 
         return x @ weight.astype(x.dtype).T
     if is_metal(x):
         return launched(dense_launch(x, weight), None, chosen)
-    return compiled().dense_matvec(x, weight).astype(x.dtype)
+    return compiled().dense_matvec(x, weight, x_bits).astype(x.dtype)
 
 
 def codebook_product(
@@ -128,9 +130,13 @@ def codebook_product(
 
 
 def exact_product(
-    x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None, chosen: ChosenKernels | None = None
+    x: mx.array,
+    matrix: ExactMatrix,
+    bias: mx.array | None = None,
+    chosen: ChosenKernels | None = None,
+    x_bits: int = 0,
 ) -> mx.array:
-    """x (..., I) @ W^T + bias over exact weights, of x's type. chosen: as for `kernel_for`."""
+    """x (..., I) @ W^T + bias over exact weights, of x's type. chosen, x_bits: as for `dense_product`."""
     y = again(x, matrix.arrays, bias, chosen)
     if y is not None:
         return y
@@ -141,7 +147,7 @@ def exact_product(
         return add_bias(product_by_tiles(x, matrix), bias)
     if metal.available():
         return launched(exact_launch(x, matrix, bias), bias, chosen)
-    return add_bias(compiled().exact_matvec(x, *matrix).astype(x.dtype), bias)
+    return add_bias(compiled().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
@@ -185,12 +191,14 @@ def symmetric_experts(
     return launched(symmetric_launch(x, *codes, None, variant_of(kernel), indices), indices, chosen)
 
 
-def dense_experts(x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+def dense_experts(
+    x: mx.array, weight: mx.array, indices: mx.array, sorted_indices: bool = False, x_bits: int = 0
+) -> mx.array:
     """Like `dense_product`, for stacked experts."""
     module = cpu_kernels_for_experts(x, indices)
     if module is None:
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)
-    return module.dense_experts(x, weight, indices).astype(x.dtype)
+    return module.dense_experts(x, weight, indices, x_bits).astype(x.dtype)
 
 
 def codebook_experts(
@@ -213,11 +221,13 @@ def codebook_experts(
     return product(x, **arrays, indices=indices, bits=bits).astype(x.dtype)
 
 
-def exact_experts(x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool) -> mx.array:
+def exact_experts(
+    x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool, x_bits: int = 0
+) -> mx.array:
     """Like `exact_product`, for stacked experts. native: whether native kernels may compute it."""
     module = cpu_kernels_for_experts(x, indices) if native else None
     if module is not None:
-        return module.exact_experts(x, *matrix, indices).astype(x.dtype)
+        return module.exact_experts(x, *matrix, indices, x_bits).astype(x.dtype)
     if indices.size >= matrix.shape[0]:
         weight = decoded(matrix) if native else decoded_by_tiles(matrix)
         return dense_experts_of_mlx(x, weight, indices, sorted_indices)

@@ -252,7 +252,7 @@ class Tuner:
             known = known | found
             self._compared |= {(name, each) for each in found}
             self.cache.keep_differences(name, known)
-        bound = tolerance(self.dtype, kind.shape[-1], self.x_bits if kind.rounded and device() == CPU else 0)
+        bound = tolerance(self.dtype, kind.shape[-1], kind.rounding(self.x_bits))
         wrong = {each: known[each] for each in candidates if known.get(each, 0) > bound}
         if wrong:
             self.wrong[name] = self.wrong.get(name, {}) | wrong
@@ -297,7 +297,8 @@ class Tuner:
         exactly: they do not.
         """
         sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
-        rounded = f", activations of {self.x_bits} bits" if self.x_bits and kind.rounded and device() == CPU else ""
+        bits = kind.rounding(self.x_bits)
+        rounded = f", activations of {bits} bits" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"

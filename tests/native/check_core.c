@@ -215,17 +215,28 @@ static void check_symmetric(int bits, int by_row, int type, int64_t rows, int64_
   free(y);
 }
 
-static void check_dense(int type, int64_t rows, int64_t columns, int vectors) {
+/* x as bf16 holds it; the lower bits go. */
+static void cut_to_bf16(float* x, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    uint32_t bits;
+    memcpy(&bits, x + i, 4);
+    bits &= 0xffff0000;
+    memcpy(x + i, &bits, 4);
+  }
+}
+
+static void check_dense(int type, int64_t rows, int64_t columns, int vectors, int x_bits) {
   double* weights = malloc((size_t)(rows * columns) * 8);
   double* sizes = malloc((size_t)(rows * columns) * 8);
   void* held = random_values((size_t)(rows * columns), type, weights);
   for (int64_t i = 0; i < rows * columns; i++) sizes[i] = fabs(weights[i]);
   float* x = random_x(vectors * columns);
   float* y = malloc((size_t)(vectors * rows) * 4);
-  const gearbx_dense m = {rows, columns, held, type};
+  if (x_bits) cut_to_bf16(x, vectors * columns); /* which rounding leaves as it is */
+  const gearbx_dense m = {rows, columns, held, type, x_bits};
   gearbx_dense_product(&m, x, vectors, y);
-  char what[32];
-  snprintf(what, sizeof what, "dense, type %d,", type);
+  char what[40];
+  snprintf(what, sizeof what, "dense, type %d, x_bits %d,", type, x_bits);
   compare(what, rows, columns, vectors, x, weights, sizes, y);
   free(weights);
   free(sizes);
@@ -261,12 +272,14 @@ static void check_products(int64_t vectors) {
     vector[p] = (int32_t)(vectors - 1 - p);
     expert[p] = p == 3 ? EXPERTS : (int32_t)(p % (EXPERTS - 1));
   }
-  for (int stack = 0; stack < 4; stack++) { /* dense, and stacks with activations as they are, of 8 and of 16 bits */
+  for (int form = 0; form < 5; form++) { /* dense and stacks; their activations as they are, and rounded */
+    static const int all_bits[] = {0, 16, 0, 8, 16};
+    const int stack = form > 1, x_bits = all_bits[form];
     for (int experts = 0; experts < 2; experts++) {
-      gearbx_dense d = {ROWS, COLUMNS, held, GEARBX_BFLOAT16};
+      gearbx_dense d = {ROWS, COLUMNS, held, GEARBX_BFLOAT16, x_bits};
       gearbx_stack s = {.rows = ROWS, .columns = COLUMNS, .group = 32, .planes = 1, .widths = {4}, .weights = {words},
                         .scales = scales, .biases = {scales}, .scale_type = GEARBX_FLOAT16,
-                        .x_bits = stack > 1 ? 8 * (stack - 1) : 0};
+                        .x_bits = x_bits};
       if (experts) {
         stack ? gearbx_stack_experts(&s, &pairs, x, y) : gearbx_dense_experts(&d, &pairs, x, y);
       } else {
@@ -308,7 +321,7 @@ static void check_matrices(int64_t columns, int64_t vectors) {
   for (int i = 0; i < MATRICES; i++) {
     const int64_t rows = heights[i];
     double* values = malloc((size_t)(rows * columns + 1) * 8);
-    made[i] = (gearbx_dense){rows, columns, random_values((size_t)(rows * columns), i % 3, values), i % 3};
+    made[i] = (gearbx_dense){rows, columns, random_values((size_t)(rows * columns), i % 3, values), i % 3, 16 * (i & 1)};
     matrices[i] = &made[i];
     y[i] = malloc((size_t)(vectors * rows + 1) * 4);
     free(values);
@@ -420,9 +433,9 @@ int main(void) {
     static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};
     for (int w = 0; w < 7; w++)
       for (int h = 0; h < 3; h++)
-        for (int v = 0; v < 4; v++) check_dense(type, heights[h], widths[w], counts[v]);
-    check_dense(type, 3000, 130, 2);
-    check_dense(type, 0, 16, 1);
+        for (int v = 0; v < 8; v++) check_dense(type, heights[h], widths[w], counts[v % 4], v / 4 * 16);
+    check_dense(type, 3000, 130, 2, 16);
+    check_dense(type, 0, 16, 1, 0);
   }
   for (int x_bits = 0; x_bits <= 16; x_bits += 8) {
     check_several(1, x_bits, 50, 17);

@@ -85,9 +85,9 @@ static void expect(int right, const char* what, const gearbx_exact* m, int64_t v
          (int)m->columns, (int)vectors);
 }
 
-static void check(int planes, int bits, int group, int64_t rows, int64_t groups, int64_t vectors) {
+static void check(int planes, int bits, int group, int64_t rows, int64_t groups, int64_t vectors, int x_bits) {
   const int64_t columns = groups * group, count = rows * columns;
-  gearbx_exact m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .bits = bits};
+  gearbx_exact m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .bits = bits, .x_bits = x_bits};
   for (int p = 0; p < planes; p++) {
     m.weights[p] = random_bytes(count / 8 * bits);
     m.biases[p] = random_scales(rows * groups);
@@ -115,7 +115,7 @@ static void check(int planes, int bits, int group, int64_t rows, int64_t groups,
   float *x = malloc((size_t)(vectors * columns) * 4), *y = malloc((size_t)(vectors * rows) * 4);
   float* exact = malloc((size_t)(vectors * rows) * 4);
   for (int64_t i = 0; i < vectors * columns; i++) x[i] = (float)((int)(random_bits() % 2001) - 1000) / 500.0f;
-  const gearbx_dense dense = {rows, columns, weights, GEARBX_BFLOAT16};
+  const gearbx_dense dense = {rows, columns, weights, GEARBX_BFLOAT16, x_bits};
   gearbx_dense_product(&dense, x, vectors, y);
   gearbx_exact_product(&m, x, vectors, exact);
   int right = 1;
@@ -156,8 +156,10 @@ int main(void) {
   for (int f = 0; f < 3; f++) {
     for (int group = 32; group <= 128; group *= 2)
       for (int64_t groups = 1; groups <= 19; groups += groups < 4 ? 1 : 15)
-        for (int v = 0; v < 4; v++) check(forms[f][0], forms[f][1], group, 1 + 3 * v, groups, vectors[v]);
-    check(forms[f][0], forms[f][1], 64, 300, 2, 1); /* several pieces */
+        for (int v = 0; v < 4; v++)
+          for (int x_bits = 0; x_bits < 32; x_bits += 16)
+            check(forms[f][0], forms[f][1], group, 1 + 3 * v, groups, vectors[v], x_bits);
+    check(forms[f][0], forms[f][1], 64, 300, 2, 1, 16); /* several pieces */
   }
   printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
   return failures != 0;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -20,47 +21,92 @@ inline EvenOdd join_parts(const F8* parts) { return {parts[0], parts[1]}; }
 #endif
 constexpr int LANES = sizeof(Lanes) / sizeof(float), PARTS = 16 / LANES;
 
-inline int64_t whole_blocks(int64_t columns) { return columns / 16 * 16; }
+// Activations are float32. For weights of bf16 they may be rounded to it, as MLX rounds them in a model of that type,
+// where the processor adds up pairs of products of bf16.
+#ifdef GEARBX_PAIRS
+typedef Bf16 RoundedForBf16;
+#else
+typedef float RoundedForBf16;
+#endif
 
-// Room for `count` floats in `memory`, from the beginning of a line of the cache on, so that no load needs two lines.
-inline float* reserve(std::vector<float>& memory, int64_t count) {
+// A register of activations of type X, and how many it holds. Weights are loaded into registers of the same kind.
+template <class X>
+struct Register {
+  typedef Lanes type;
+  static constexpr int64_t COUNT = LANES;
+};
+
+inline void pack(const float* from, float* to) { std::memcpy(to, from, LANES * sizeof(float)); }
+
+#ifdef GEARBX_PAIRS
+template <>
+struct Register<Bf16> {
+  typedef Pairs type;
+  static constexpr int64_t COUNT = 32;
+};
+
+inline void pack(const float* from, Bf16* to) { _mm512_storeu_si512(to, round32(from)); }
+#endif
+
+// A row is multiplied in steps of this many columns.
+template <class X>
+constexpr int64_t STEP = PARTS * Register<X>::COUNT;
+
+template <class X>
+int64_t whole_steps(int64_t columns) {
+  return columns / STEP<X> * STEP<X>;
+}
+
+// Room for `count` numbers in `memory`, from the beginning of a line of the cache on, so that no load needs two lines.
+template <class X>
+X* reserve(std::vector<X>& memory, int64_t count) {
   constexpr size_t LINE = 64;
-  const size_t needed = static_cast<size_t>(count) + LINE / sizeof(float);
+  const size_t needed = static_cast<size_t>(count) + LINE / sizeof(X);
   if (memory.size() < needed) memory.resize(needed);
-  return memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(float);
+  return memory.data() + (LINE - reinterpret_cast<uintptr_t>(memory.data()) % LINE) % LINE / sizeof(X);
 }
 
 // Vectors (vectors, columns), in groups of at most TILE_VECTORS whose sizes differ by at most one.
 //
-// Packed, the vectors of a group are neighbours: first the first LANES of the first 16 columns, vector after vector,
-// then those of the next 16 columns; and after all of these the other lanes. Rows of a power of two apart would compete
-// for the same lines of the cache. Columns after the last multiple of 16 are not packed.
+// Packed, the vectors of a group are neighbours: first the first register of the first step, vector after vector, then
+// that of the next step; and after all of these the other registers of each step. Rows of a power of two apart would
+// compete for the same lines of the cache. Columns after the last whole step are not packed.
+template <class X>
 struct Activations {
   const float* x;
   int64_t vectors, columns;
-  float* packed = nullptr;
+  X* packed = nullptr;
 
-  // One vector stays as it is. Others are packed into memory of the calling thread, which its next call overwrites.
+  // Packs vectors into memory of the calling thread, which its next call overwrites. A single one that is not to be
+  // rounded stays as it is.
   Activations(const float* from, int64_t count, int64_t width) : x(from), vectors(count), columns(width) {
-    if (vectors == 1) return;
-    static thread_local std::vector<float> memory;
-    packed = reserve(memory, vectors * whole_blocks(columns));
+    if (vectors == 1 && std::is_same_v<X, float>) return;
+    static thread_local std::vector<X> memory;
+    packed = reserve(memory, vectors * whole_steps<X>(columns));
     share_out(static_cast<int>(groups()), pack_group, this);
   }
 
   int64_t groups() const { return (vectors + TILE_VECTORS - 1) / TILE_VECTORS; }
   int64_t first(int64_t group) const { return group * vectors / groups(); }
-  float* packed_group(int64_t group) const { return packed + first(group) * whole_blocks(columns); }
+  X* packed_group(int64_t group) const { return packed + first(group) * whole_steps<X>(columns); }
+
+  // The whole steps of a single vector.
+  const X* only() const {
+    if constexpr (std::is_same_v<X, float>)
+      return x;
+    else
+      return packed;
+  }
 
  private:
   static void pack_group(const void* context, int group) {
+    constexpr int64_t COUNT = Register<X>::COUNT;
     const auto& a = *static_cast<const Activations*>(context);
     const int64_t first = a.first(group), count = a.first(group + 1) - first;
-    float* to = a.packed_group(group);
+    X* to = a.packed_group(group);
     for (int p = 0; p < PARTS; p++)
-      for (int64_t i = p * LANES; i < whole_blocks(a.columns); i += 16)
-        for (int64_t v = first; v < first + count; v++, to += LANES)
-          std::memcpy(to, a.x + v * a.columns + i, LANES * sizeof(float));
+      for (int64_t i = p * COUNT; i < whole_steps<X>(a.columns); i += STEP<X>)
+        for (int64_t v = first; v < first + count; v++, to += COUNT) pack(a.x + v * a.columns + i, to);
   }
 };
 

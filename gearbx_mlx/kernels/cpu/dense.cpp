@@ -11,8 +11,8 @@ constexpr int64_t AHEAD = 8 << 10;  // distance of the prefetch, in bytes
 
 int64_t row_bytes(const gearbx_dense& m) { return m.columns * (m.type == GEARBX_FLOAT32 ? 4 : 2); }
 
-template <class T>
-void multiply_piece(const gearbx_dense& m, const Activations& x, int64_t row, int64_t end, float* y) {
+template <class T, class X>
+void multiply_piece(const gearbx_dense& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
   const T* w = static_cast<const T*>(m.weights);
   const int64_t height = block_rows(m.rows, row_bytes(m), x.vectors);
   for (; row < end; row += height) {
@@ -23,28 +23,37 @@ void multiply_piece(const gearbx_dense& m, const Activations& x, int64_t row, in
   }
 }
 
+// The products of matrices of type T with activations of type X.
+template <class T, class X = float>
+void multiply(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors, float* const* y) {
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations<X> activations(x + first * columns, n, columns);
+    const auto pieces_of = [&](int i) {
+      const gearbx_dense& m = *matrices[i];
+      return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), n), n);
+    };
+    share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
+      multiply_piece<T>(*matrices[i], activations, row, end, y[i] + first * matrices[i]->rows);
+    });
+  };
+  in_chunks(vectors, some, MOST_AT_ONCE);
+}
+
 }  // namespace
 }  // namespace gearbx
 
 extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  const int64_t columns = matrices[0]->columns;
-  const auto some = [&](int64_t first, int n) {
-    const Activations activations(x + first * columns, n, columns);
-    const auto pieces_of = [&](int i) {
-      const gearbx_dense& m = *matrices[i];
-      return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), n), n);
-    };
-    share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
-      const gearbx_dense& m = *matrices[i];
-      const auto multiply = m.type == GEARBX_BFLOAT16  ? multiply_piece<Bf16>
-                            : m.type == GEARBX_FLOAT16 ? multiply_piece<Fp16>
-                                                       : multiply_piece<float>;
-      multiply(m, activations, row, end, y[i] + first * m.rows);
-    });
-  };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  for (int i = 0, end; i < count; i = end) {
+    const gearbx_dense& m = *matrices[i];
+    const auto like = [&m](const gearbx_dense& other) { return other.type == m.type && other.x_bits == m.x_bits; };
+    for (end = i + 1; end < count && like(*matrices[end]);) end++;
+    const auto of_bf16 = m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
+    const auto of_type = m.type == GEARBX_BFLOAT16 ? of_bf16 : m.type == GEARBX_FLOAT16 ? multiply<Fp16> : multiply<float>;
+    of_type(matrices + i, end - i, x, vectors, y + i);
+  }
 }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {

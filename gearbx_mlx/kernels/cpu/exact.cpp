@@ -3,6 +3,7 @@
 #include "exact.h"
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "chunks.h"
@@ -26,36 +27,44 @@ template <int GROUP>
 using PlanesDecoder = Planes32<GROUP>;
 #endif
 
-// Calls use(column, weights) for each 16 weights of a row. False if the row's bytes did not suffice.
+// Calls use(column, weights) for each 32 weights of a row. False if the row's bytes did not suffice.
 template <class Codes, class Use>
-GEARBX_INLINE bool each16(const gearbx_exact& m, int64_t number, Use use) {
+GEARBX_INLINE bool each32(const gearbx_exact& m, int64_t number, Use use) {
   ExactRow row(m, number);
-  Codes(row).each16(use);
+  Codes(row).each32(use);
   return row.high.sufficed();
 }
 
-template <class Codes>
-float multiply_row(const gearbx_exact& m, int64_t row, const float* x) {
+#ifdef GEARBX_AVX512
+typedef Bf16 Decoded;  // several vectors are multiplied with decoded rows
+#else
+typedef float Decoded;
+#endif
+
+inline void set_nan(float* p) { *p = NAN; }
+inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
+
+template <class Codes, class X>
+float multiply_row(const gearbx_exact& m, int64_t row, const X* x) {
   F16 sums = {};
-  const bool right = each16<Codes>(m, row, [&](int64_t column, F16 weights) __attribute__((always_inline)) {
-    sums = multiply_add16(weights, load16(x + column), sums);
+  const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
+    sums = multiply_add(weights, x + column, sums);
   });
   const EvenOdd halves = in_halves(sums);
   return right ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;  // + 0: as dense rows, which never give -0
 }
 
-template <class Codes>
-void decode_row(const gearbx_exact& m, int64_t row, float* weights) {
-  const bool right = each16<Codes>(m, row, [&](int64_t column, F16 values) __attribute__((always_inline)) {
-    store16(weights + column, values);
+template <class Codes, class T>
+void decode_row(const gearbx_exact& m, int64_t row, T* weights) {
+  const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& values) __attribute__((always_inline)) {
+    store(weights + column, values);
   });
-  for (int64_t i = 0; !right && i < m.columns; i++) weights[i] = NAN;
+  for (int64_t i = 0; !right && i < m.columns; i++) set_nan(weights + i);
 }
 
-// The memory of a thread for decoded rows.
-float* decoded_rows(int64_t rows, int64_t columns) {
-  static thread_local std::vector<float> memory;
-  return reserve(memory, rows * columns);
+// How many rows are decoded at a time.
+int64_t rows_at_once(const gearbx_exact& m, int64_t vectors) {
+  return block_rows(m.rows, m.columns * static_cast<int64_t>(sizeof(Decoded)), vectors);
 }
 
 constexpr int64_t SOME_ROWS = 48;  // whole panels, and whole tiles
@@ -98,21 +107,26 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
   }
 }
 
-template <class Codes>
+template <class Codes, class X>
 struct Multiply {
-  static void rows(const gearbx_exact& m, const Activations& x, int64_t row, int64_t end, float* y) {
+  static constexpr bool USUAL = std::is_same_v<X, RoundedForBf16>;  // else one vector, too, meets decoded rows
+
+  static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
     const int64_t stride = m.rows;
-    if (x.vectors == 1)
-      return by_rows(m, row, end, m.panel_rows, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
-        for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.x);
-      });
-    const int64_t height = block_rows(m.rows, 4 * m.columns, x.vectors);
-    float* weights = decoded_rows(height, m.columns);
+    if constexpr (USUAL) {
+      if (x.vectors == 1)
+        return by_rows(m, row, end, m.panel_rows, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
+          for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.only());
+        });
+    }
+    static thread_local std::vector<Decoded> memory;
+    const int64_t height = rows_at_once(m, x.vectors);
+    Decoded* weights = reserve(memory, height * m.columns);
     by_rows(m, row, end, SOME_ROWS, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
       for (; row < end; row += height) {
         const int64_t count = end - row < height ? end - row : height;
         for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
-        multiply_rows<float>({weights, count, m.columns, {}}, x, y + row, stride);
+        multiply_rows<Decoded>({weights, count, m.columns, {}}, x, y + row, stride);
       }
     });
   }
@@ -121,20 +135,17 @@ struct Multiply {
 template <class Codes>
 struct Decode {
   static void rows(const gearbx_exact& m, uint16_t* decoded, int64_t row, int64_t end) {
-    float* weights = decoded_rows(1, m.columns);
     const auto work = [&](const gearbx_exact& m, int64_t row, int64_t end, uint16_t* decoded) {
-      for (; row < end; row++) {
-        decode_row<Codes>(m, row, weights);
-        for (int64_t i = 0; i < m.columns; i++) {
-          uint32_t bits;
-          std::memcpy(&bits, weights + i, 4);
-          decoded[row * m.columns + i] = static_cast<uint16_t>(bits >> 16);
-        }
-      }
+      for (; row < end; row++) decode_row<Codes>(m, row, reinterpret_cast<Bf16*>(decoded) + row * m.columns);
     };
     by_rows(m, row, end, m.panel_rows, decoded, m.columns, work);
   }
 };
+
+template <class Codes>
+using MultiplyFloats = Multiply<Codes, float>;
+template <class Codes>
+using MultiplyRounded = Multiply<Codes, RoundedForBf16>;
 
 template <template <class> class Kernel, int BITS>
 auto for_group(const gearbx_exact& m) {
@@ -152,7 +163,23 @@ auto find_work(const gearbx_exact& m) {
 
 TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   const int64_t row_bytes = m.columns * 27 / 16;  // about
-  return TilePieces(m.rows, row_bytes, block_rows(m.rows, 4 * m.columns, vectors), vectors);
+  return TilePieces(m.rows, row_bytes, rows_at_once(m, vectors), vectors);
+}
+
+// The products of matrices with activations of type X.
+template <template <class> class Kernel, class X>
+void multiply(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors, float* const* y) {
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations<X> activations(x + first * columns, n, columns);
+    share_rows(
+        count, [&](int i) { return pieces_of(*matrices[i], n); },
+        [&](int i, int64_t row, int64_t end) {
+          const gearbx_exact& m = *matrices[i];
+          find_work<Kernel>(m)(m, activations, row, end, y[i] + first * m.rows);
+        });
+  };
+  in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
 }  // namespace
@@ -161,17 +188,8 @@ TilePieces pieces_of(const gearbx_exact& m, int vectors) {
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  const int64_t columns = matrices[0]->columns;
-  const auto some = [&](int64_t first, int n) {
-    const Activations activations(x + first * columns, n, columns);
-    share_rows(
-        count, [&](int i) { return pieces_of(*matrices[i], n); },
-        [&](int i, int64_t row, int64_t end) {
-          const gearbx_exact& m = *matrices[i];
-          find_work<Multiply>(m)(m, activations, row, end, y[i] + first * m.rows);
-        });
-  };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  const auto some = matrices[0]->x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
+  some(matrices, count, x, vectors, y);
 }
 
 extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y) {

@@ -65,9 +65,8 @@ struct Decoder {
   const Bytes64 parts = bytes64([](int i) { return i / 32 * 64 + i % 16 * 4 + 2 + i / 16 % 2; });
   const Bytes64 bits = bytes64([](int i) { return i % 8 * BITS; });
   const Bytes64 three = bytes64([](int i) { return i / 8 * 3 + (i % 8 < 3 ? i % 8 : 0); });
-  // The low and high bytes of 32 columns: the lower half of dword l belongs to column l, the upper half to 16 + l.
-  const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2 % 2 * 16 + i / 4; });
-  const Bytes64 upper = constant(_mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  // The low and high bytes of 32 columns.
+  const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2; });
   const Bytes64 none = constant(_mm512_set1_epi8(-1));
   const Bytes64 code = _mm512_set1_epi8((1 << BITS) - 1);
   const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12),
@@ -117,8 +116,7 @@ struct Decoder {
     for (int i = 0; i < COUNT; i += 32) {
       const Bytes64 places = _mm512_add_epi8(pair, _mm512_set1_epi8(static_cast<char>(i)));
       const Bytes64 both = _mm512_permutex2var_epi8(low, places, dealt_high);
-      use(column + i, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)));
-      use(column + i + 16, _mm512_castsi512_ps(_mm512_and_si512(both, upper)));
+      use(column + i, Weights32{both});
     }
   }
 
@@ -133,9 +131,9 @@ struct Decoder {
 
   static constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 
-  // Calls use(column, weights) for each 16 weights of the row, in order.
+  // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>
-  GEARBX_INLINE void each16(Use use) {
+  GEARBX_INLINE void each32(Use use) {
     const int64_t columns = row.columns, groups = columns / GROUP;
     Groups16 some;
     for (int64_t segment = 0; segment < groups; segment += 16) {

@@ -75,8 +75,7 @@ GEARBX_INLINE __m128i deal(const uint8_t* bytes, uint32_t sets) {
   return _mm_unpacklo_epi64(one(bytes, first), one(bytes + __builtin_popcount(first), second));
 }
 
-template <class Use>
-GEARBX_INLINE void use32(const Meanings& m, Bytes32 codes, const uint8_t* stored, HighBytes& row, Use use) {
+GEARBX_INLINE Weights32 decode(const Meanings& m, Bytes32 codes, const uint8_t* stored, HighBytes& row) {
   const auto look_up = [codes](const uint8_t* table) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), codes);
   };
@@ -95,17 +94,19 @@ GEARBX_INLINE void use32(const Meanings& m, Bytes32 codes, const uint8_t* stored
   const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), none = _mm256_setzero_si256();
   const __m256i lows = _mm256_permutevar8x32_epi32(low, order), highs = _mm256_permutevar8x32_epi32(high, order);
   const __m256i words[2] = {_mm256_unpacklo_epi8(lows, highs), _mm256_unpackhi_epi8(lows, highs)};
-  for (int i = 0; i < 2; i++)
-    use(16 * i, join(_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, words[i])),
-                     _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, words[i]))));
+  const auto floats = [none](__m256i words) {
+    return join(_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, words)),
+                _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, words)));
+  };
+  return {floats(words[0]), floats(words[1])};
 }
 
 #elif defined(GEARBX_NEON)
 
-template <class Use>
-GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row, Use use) {
+GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row) {
   const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   uint8_t copy[32];
+  F16 weights[2];
   for (int i = 0; i < 32; i += 16) {
     const uint8x16_t code = codes.half[i / 16], low = vld1q_u8(stored + i);
     const uint8x16_t wraps = vcltq_u8(low, vqtbl1q_u8(vld1q_u8(m.low), code));
@@ -122,14 +123,14 @@ GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t*
     row.at += of_first + COUNTS.of[second];
     const uint8x16_t high = vbslq_u8(zero, near, far);
     const uint16x8_t words[2] = {vreinterpretq_u16_u8(vzip1q_u8(low, high)), vreinterpretq_u16_u8(vzip2q_u8(low, high))};
-    use(i, join(bf16_to_floats(words[0]), bf16_to_floats(words[1])));
+    weights[i / 16] = join(bf16_to_floats(words[0]), bf16_to_floats(words[1]));
   }
+  return {weights[0], weights[1]};
 }
 
 #else
 
-template <class Use>
-GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row, Use use) {
+GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row) {
   uint32_t bits[32];
   for (int i = 0; i < 32; i++) {
     const int code = codes.byte[i];
@@ -138,8 +139,7 @@ GEARBX_INLINE void use32(const Meanings& m, const Bytes32& codes, const uint8_t*
   }
   float weights[32];
   std::memcpy(weights, bits, sizeof bits);
-  use(0, load16(weights));
-  use(16, load16(weights + 16));
+  return {load16(weights), load16(weights + 16)};
 }
 
 #endif
@@ -149,16 +149,15 @@ struct Decoder {
   ExactRow& row;
   explicit Decoder(ExactRow& r) : row(r) {}
 
-  // Calls use(column, weights) for each 16 weights of the row, in order.
+  // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>
-  GEARBX_INLINE void each16(Use use) {
+  GEARBX_INLINE void each32(Use use) {
     Meanings m;
     for (int64_t group = 0; group < row.columns / GROUP; group++) {
       m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[0][group]));
       for (int64_t column = group * GROUP; column < (group + 1) * GROUP; column += BLOCK) {
-        const auto shifted = [&](int64_t i, F16 weights) __attribute__((always_inline)) { use(column + i, weights); };
         __builtin_prefetch(row.low + column + 1024);
-        use32(m, unpack<BITS>(row.weights[0] + column / 8 * BITS), row.low + column, row.high, shifted);
+        use(column, decode(m, unpack<BITS>(row.weights[0] + column / 8 * BITS), row.low + column, row.high));
       }
     }
   }

@@ -11,14 +11,14 @@ namespace gearbx {
 // biases of each plane, low, high, offsets.
 struct ExactForm {
   std::vector<int> widths;
-  int group;
+  int group, x_bits;
   bool in_panels;  // weights, scales and biases are (panels, ..., rows of a panel)
 
-  ExactForm(std::vector<int> widths, int group, const mx::array& scales, const mx::array& low)
-      : widths(std::move(widths)), group(group), in_panels(scales.ndim() == 3 && low.ndim() == 2) {}
+  ExactForm(std::vector<int> widths, int group, int x_bits, const mx::array& scales, const mx::array& low)
+      : widths(std::move(widths)), group(group), x_bits(x_bits), in_panels(scales.ndim() == 3 && low.ndim() == 2) {}
 
   bool operator==(const ExactForm& other) const {
-    return widths == other.widths && group == other.group && in_panels == other.in_panels;
+    return widths == other.widths && group == other.group && x_bits == other.x_bits && in_panels == other.in_panels;
   }
 
   int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
@@ -32,6 +32,7 @@ struct ExactForm {
     m.planes = static_cast<int>(widths.size());
     m.bits = widths[0];
     m.group = group;
+    m.x_bits = x_bits;
     for (int p = 0; p < m.planes; p++) m.weights[p] = bytes(next());
     const mx::array& scales = next();
     m.rows = rows(scales);

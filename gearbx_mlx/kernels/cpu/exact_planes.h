@@ -123,13 +123,12 @@ struct Planes32 {
       }
       row.high.at += next - first;
     }
-    use(column, load16(weights));
-    use(column + 16, load16(weights + 16));
+    use(column, Weights32(load16(weights), load16(weights + 16)));
   }
 
-  // Calls use(column, weights) for each 16 weights of the row, in order.
+  // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>
-  GEARBX_INLINE void each16(Use use) {
+  GEARBX_INLINE void each32(Use use) {
     for (int64_t column = 0; column < row.columns; column += BLOCK) block(column, use);
   }
 };

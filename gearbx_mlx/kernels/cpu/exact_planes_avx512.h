@@ -29,17 +29,16 @@ struct Planes16 {
 
 template <int GROUP>
 struct Planes64 {
-  // Where the codes of 16 columns are, for dwords, and the low bits and bytes of `high` of 32 columns, for words: the
-  // lower half of dword l belongs to column l, the upper half to column 16 + l.
+  // Where the codes of 16 columns are, for dwords, and the low bits and bytes of `high` of 32 columns, for words.
   const Bytes64 code = bytes64([](int i) { return i / 4; });
-  const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2 % 2 * 16 + i / 4; });
+  const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2; });
   const Bytes64 first = bytes64([](int i) { return (i % 8 * 4 + 60) % 64; });  // into the upper half of a byte
   const Bytes64 second = bytes64([](int i) { return i % 8 * 4; });
   const Bytes64 five = bytes64([](int i) { return i / 8 * 5 + (i % 8 < 5 ? i % 8 : 0); });
   const Bytes64 fifth = bytes64([](int i) { return (i % 8 * 5 + 61) % 64; });  // into the upper five bits of a byte
   const Bytes64 lower_half = constant(_mm512_set1_epi8(15)), magnitude = constant(_mm512_set1_epi32(0x7fffffff));
   const Bytes64 window = constant(_mm512_set1_epi32((31 - FAR_WINDOW) << 16));
-  const Bytes64 upper = constant(_mm512_set1_epi32(static_cast<int>(0xffff0000)));
+  const Bytes64 halves = bytes64([](int i) { return i % 2 ? 0 : i + 1; });  // the upper ones of two times 16 dwords
   const Bytes64 sign = constant(_mm512_set1_epi16(static_cast<short>(0x8000)));
   const Bytes64 twelve = constant(_mm512_set1_epi16(0xfff)), last_five = constant(_mm512_set1_epi16(31));
   const Bytes64 zeros = constant(_mm512_set1_epi16(0xf80));  // the least distance of a zero
@@ -65,7 +64,7 @@ struct Planes64 {
 
   // The weights of 32 columns, from their last neighbours, and low bits and bytes of `high`, which are 0 far from zero.
   GEARBX_INLINE Bytes64 weights(const Bytes64 (&last)[2], Bytes64 stored) const {
-    const Bytes64 both = _mm512_ternarylogic_epi64(_mm512_srli_epi32(last[0], 16), last[1], upper, 0xf8);
+    const Bytes64 both = _mm512_permutex2var_epi16(last[0], halves, last[1]);
     const Bytes64 distance = _mm512_and_si512(_mm512_srli_epi16(stored, 3), twelve);
     const __mmask32 nonzero = _mm512_cmplt_epu16_mask(distance, zeros);
     const Bytes64 nearest = _mm512_sub_epi16(both, distance);
@@ -92,14 +91,13 @@ struct Planes64 {
     for (int i = 0; i < 2; i++) {
       const Bytes64 places = _mm512_add_epi8(pair, _mm512_set1_epi8(static_cast<char>(32 * i)));
       const Bytes64 both = weights(neighbours[i], _mm512_permutex2var_epi8(low, places, high));
-      use(column + 32 * i, _mm512_castsi512_ps(_mm512_slli_epi32(both, 16)));
-      use(column + 32 * i + 16, _mm512_castsi512_ps(_mm512_and_si512(both, upper)));
+      use(column + 32 * i, Weights32{both});
     }
   }
 
-  // Calls use(column, weights) for each 16 weights of the row, in order.
+  // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>
-  GEARBX_INLINE void each16(Use use) {
+  GEARBX_INLINE void each32(Use use) {
     Planes16 some;
     constexpr int64_t SEGMENT = 16 * GROUP, AHEAD_OF_ROW = 1024;
     Planes32<GROUP> others(row);

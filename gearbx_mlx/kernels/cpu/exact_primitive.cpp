@@ -68,9 +68,9 @@ class ExactDecode : public Operation {
 
 mx::array exact_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                       const mx::array& offsets, const std::vector<int>& widths, int group) {
+                       const mx::array& offsets, const std::vector<int>& widths, int group, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, scales, low);
+  const ExactForm form(widths, group, x_bits, scales, low);
   auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
   check_x(x, form.columns(scales));
   inputs.insert(inputs.begin(), in_float32(x, s));
@@ -79,9 +79,10 @@ mx::array exact_matvec(const mx::array& x, const std::vector<mx::array>& weights
 
 mx::array exact_experts(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
                         const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                        const mx::array& offsets, const std::vector<int>& widths, int group, mx::array indices) {
+                        const mx::array& offsets, const std::vector<int>& widths, int group, mx::array indices,
+                        int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, scales, low);
+  const ExactForm form(widths, group, x_bits, scales, low);
   auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 3, s);
   check_x(x, static_cast<int64_t>(scales.shape(2)) * group);
   const auto pairs = broadcast(x, indices, s);
@@ -95,7 +96,7 @@ mx::array exact_decode(const std::vector<mx::array>& weights, const mx::array& s
                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
                        const mx::array& offsets, const std::vector<int>& widths, int group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, scales, low);
+  const ExactForm form(widths, group, 0, scales, low);
   auto inputs = form.inputs(weights, scales, biases, low, high, offsets, low.ndim() == 3 ? 3 : 2, s);
   auto shape = low.shape();
   shape.back() = form.columns(scales);
@@ -106,9 +107,9 @@ mx::array exact_decode(const std::vector<mx::array>& weights, const mx::array& s
 
 void bind_exact(nb::module_& m) {
   m.def("exact_matvec", &exact_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
-        "widths"_a, "group"_a);
+        "widths"_a, "group"_a, "x_bits"_a = 0);
   m.def("exact_experts", &exact_experts, "x"_a, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
-        "widths"_a, "group"_a, "indices"_a);
+        "widths"_a, "group"_a, "indices"_a, "x_bits"_a = 0);
   m.def("exact_decode", &exact_decode, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
         "widths"_a, "group"_a);
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "exact.h"
-#include "sixteen.h"
+#include "tile.h"
 
 namespace gearbx {
 
@@ -53,6 +53,51 @@ struct Counts {
   }
 };
 inline constexpr Counts COUNTS;
+
+// 32 neighbouring weights of a row, decoded: words of bf16 with AVX-512, else floats.
+#ifdef GEARBX_AVX512
+struct Weights32 {
+  __m512i words;
+
+  explicit Weights32(__m512i words) : words(words) {}
+  Weights32(F16 first, F16 second) {  // whose lower halves are zeros
+    const auto upper = [](F16 a) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16)); };
+    words = _mm512_inserti64x4(_mm512_castsi256_si512(upper(first)), upper(second), 1);
+  }
+  GEARBX_INLINE F16 half(int i) const {
+    const __m256i own = i ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
+  }
+};
+GEARBX_INLINE void store(Bf16* p, const Weights32& w) { _mm512_storeu_si512(p, w.words); }
+#else
+struct Weights32 {
+  F16 halves[2];
+
+  Weights32(F16 first, F16 second) : halves{first, second} {}
+  GEARBX_INLINE F16 half(int i) const { return halves[i]; }
+};
+inline void store(Bf16* p, const Weights32& w) {
+  uint32_t bits[32];
+  store16(reinterpret_cast<float*>(bits), w.half(0));
+  store16(reinterpret_cast<float*>(bits) + 16, w.half(1));
+  for (int i = 0; i < 32; i++) p[i].bits = static_cast<uint16_t>(bits[i] >> 16);
+}
+#endif
+GEARBX_INLINE void store(float* p, const Weights32& w) {
+  store16(p, w.half(0));
+  store16(p + 16, w.half(1));
+}
+
+// Adds products as a dense row of bf16 does (tile.h).
+GEARBX_INLINE F16 multiply_add(const Weights32& w, const float* x, F16 sums) {
+  return multiply_add16(w.half(1), load16(x + 16), multiply_add16(w.half(0), load16(x), sums));
+}
+#ifdef GEARBX_PAIRS
+GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
+  return multiply_add_pairs(w.words, load32(x), sums);
+}
+#endif
 
 // One row of a matrix.
 struct ExactRow {

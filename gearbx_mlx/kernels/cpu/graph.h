@@ -119,7 +119,9 @@ inline mx::array output(mx::Shape shape, int rows, std::shared_ptr<mx::Primitive
   return mx::array(shape, mx::float32, std::move(primitive), std::move(inputs));
 }
 
-inline gearbx_dense dense_of(const mx::array& w) { return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w)}; }
+inline gearbx_dense dense_of(const mx::array& w, int x_bits = 0) {
+  return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w), x_bits};
+}
 
 inline void check_symmetric(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
   require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");

@@ -44,6 +44,7 @@ typedef struct {
   int64_t rows, columns;
   const void* weights;  // (rows, columns)
   int type;
+  int x_bits;  // 0: activations as they are; else for bf16 weights rounded to bf16, if this processor multiplies them fast
 } gearbx_dense;
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors. The

@@ -51,16 +51,22 @@ class SymmetricMatvec : public Operation {
 // Inputs: x, weights.
 class DenseMatvec : public Operation {
  public:
-  using Operation::Operation;
+  DenseMatvec(mx::Stream s, int x_bits) : Operation(s), x_bits_(x_bits) {}
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs[0], [m = dense_of(inputs[1]), n = vectors_of(inputs[0])](const float* x, float* y) {
+    const gearbx_dense matrix = dense_of(inputs[1], x_bits_);
+    dispatch(inputs, outputs[0], [m = matrix, n = vectors_of(inputs[0])](const float* x, float* y) {
       gearbx_dense_product(&m, x, n, y);
     });
   }
 
   const char* name() const override { return "GearbxDenseMatvec"; }
-  bool is_equivalent(const mx::Primitive&) const override { return true; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    return x_bits_ == static_cast<const DenseMatvec&>(other).x_bits_;
+  }
+
+ private:
+  int x_bits_;
 };
 
 mx::array stack_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
@@ -82,12 +88,12 @@ mx::array symmetric_matvec(const mx::array& x, const mx::array& weight, const mx
                 {in_float32(x, s), in_rows(weight, s), in_rows(scales, s)});
 }
 
-mx::array dense_matvec(const mx::array& x, const mx::array& weight) {
+mx::array dense_matvec(const mx::array& x, const mx::array& weight, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
   require(weight.ndim() == 2, "weights must be a matrix");
   type_of(weight);
   check_x(x, weight.shape(1));
-  return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s),
+  return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s, x_bits),
                 {in_float32(x, s), in_rows(weight, s)});
 }
 
@@ -186,7 +192,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("stack_matvec", &stack_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
         "rest"_a = 0, "x_bits"_a = 0);
   m.def("symmetric_matvec", &symmetric_matvec, "x"_a, "weight"_a, "scales"_a, "bits"_a, "x_bits"_a = 0);
-  m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a);
+  m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a, "x_bits"_a = 0);
   m.def("entropy_bits", &reading<gearbx_entropy_bits, 0>, "logprobs"_a);
   m.def("logsumexp", &reading<gearbx_logsumexp, 1>, "logits"_a);
   m.def("extremes", &reading<gearbx_extremes, 3>, "x"_a);

@@ -68,6 +68,25 @@ inline F16 hold(F16 a) {
   return a;
 }
 
+#ifdef __AVX512BF16__
+// 32 bf16, whose products are added up in pairs: each of sixteen sums gets the products of two neighbours.
+#define GEARBX_PAIRS 1
+typedef __m512i Pairs;
+
+inline Pairs load32(const Bf16* p) { return _mm512_loadu_si512(p); }
+inline F16 multiply_add_pairs(Pairs a, Pairs b, F16 c) {
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+inline Pairs hold(Pairs a) {
+  asm("" : "+v"(a));
+  return a;
+}
+// The nearest bf16 of 32 numbers, but zeros for subnormal ones.
+inline Pairs round32(const float* p) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(p + 16), _mm512_loadu_ps(p)));
+}
+#endif
+
 #else
 
 typedef EvenOdd F16;

@@ -20,6 +20,10 @@ inline void load(const T* p, F16& out) {
 }
 inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
 #endif
+#ifdef GEARBX_PAIRS
+inline void load(const Bf16* p, Pairs& out) { out = load32(p); }
+inline F16 multiply_add(Pairs a, Pairs b, F16 c) { return multiply_add_pairs(a, b, c); }
+#endif
 
 // Asks for what is read soon, from `next` to `end`. It goes through memory in order, since several rows at once are
 // read more slowly than one after the other, and into the second cache, which can wait for more lines than the first.
@@ -46,61 +50,63 @@ struct Rows {
   Prefetch next;
 };
 
-// The sum of sixteen sums, of the products of the columns after the last multiple of 16, if there are any: eight at a
-// time, added to the first sums, and then one by one.
-template <class T>
+// The sum of sixteen sums, of the products of the columns after the last whole step, if there are any: eight at a time,
+// added to the first sums, and then one by one.
+template <class X, class T>
 float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
-  int64_t i = whole_blocks(columns);
+  int64_t i = whole_steps<X>(columns);
   for (; i + 8 <= columns; i += 8) even = multiply_add8(load8(w + i), load8(x + i), even);
   float rest = 0.0f;
   for (; i < columns; i++) rest = multiply_add(to_float(w[i]), x[i], rest);
   return sum8(add8(even, odd)) + rest;
 }
 
-template <class T>
-float multiply_row(const T* w, const float* x, int64_t columns, Prefetch& next) {
+// `packed`: the whole steps of x.
+template <class T, class X>
+float multiply_row(const T* w, const X* packed, const float* x, int64_t columns, Prefetch& next) {
   Prefetch prefetch = next;  // in registers
   Lanes sums[PARTS] = {};
-  for (int64_t i = 0; i < whole_blocks(columns); i += 16) {
-    prefetch.ask<1, T>();
+  for (int64_t i = 0; i < whole_steps<X>(columns); i += STEP<X>) {
+    prefetch.ask<STEP<X> / 16, T>();
 #pragma GCC unroll 2
     for (int p = 0; p < PARTS; p++) {
-      Lanes weights, one;
-      load(w + i + p * LANES, weights);
-      load(x + i + p * LANES, one);
+      typename Register<X>::type weights, one;
+      load(w + i + p * Register<X>::COUNT, weights);
+      load(packed + i + p * Register<X>::COUNT, one);
       sums[p] = multiply_add(weights, one, sums[p]);
     }
   }
   next = prefetch;
   const EvenOdd both = join_parts(sums);
-  return finish_row(w, x, columns, both.even, both.odd);
+  return finish_row<X>(w, x, columns, both.even, both.odd);
 }
 
-// Adds the products of columns `from` to `to`, multiples of 16, of R rows with V vectors; `x` is packed. There are
-// sixteen sums for each row and vector, so that an addition need not wait for the one before.
-template <int R, int V, class T>
-GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int64_t from, int64_t to,
+// Adds the products of columns `from` to `to`, whole steps, of R rows with V vectors; `x` is packed. There are sixteen
+// sums for each row and vector, so that an addition need not wait for the one before.
+template <int R, int V, class T, class X>
+GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t from, int64_t to,
                                Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
+  constexpr int64_t COUNT = Register<X>::COUNT;
   Prefetch local = prefetch;  // in registers
   for (int p = 0; p < PARTS; p++) {
-    const float* each = x + (p * whole_blocks(columns) + from) / PARTS * V;
+    const X* each = x + (p * whole_steps<X>(columns) + from) / PARTS * V;
     Lanes s[R][V];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
-    for (int64_t i = from; i < to; i += 16, each += LANES * V) {
-      if (p == 0) local.ask<R, T>();
-      Lanes rows[R];
+    for (int64_t i = from; i < to; i += STEP<X>, each += COUNT * V) {
+      if (p == 0) local.ask<R * (STEP<X> / 16), T>();
+      typename Register<X>::type rows[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
-        load(w + r * columns + i + p * LANES, rows[r]);
+        load(w + r * columns + i + p * COUNT, rows[r]);
         rows[r] = hold(rows[r]);
       }
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) {
-        Lanes one;
-        load(each + v * LANES, one);
+        typename Register<X>::type one;
+        load(each + v * COUNT, one);
         one = hold(one);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) s[r][v] = multiply_add(rows[r], one, s[r][v]);
@@ -115,13 +121,13 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const float* x, int6
 }
 
 // The results of a row for V vectors, `stride` apart; `x` is as it came.
-template <int V, class T>
+template <class X, int V, class T>
 void finish_vectors(const T* w, const float* x, int64_t columns, const Lanes (&sums)[V][PARTS], float* y,
                     int64_t stride) {
-  if (columns % 16) {
+  if (columns % STEP<X>) {
     for (int v = 0; v < V; v++) {
       const EvenOdd both = join_parts(sums[v]);
-      y[v * stride] = finish_row(w, x + v * columns, columns, both.even, both.odd);
+      y[v * stride] = finish_row<X>(w, x + v * columns, columns, both.even, both.odd);
     }
     return;
   }
@@ -136,20 +142,19 @@ void finish_vectors(const T* w, const float* x, int64_t columns, const Lanes (&s
 }
 
 // R rows times V vectors. Where sums are in several parts, these take turns over columns that stay in the first cache.
-template <int R, int V, class T>
-void multiply_tile(const T* w, int64_t columns, const float* packed, const float* x, Prefetch& prefetch, float* y,
+template <int R, int V, class T, class X>
+void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x, Prefetch& prefetch, float* y,
                    int64_t stride) {
-  const int64_t whole = whole_blocks(columns), chunk = PARTS == 1 ? whole : 512;
+  const int64_t whole = whole_steps<X>(columns), chunk = PARTS == 1 ? whole : 512;
   Lanes sums[R][V][PARTS] = {};
   for (int64_t from = 0; from < whole; from += chunk)
     add_columns<R, V>(w, columns, packed, from, from + chunk < whole ? from + chunk : whole, prefetch, sums);
-  for (int r = 0; r < R; r++) finish_vectors<V>(w + r * columns, x, columns, sums[r], y + r, stride);
+  for (int r = 0; r < R; r++) finish_vectors<X, V>(w + r * columns, x, columns, sums[r], y + r, stride);
 }
 
 // Rows times V vectors, whose results are `stride` apart.
-template <int V, class T>
-void multiply_group(const Rows<T>& rows, Prefetch prefetch, const float* packed, const float* x, float* y,
-                    int64_t stride) {
+template <int V, class T, class X>
+void multiply_group(const Rows<T>& rows, Prefetch prefetch, const X* packed, const float* x, float* y, int64_t stride) {
   const int64_t columns = rows.columns;
   int64_t r = 0;
   for (; r + TILE_ROWS <= rows.count; r += TILE_ROWS)
@@ -159,27 +164,28 @@ void multiply_group(const Rows<T>& rows, Prefetch prefetch, const float* packed,
 }
 
 // The function for a number of vectors.
-template <class T, int V = TILE_VECTORS>
+template <class T, class X, int V = TILE_VECTORS>
 auto group_kernel(int64_t vectors) {
   if constexpr (V > 2)
-    if (vectors < V) return group_kernel<T, V - 1>(vectors);
-  return multiply_group<V, T>;
+    if (vectors < V) return group_kernel<T, X, V - 1>(vectors);
+  return multiply_group<V, T, X>;
 }
 
 // Rows times all vectors, whose results are `stride` apart. What follows the rows is on its way while the first group
 // of vectors is multiplied; then it is the activations of the next group.
-template <class T>
-void multiply_rows(const Rows<T>& rows, const Activations& a, float* y, int64_t stride) {
+template <class T, class X>
+void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64_t stride) {
   if (a.vectors == 1) {
     Prefetch next = rows.next;
-    for (int64_t r = 0; r < rows.count; r++) y[r] = multiply_row(rows.w + r * rows.columns, a.x, rows.columns, next);
+    for (int64_t r = 0; r < rows.count; r++)
+      y[r] = multiply_row(rows.w + r * rows.columns, a.only(), a.x, rows.columns, next);
     return;
   }
   const int64_t groups = a.groups();
   for (int64_t g = 0; g < groups; g++) {
     const int64_t first = a.first(g), end = a.first(g + 1);
     const Prefetch next = {a.packed_group(g + 1), a.packed_group(g + 2 < groups ? g + 2 : groups)};
-    group_kernel<T>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
+    group_kernel<T, X>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
                                  y + first * stride, stride);
   }
 }
