@@ -29,7 +29,7 @@ using PlanesDecoder = Planes32<GROUP>;
 
 // Calls use(column, weights) for each 32 weights of a row. False if the row's bytes did not suffice.
 template <class Codes, class Use>
-GEARBX_INLINE bool each32(const gearbx_exact& m, int64_t number, Use use) {
+GEARBX_INLINE bool each32(const ByRow& m, int64_t number, Use use) {
   ExactRow row(m, number);
   Codes(row).each32(use);
   return row.high.sufficed();
@@ -45,7 +45,7 @@ inline void set_nan(float* p) { *p = NAN; }
 inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
 
 template <class Codes, class X>
-float multiply_row(const gearbx_exact& m, int64_t row, const X* x) {
+float multiply_row(const ByRow& m, int64_t row, const X* x) {
   F16 sums = {};
   const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
     sums = multiply_add(weights, x + column, sums);
@@ -55,7 +55,7 @@ float multiply_row(const gearbx_exact& m, int64_t row, const X* x) {
 }
 
 template <class Codes, class T>
-void decode_row(const gearbx_exact& m, int64_t row, T* weights) {
+void decode_row(const ByRow& m, int64_t row, T* weights) {
   const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& values) __attribute__((always_inline)) {
     store(weights + column, values);
   });
@@ -73,7 +73,7 @@ constexpr int64_t SOME_ROWS = 48;  // whole panels, and whole tiles
 // makes a matrix whose codes, scales and biases are row after row. `y` is the result of its first row.
 template <class Y, class Work>
 void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y* y, int64_t y_row, const Work& work) {
-  if (!m.panel_rows) return work(m, row, end, y);
+  if (!m.panel_rows) return work(ByRow{m}, row, end, y);
   static thread_local std::vector<uint32_t> codes;
   static thread_local std::vector<uint16_t> numbers;
   const int64_t height = m.panel_rows, dwords = m.columns * m.bits / 32, groups = m.columns / m.group;
@@ -81,7 +81,7 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
   numbers.resize(static_cast<size_t>((1 + m.planes) * at_once * groups));
   while (row < end) {
     const int64_t first = row / height * height, left = (m.rows - first), count = at_once < left ? at_once : left;
-    gearbx_exact some = m;
+    ByRow some(m);
     some.panel_rows = 0;
     some.rows = count;
     uint16_t* values = numbers.data();
@@ -98,6 +98,7 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
         gearbx_rows_of_dwords(reinterpret_cast<const uint32_t*>(m.weights[p]) + (first + r) * dwords, dwords,
                               words + r * dwords);
       some.weights[p] = reinterpret_cast<const uint8_t*>(words);
+      some.ahead[p] = m.weights[p] + (first + count) * dwords * 4;
     }
     some.low += first * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
     some.offsets += first;
@@ -115,14 +116,14 @@ struct Multiply {
     const int64_t stride = m.rows;
     if constexpr (USUAL) {
       if (x.vectors == 1)
-        return by_rows(m, row, end, m.panel_rows, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
+        return by_rows(m, row, end, m.panel_rows, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
           for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.only());
         });
     }
     static thread_local std::vector<Decoded> memory;
     const int64_t height = rows_at_once(m, x.vectors);
     Decoded* weights = reserve(memory, height * m.columns);
-    by_rows(m, row, end, SOME_ROWS, y, 1, [&](const gearbx_exact& m, int64_t row, int64_t end, float* y) {
+    by_rows(m, row, end, SOME_ROWS, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
       for (; row < end; row += height) {
         const int64_t count = end - row < height ? end - row : height;
         for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
@@ -135,7 +136,7 @@ struct Multiply {
 template <class Codes>
 struct Decode {
   static void rows(const gearbx_exact& m, uint16_t* decoded, int64_t row, int64_t end) {
-    const auto work = [&](const gearbx_exact& m, int64_t row, int64_t end, uint16_t* decoded) {
+    const auto work = [&](const ByRow& m, int64_t row, int64_t end, uint16_t* decoded) {
       for (; row < end; row++) decode_row<Codes>(m, row, reinterpret_cast<Bf16*>(decoded) + row * m.columns);
     };
     by_rows(m, row, end, m.panel_rows, decoded, m.columns, work);

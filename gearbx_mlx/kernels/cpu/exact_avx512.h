@@ -124,12 +124,10 @@ struct Decoder {
   GEARBX_INLINE void group(const Meanings& m, int64_t column, Use use) {
     for (int64_t i = column; i < column + GROUP && i < row.columns; i += 64) {
       __builtin_prefetch(row.low + i + AHEAD_OF_ROW);
-      if (i % 128 == 0) __builtin_prefetch(row.weights[0] + (i + AHEAD_OF_ROW) / 8 * BITS);
+      if (i % 128 == 0) __builtin_prefetch(row.ahead[0] + i / 8 * BITS);
       block<64, WHICH>(m, i, use);
     }
   }
-
-  static constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 
   // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>

@@ -99,7 +99,7 @@ struct Planes64 {
   template <class Use>
   GEARBX_INLINE void each32(Use use) {
     Planes16 some;
-    constexpr int64_t SEGMENT = 16 * GROUP, AHEAD_OF_ROW = 1024;
+    constexpr int64_t SEGMENT = 16 * GROUP;
     Planes32<GROUP> others(row);
     for (int64_t segment = 0; segment < row.columns; segment += SEGMENT) {
       const int64_t at = segment / GROUP, left = row.columns / GROUP - at;
@@ -108,7 +108,7 @@ struct Planes64 {
       for (int64_t column = segment; column < end; column += 64) {
         const int64_t g = (column - segment) / GROUP;
         __builtin_prefetch(row.low + (column + AHEAD_OF_ROW) / 8 * 5);
-        __builtin_prefetch(row.weights[column / 64 % 2] + (column / 128 * 128 + AHEAD_OF_ROW) / 2);
+        __builtin_prefetch(row.ahead[column / 64 % 2] + column / 128 * 64);
         const uint32_t rare = some.rare >> g & (GROUP == 32 ? 3 : 1);
         if (__builtin_expect(!rare && column + 64 <= end, 1)) {
           block(some, g, column, use);

@@ -99,17 +99,30 @@ GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
 }
 #endif
 
+constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
+
+// A matrix, or some rows of one, whose codes are row after row. `ahead`: what is asked for while the codes at the same
+// distance from `weights` are decoded.
+struct ByRow : gearbx_exact {
+  const uint8_t* ahead[2];
+
+  explicit ByRow(const gearbx_exact& m) : gearbx_exact(m) {
+    for (int p = 0; p < planes; p++) ahead[p] = weights[p] + AHEAD_OF_ROW / 8 * bits;
+  }
+};
+
 // One row of a matrix.
 struct ExactRow {
-  const uint8_t *weights[2], *low;
+  const uint8_t *weights[2], *ahead[2], *low;
   const uint16_t *scales, *biases[2];
   int64_t columns;
   HighBytes high;
 
-  ExactRow(const gearbx_exact& m, int64_t row) : columns(m.columns), high(m, row) {
+  ExactRow(const ByRow& m, int64_t row) : columns(m.columns), high(m, row) {
     const int64_t groups = m.columns / m.group;
     for (int p = 0; p < m.planes; p++) {
       weights[p] = m.weights[p] + row * (m.columns / 8 * m.bits);
+      ahead[p] = m.ahead[p] + row * (m.columns / 8 * m.bits);
       biases[p] = m.biases[p] + row * groups;
     }
     scales = m.scales + row * groups;
