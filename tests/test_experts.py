@@ -189,8 +189,8 @@ class TestTiedHead:
     def test_it_runs_natively_and_keeps_its_two_bytes(self):
         model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
         weight = model.model.embed_tokens.weight
-        stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True))
-        gearbox = Gearbox(model, kernels="native")
+        stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True), activations="float")
+        gearbox = Gearbox(model, kernels="native", activations="float")
         embedding = model.model.embed_tokens
         assert isinstance(embedding, NativeEmbedding)
         assert embedding.weight is weight

@@ -270,7 +270,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
 
 @pytest.mark.parametrize("change", [UNTIED, TIED])
 def test_the_head_looks_twice_without_native_passes_too(change):
-    box = boxed(**change)
+    box = boxed(activations="float", **change)  # MLX computes the best again
     cache = begun(box)
     second, tokens = second_head(box, box.ladder[0]), mx.array([[3, 5, 7]])
     low = np.array(box.model(tokens, cache=copy.deepcopy(cache))[0])
