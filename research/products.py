@@ -1,68 +1,29 @@
 """Products on a CPU: dense weights, rounded activations, and choosing kernels."""
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 from pages import table
+from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.formats import native, planes
 from gearbx_mlx.kernels import ACTIVATIONS
-from gearbx_mlx.kernels.products import stack_product
+from gearbx_mlx.kernels.products import dense_product, stack_product
 
-from .studies import Found, in_turn, native_kernels, study
-
-ROWS, WIDTHS, BYTES = 1024, (1024, 4096), 160 << 20
-VECTORS = (1, 2, 4, 8, 12, 16, 64, 512)
-READ = "reading the weights"
-
-
-def time_width(module: Any, width: int, trials: int) -> dict[str, list[str]]:
-    """Cells for each number of vectors: time over that of reading the weights, and operations per second."""
-    count = BYTES // (ROWS * width * 2)
-    words = mx.zeros((BYTES // 4,), mx.uint32) + 0x3C003C00
-    dense = mx.contiguous(words.view(mx.bfloat16)[: count * ROWS * width].reshape(count, ROWS, width))
-    matrices = [mx.array(np.array(dense[i].view(mx.uint16))).view(mx.bfloat16) for i in range(count)]
-    wide = matrices[0].astype(mx.float32)
-    mx.eval(words, matrices, wide)
-    inputs = {vectors: mx.random.normal((vectors, width)) for vectors in VECTORS}
-    mx.eval(inputs)
-    works: dict[str, Callable[[], object]] = {READ: lambda: module.read_sum(words)}
-    products = {}
-    for vectors, x in inputs.items():
-        some = matrices[: max(2, count * 16 // max(vectors, 16))]  # enough of them for a long time
-        works[str(vectors)] = partial(multiply_all, module, x, some)
-        products[str(vectors)] = vectors, vectors * len(some)
-    last = VECTORS[-1]
-    works[f"{last}, MLX, float32"] = lambda: mx.eval(inputs[last] @ wide.T)
-    products[f"{last}, MLX, float32"] = last, last
-    seconds = {name: np.array(each) for name, each in in_turn(works, trials, time.process_time).items()}
-    found = {}
-    for name, (vectors, done) in products.items():
-        times = seconds[name] / seconds[READ] * (count * vectors / done)
-        low, middle, high = np.quantile(times, (0, 0.5, 1))
-        speed = 2 * done * ROWS * width / np.median(seconds[name]) / 1e9
-        found[name] = [f"{middle:.2f} ({low:.2f}-{high:.2f})", f"{speed:.0f}"]
-    return found
-
-
-def multiply_all(module: Any, x: mx.array, matrices: list[mx.array]) -> None:
-    for matrix in matrices:
-        mx.eval(module.dense_matvec(x, matrix))
-
+from .studies import Found, in_turn, study
 
 TOKENS = 200  # per text
 
 
-def in_bfloat16(x: mx.array, *arguments) -> mx.array:
-    y = stack_product(x.astype(mx.bfloat16).astype(x.dtype), *arguments)
+def in_bfloat16(product: Callable[..., mx.array], x: mx.array, *arguments) -> mx.array:
+    y = product(x.astype(mx.bfloat16).astype(x.dtype), *arguments)
     return y.astype(mx.bfloat16).astype(x.dtype)
 
 
@@ -75,24 +36,51 @@ def ways(gearbox: Gearbox) -> Iterator[str]:
         yield name
     for module in modules:
         module.x_bits = 0
-    native.stack_product = planes.stack_product = in_bfloat16  # type: ignore[assignment]
+    native.stack_product = planes.stack_product = partial(in_bfloat16, stack_product)
+    native.dense_product = partial(in_bfloat16, dense_product)
     yield "bfloat16"
     native.stack_product = planes.stack_product = stack_product
+    native.dense_product = dense_product
 
 
-@study("docs/performance.md", minutes=2)
-def vectors(trials: int = 7) -> Found:
-    """Products over dense bfloat16 weights: what more vectors cost, beside reading them; GEARBX_THREADS=1 for one
-    thread.
+ROWS = (1, 2, 4, 8, 16)
+GEARS = {"4 bits": (4, "planes", "4,8"), "8 bits": (8, "planes", "4,8"), "bfloat16": (16, "planes", "4,16")}
+GEARS["exact 4,16"] = (16, "exact", "4,16")
 
-    Matrices that are together larger than the caches are multiplied by 1 to 512 vectors. Ratios hold within one
-    trial. CPU time is counted, so that other work on the machine counts less.
+
+def pass_times(model: str, gear: str, context: int, trials: int) -> list[list[float]]:
+    """Seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
+    bits, format, ladder = GEARS[gear]
+    gearbox = Gearbox(load(model)[0], ladder, format=format, activations="int8")
+    gearbox.shift(bits)
+    cache = make_prompt_cache(gearbox.model)
+
+    def read(count: int) -> None:
+        mx.eval(gearbox.model(mx.arange(count)[None] + 500, cache=cache))
+
+    def again(count: int) -> None:
+        read(count)
+        trim_prompt_cache(cache, count)
+
+    read(context)
+    times = in_turn({str(count): partial(again, count) for count in ROWS}, trials)
+    return [times[str(count)] for count in ROWS]
+
+
+@study("docs/performance.md", minutes=3)
+def rows(model: str = "smollm2", context: int = 64, trials: int = 40) -> Found:
+    """What a pass of several rows takes, as a verification has, over a pass of one, in each gear on a CPU.
+
+    Rows of one trial follow each other, and a ratio holds within one trial. Activations are rounded to 8 bits, for
+    weights of bfloat16 to that type. The range is that of the middle half of the trials.
     """
-    mx.set_default_device(mx.cpu)
-    columns = [time_width(native_kernels(), width, trials) for width in WIDTHS]
-    head = ["vectors", *(f"width {width}: {what}" for width in WIDTHS for what in ("times reading", "GFlop/s"))]
-    rows = [[name, *(cell for found in columns for cell in found[name])] for name in columns[0]]
-    return Found({"vectors": table(head, rows)})
+    table_rows = []
+    for gear in track(GEARS, "gears"):
+        alone, *others = (np.array(seconds) for seconds in pass_times(model, gear, context, trials))
+        quarters = [np.quantile(seconds / alone, (0.25, 0.5, 0.75)) for seconds in others]
+        cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quarters]
+        table_rows.append([gear, f"{np.median(alone) * 1e3:.1f}", *cells])
+    return Found({"rows": table(["gear", "1 row, ms", *(f"{count} rows" for count in ROWS[1:])], table_rows)})
 
 
 @study(minutes=3)
@@ -109,7 +97,7 @@ def activations(texts_file: Path, model: str | None = None, gears: str = "4,8", 
     lines = [json.loads(line) for line in texts_file.read_text().splitlines()[:texts]]
     tokens = [tokenizer.encode(line.get("text") or f"{line['question']}\n{line['answer']}")[:TOKENS] for line in lines]
     gearbox, rows = Gearbox(loaded, f"{gears},16", kernels="native"), []
-    for gear in list(gearbox.ladder)[:-1]:
+    for gear in gearbox.ladder:
         gearbox.shift(gear)
         exact: list[mx.array] = []
         for name in ways(gearbox):

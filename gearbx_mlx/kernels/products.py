@@ -88,9 +88,7 @@ def symmetric_product(
     return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
-def dense_product(
-    x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None, x_bits: int = 0
-) -> mx.array:
+def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None, x_bits: int = 0) -> mx.array:
     """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
     y = again(x, (weight,), None, chosen)
     if y is not None:
