@@ -38,7 +38,7 @@ from ..kernels.exact import (
 )
 from ..kernels.products import decoded, exact_experts, exact_product
 from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
-from .native import Native, NativeMultiLinear, for_kernels, stored_planes, with_expert_bias
+from .native import Native, NativeMultiLinear, for_kernels, native_rounding, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
 
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
@@ -297,7 +297,7 @@ class ExactSwitchLinear(PackedExperts, ExactModule):
     """A SwitchLinear over exact weights: E experts of one shape, chosen by `indices`."""
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-        y = exact_experts(x, self.matrix, indices, sorted_indices, isinstance(self, Native), getattr(self, "x_bits", 0))
+        y = exact_experts(x, self.matrix, indices, sorted_indices, native_rounding(self))
         return with_expert_bias(self, y, indices)
 
 

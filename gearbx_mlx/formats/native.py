@@ -65,6 +65,11 @@ class Native:
         return None
 
 
+def native_rounding(layer: nn.Module) -> int | None:
+    """The `x_bits` of a native layer, None for another one."""
+    return layer.x_bits if isinstance(layer, Native) else None
+
+
 class NativeDense(Native, nn.Linear):
     """A Linear with native kernels."""
 

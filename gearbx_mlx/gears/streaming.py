@@ -17,7 +17,7 @@ import numpy as np
 from ..compat.classes import become
 from ..errors import GearbxError
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
-from ..formats.native import Native, with_expert_bias
+from ..formats.native import Native, native_rounding, with_expert_bias
 from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
@@ -112,7 +112,9 @@ class StreamedLinear(Streamed):
     def __call__(self, x: mx.array) -> mx.array:
         if only_shapes.get():
             return super().__call__(x)
-        product: Callable[..., mx.array] = exact_product if isinstance(self, Native) else product_by_tiles
+        product: Callable[..., mx.array] = product_by_tiles
+        if isinstance(self, Native):
+            product = functools.partial(exact_product, x_bits=self.x_bits)
         y = mx.concatenate(self.by_strips(lambda matrix: product(x, matrix)), axis=-1)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
@@ -130,7 +132,7 @@ class StreamedSwitchLinear(Streamed):
         chosen, places = np.unique(np.array(indices), return_inverse=True)
         matrix = self.blocks(chosen, height).each(lambda array: array.reshape(len(chosen), height, -1))
         now = mx.array(places.reshape(indices.shape).astype(np.uint32))
-        y = exact_experts(x, matrix, now, sorted_indices, isinstance(self, Native))
+        y = exact_experts(x, matrix, now, sorted_indices, native_rounding(self))
         y = with_expert_bias(self, y, indices)
         mx.eval(y)  # before the next layer reads its own experts
         return y

@@ -220,9 +220,10 @@ def codebook_experts(
 
 
 def exact_experts(
-    x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, native: bool, x_bits: int = 0
+    x: mx.array, matrix: ExactMatrix, indices: mx.array, sorted_indices: bool, x_bits: int | None
 ) -> mx.array:
-    """Like `exact_product`, for stacked experts. native: whether native kernels may compute it."""
+    """Like `exact_product`, for stacked experts. x_bits: None where native kernels may not compute it."""
+    native = x_bits is not None
     module = cpu_kernels_for_experts(x, indices) if native else None
     if module is not None:
         return module.exact_experts(x, *matrix, indices, x_bits).astype(x.dtype)
