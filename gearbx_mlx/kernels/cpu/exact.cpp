@@ -6,7 +6,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "chunks.h"
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
 #include "exact_planes_avx512.h"
@@ -54,8 +53,9 @@ float multiply_row(const ByRow& m, int64_t row, const X* x) {
   return right ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;  // + 0: as dense rows, which never give -0
 }
 
+// Not inlined: it is compiled once for each kind of codes.
 template <class Codes, class T>
-void decode_row(const ByRow& m, int64_t row, T* weights) {
+__attribute__((noinline)) void decode_row(const ByRow& m, int64_t row, T* weights) {
   const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& values) __attribute__((always_inline)) {
     store(weights + column, values);
   });
@@ -167,20 +167,12 @@ TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   return TilePieces(m.rows, row_bytes, rows_at_once(m, vectors), vectors);
 }
 
-// The products of matrices with activations of type X.
 template <template <class> class Kernel, class X>
 void multiply(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors, float* const* y) {
-  const int64_t columns = matrices[0]->columns;
-  const auto some = [&](int64_t first, int n) {
-    const Activations<X> activations(x + first * columns, n, columns);
-    share_rows(
-        count, [&](int i) { return pieces_of(*matrices[i], n); },
-        [&](int i, int64_t row, int64_t end) {
-          const gearbx_exact& m = *matrices[i];
-          find_work<Kernel>(m)(m, activations, row, end, y[i] + first * m.rows);
-        });
+  const auto work = [](const gearbx_exact& m, const Activations<X>& a, int64_t row, int64_t end, float* y) {
+    find_work<Kernel>(m)(m, a, row, end, y);
   };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  multiply_matrices<X>(matrices, count, x, vectors, y, pieces_of, work);
 }
 
 }  // namespace
