@@ -49,10 +49,14 @@ extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int c
     const auto like = [&m](const gearbx_dense& other) { return other.type == m.type && other.x_bits == m.x_bits; };
     for (end = i + 1; end < count && like(*matrices[end]);) end++;
     const auto of_bf16 = m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
-    const auto of_type = m.type == GEARBX_BFLOAT16 ? of_bf16 : m.type == GEARBX_FLOAT16 ? multiply<Fp16> : multiply<float>;
+    const auto of_type = m.type == GEARBX_BFLOAT16  ? of_bf16
+                         : m.type == GEARBX_FLOAT16 ? multiply<Fp16>
+                                                    : multiply<float>;
     of_type(matrices + i, end - i, x, vectors, y + i);
   }
 }
+
+extern "C" int gearbx_rounds_to_bf16(void) { return !std::is_same_v<gearbx::RoundedForBf16, float>; }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {
   gearbx_dense_products(&matrix, 1, x, vectors, &y);

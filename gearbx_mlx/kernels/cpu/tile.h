@@ -198,8 +198,8 @@ extern template void multiply_rows(const Rows<Bf16>&, const Activations<float>&,
 extern template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
 #endif
 
-// The products of matrices of equal columns with activations of type X, in chunks of vectors: they are prepared once for
-// all matrices, whose rows the threads share. pieces_of(matrix, vectors) gives a matrix's TilePieces, and
+// The products of matrices of equal columns with activations of type X, in chunks of vectors: activations are prepared
+// once for all matrices, whose rows the threads share. pieces_of(matrix, vectors) gives a matrix's TilePieces, and
 // work(matrix, activations, row, end, y) multiplies some of its rows.
 template <class X, class Matrix, class PiecesOf, class Work>
 void multiply_matrices(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
