@@ -414,7 +414,7 @@ def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[An
     return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
 
-def median_ms(way: list[list[tuple[Any, float]]]) -> float:
+def token_ms(way: list[list[tuple[Any, float]]]) -> float:
     """Milliseconds of a token of a way, the median of all its texts."""
     return 1000 * statistics.median(spent for trials in way for _, spent in trials)
 
@@ -516,7 +516,7 @@ def lossless_sampled(
                 all(text[0] == top[0][0][0] for text, _ in trials)
                 for trials, top in zip(written, found[whose, "static"])
             )
-            ms = median_ms(written)
+            ms = token_ms(written)
             drafted, accepted = (sum(text[i] for trials in written for text, _ in trials) for i in (1, 2))
             share = f"{accepted / drafted:.2f}" if drafted else ""
             rows.append([name, whose, mode, f"{ms:.1f}", spread(faster), share, f"{same} of {len(asked)}"])
@@ -556,7 +556,7 @@ def lossless_contexts(
             found = written_in_turn({"alone": writer.alone, "lossless": writer.lossless}, prompts, max_tokens, pairs)
             both = found["alone"], found["lossless"]
             faster, same = times_faster(*both), agreeing(*both)
-            alone_ms = median_ms(found["alone"])
+            alone_ms = token_ms(found["alone"])
             rows.append([context, temp, f"{alone_ms:.1f}", spread(faster), f"{same} of {len(prompts)}"])
             data.append({"context": context, "temp": temp, "alone_ms": alone_ms, "faster": faster, "same": same})
     head = ["tokens before", "temperature", "16 bits, ms a token", "times as fast: median (range)", "texts identical"]
@@ -593,7 +593,7 @@ def pages_of_weights(
     rows = []
     for way in named:
         small, large = (found[way, size] for size in writers)
-        both = [f"{median_ms(each):.1f}" for each in (small, large)]
+        both = [f"{token_ms(each):.1f}" for each in (small, large)]
         rows.append([way, *both, spread(times_faster(small, large))])
     head = [model, "pages of 4 KB, ms a token", "of 2 MB", "times as fast: median (range)"]
     return Found({"pages_of_weights": table_here(head, rows)}, rows)

@@ -19,17 +19,16 @@ OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=
 SANITIZED = [
     pytest.param(["-fsanitize=address,undefined", OWN], id="address, undefined"),
     pytest.param(["-fsanitize=address,undefined", "-DGEARBX_PORTABLE"], id="address, undefined, portable"),
-    pytest.param(["-fsanitize=thread", OWN], id="threads"),
 ]
+RACES = ["-fsanitize=thread", OWN]
 GCC, CLANG = ["aarch64-linux-gnu-g++"], zig.clang_for("aarch64-linux-gnu")
-DOT_PRODUCTS = ["-march=armv8.2-a+dotprod"]
+NEON = ["-march=armv8-a"]
 ARM = [
-    pytest.param(GCC, ["-march=armv8-a"], id="NEON"),
-    pytest.param(GCC, DOT_PRODUCTS, id="NEON with dot products"),
+    pytest.param(GCC, NEON, id="NEON"),
     pytest.param(CLANG, ["-mcpu=apple-m1"], id="NEON by a Mac's compiler"),
 ]
-# Products of unsigned codes with signed activations, in this source alone.
-I8MM = {"integer": ["-march=armv8.2-a+dotprod+i8mm"]}
+# Of the sources, `integer` alone asks for products of bytes, and for those of unsigned codes with signed activations.
+PRODUCTS_OF_BYTES = ["-march=armv8.2-a+dotprod", "-march=armv8.2-a+dotprod+i8mm"]
 Further = Mapping[str, Sequence[str]]  # flags of a source, by its name
 EMULATOR = "qemu-aarch64"
 # All sources of the kernels that know nothing of MLX.

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx.formats import exact
 from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.compiler import processor_features
 
 CHECK = Path(__file__).parent / "native" / "check_exact.c"
 FORMS = [(3,), (4,), (4, 4)]
@@ -204,7 +205,11 @@ def test_shapes_types_and_strides_of_activations(native):
 
 @pytest.mark.slow
 @pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
-def test_the_core_without_wide_registers():
-    flags = ["-fsanitize=address,undefined", "-march=haswell"]
+@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "icelake-client"])
+def test_the_core_on_other_processors(processor):
+    needs = {"haswell": "avx2", "skylake-avx512": "avx512bw", "icelake-client": "avx512_vbmi"}[processor]
+    if needs not in processor_features():
+        pytest.skip(f"this processor has no {needs}")
+    flags = ["-fsanitize=address,undefined", f"-march={processor}"]
     plain = {name: ["-fno-sanitize=all"] for name in ("integer", "stack")}  # which are linked for their names
     programs.run_sanitized(CHECK, flags, ["cores", "dense", "exact", "pool", *plain], plain)

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
 from gearbx_mlx.gears.cost import break_even_tokens, whole_model_speedup
-from gearbx_mlx.gears.large_pages import are_given, glibc, large_pages
+from gearbx_mlx.gears.large_pages import glibc, large_pages, system_has_them
 from gearbx_mlx.loading import DEMO_MODEL
 from research.decoding_costs import dynamic_speedup
 
@@ -196,7 +196,7 @@ print(*map(asks_for_large_pages, (before, weights, after)), weights[-1].item())
 
 @pytest.mark.slow
 @pytest.mark.skipif(glibc() is None or not Path("/proc/self/smaps").exists(), reason="pages of 4 KB alone")
-@pytest.mark.skipif(not are_given(), reason="a system without large pages")
+@pytest.mark.skipif(not system_has_them(), reason="a system without large pages")
 def test_weights_are_put_into_large_pages_and_what_comes_later_is_not():
     done = subprocess.run([sys.executable, "-c", IN_LARGE_PAGES], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True", "False", str((1 << 22) - 1)]

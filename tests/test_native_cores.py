@@ -7,7 +7,8 @@ import pytest
 
 pytestmark = pytest.mark.native
 
-CHECKS = sorted((Path(__file__).parent / "native").glob("check_*.c*"))
+FOLDER = Path(__file__).parent / "native"
+CHECKS = sorted(FOLDER.glob("check_*.c*"))
 every_check = pytest.mark.parametrize("check", CHECKS, ids=[check.stem for check in CHECKS])
 
 
@@ -17,12 +18,17 @@ def test_under_sanitizers(check, flags):
     programs.run_sanitized(check, flags)
 
 
+@pytest.mark.parametrize("name", ["pool", "core", "block"])
+def test_threads_without_races(name):
+    programs.run_sanitized(FOLDER / f"check_{name}.c{'pp' * (name == 'block')}", programs.RACES)
+
+
 @every_check
 @pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
 def test_on_an_emulated_arm_processor(check, compiler, flags):
     programs.run_on_arm(check, compiler, flags)
 
 
-def test_core_on_an_emulated_arm_processor_with_i8mm():
-    check = CHECKS[0].with_name("check_core.c")
-    programs.run_on_arm(check, programs.GCC, programs.DOT_PRODUCTS, programs.I8MM)
+@pytest.mark.parametrize("flag", programs.PRODUCTS_OF_BYTES)
+def test_products_of_bytes_on_an_emulated_arm_processor(flag):
+    programs.run_on_arm(FOLDER / "check_core.c", programs.GCC, programs.NEON, {"integer": [flag]})

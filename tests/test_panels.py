@@ -54,7 +54,8 @@ def test_exact_weights(native, shape, widths, group_size):
     assert mx.array_equal(decoded_by_tiles(panels), weight(shape))
     for vectors in VECTORS:
         x = mx.random.normal((vectors, shape[1]), key=mx.random.key(vectors))
-        assert mx.array_equal(native.exact_matvec(x, *panels), native.exact_matvec(x, *matrix))
+        for bits in (0, 16):
+            assert mx.array_equal(native.exact_matvec(x, *panels, bits), native.exact_matvec(x, *matrix, bits))
 
 
 def test_rows_that_are_looked_up(native):

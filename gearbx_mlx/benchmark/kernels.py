@@ -132,6 +132,8 @@ def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[
     """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
         products: dict[str, Product] = {NATIVE: dense_product, METAL: dense_product}
+        if dtype == mx.bfloat16:
+            products |= rounded(dense_product)
         if dtype == mx.float32 or not on_cpu():
             products[MLX] = lambda x, w: x.astype(w.dtype) @ w.T
         yield from cases_of(f"dense {dtype_name(dtype)}", 8 * dtype.size, weight.astype(dtype), total, products, paths)
@@ -184,7 +186,7 @@ def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int, **how: A
 
 def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """bfloat16 weights that contain their low gears."""
-    products: dict[str, Product] = {NATIVE: exact_product, METAL: exact_product}
+    products: dict[str, Product] = {NATIVE: exact_product, METAL: exact_product} | rounded(exact_product)
     for widths in EXACT_WIDTHS:
         matrix = encode(weight.astype(mx.bfloat16), widths, GROUP)
         yield from cases_of("exact " + "+".join(map(str, widths)), 16, matrix, total, products, paths)

@@ -214,8 +214,8 @@ class GearFlags(Settings):
     )
     activations: str = flag(
         DEFAULT_ACTIVATIONS,
-        "What native kernels of the CPU multiply packed weights by: activations as they are, or rounded to 16 or 8 "
-        "bits for each group of inputs, which is faster.",
+        "What native kernels of the CPU multiply weights by: activations as they are, or rounded to 16 or 8 bits for "
+        "each group of inputs, beside weights of bfloat16 to that type, which is faster.",
         choices=tuple(ACTIVATIONS),
         rare=True,
     )

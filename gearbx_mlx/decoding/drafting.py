@@ -454,7 +454,10 @@ def rows_of(head: nn.Module) -> RowsOf | None:
 
 
 class SecondLook(nn.Module):
-    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D)."""
+    """A linear layer (..., D) -> (..., V) whose largest outputs come from the rows of another weight (V, D).
+
+    Here activations stay as they are; the native kernels of a draft may round them to bfloat16.
+    """
 
     def __init__(self, head: nn.Module, rows: RowsOf):
         super().__init__()

@@ -286,9 +286,9 @@ def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
     """An output head, a linear layer or a tied embedding, as a part; None if it is not native."""
     linear = head.get("projection", head)
     try:
-        if isinstance(linear, nn.Embedding):
-            return kernels.dense_part(linear.weight, None, getattr(linear, "x_bits", 0))
-        return part_of(linear, kernels)
+        if not isinstance(linear, nn.Embedding):
+            return part_of(linear, kernels)
+        return kernels.dense_part(linear.weight, None, getattr(linear, "x_bits", 0))
     except ValueError:  # weights of another type, or that are not contiguous
         return None
 

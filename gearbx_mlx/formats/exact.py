@@ -21,7 +21,7 @@ from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
 from ..kernels.bit_planes import PanelPlanes, Planes, pack_mlx_codes
-from ..kernels.dispatch import BFLOAT16_BITS, NATIVE, Kind, cpu_kernels
+from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
     LOW_BITS,
     WINDOW,
@@ -287,7 +287,7 @@ class NativeExactLinear(Native, ExactLinear):
 
     def kind(self) -> Kind | None:
         form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
-        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), most_bits=BFLOAT16_BITS)
+        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), most_bits=bits_beside_bfloat16())
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.exact_part(*self.matrix, self.get("bias"), self.x_bits)

@@ -23,7 +23,7 @@ from ..kernels.bit_planes import (
     side_by_side,
     split_affine,
 )
-from ..kernels.dispatch import BFLOAT16_BITS, METAL, OPERATIONS, ChosenKernels, Kind, cpu_kernels, device
+from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import (
@@ -184,7 +184,7 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 def dense_kind(weight: mx.array) -> Kind:
     """The kind of products with a weight (O, I) as it is."""
-    bits = BFLOAT16_BITS if weight.dtype == mx.bfloat16 else 0
+    bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), most_bits=bits)
 
 

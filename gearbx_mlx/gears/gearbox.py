@@ -88,9 +88,9 @@ class Gearbox:
         kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": ours, compiled for this CPU or
             for Metal; results differ from MLX's in the last bits. "auto": what is fastest as measured on this machine,
             if the ladder has quantized gears. "measure": the same, and all is measured once more.
-        activations: what native kernels of the CPU multiply packed weights by. "float": activations as they are.
-            "int16", "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more
-            exact than bfloat16, 8 are faster (docs/performance.md).
+        activations: what native kernels of the CPU multiply weights by. "float": activations as they are. "int16",
+            "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more exact than
+            bfloat16, 8 are faster (docs/performance.md). For weights of bfloat16 both may round to that type.
         tables: name of a gear to path to bits, for layers that have other bits than the gear.
         widths: further bits at which every layer is stored, so that `cap` can put it there.
         low_model: a quantized model that becomes the lowest gear: its layers, and what else its quantizer changed.

@@ -51,9 +51,7 @@ def choose_kernels(
     if kernels != "mlx" and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and choice.x_bits and not rounds:
-        what = (
-            "codebooks take activations as they are; int8 rounds only those of other packed weights, if there are any"
-        )
+        what = "codebooks take activations as they are; int8 rounds only those of other weights, if there are any"
         warnings.warn(what, GearbxWarning, stacklevel=3)
     elif activations == "int8" and not choice.x_bits:
         warnings.warn("activations are not rounded: native kernels of a CPU do that", GearbxWarning, stacklevel=3)

@@ -43,7 +43,7 @@ def glibc() -> Any:
 
 
 @functools.cache
-def are_given() -> bool:
+def system_has_them() -> bool:
     """Whether the system has large pages for memory that asks for them."""
     try:
         return "[never]" not in SYSTEM.read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def large_pages(size: int) -> Iterator[None]:
 
     Memory that is not needed after all is handed back at the end.
     """
-    library = glibc() if on_cpu() and size >= PAGE and are_given() else None
+    library = glibc() if on_cpu() and size >= PAGE and system_has_them() else None
     if library is None:
         yield
         return

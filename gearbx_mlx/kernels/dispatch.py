@@ -52,6 +52,7 @@ OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
+BFLOAT16_BITS = 8  # of a significand, with the first one, which is not stored
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class KernelChoice:
     """Whether a model uses native kernels, and the reason in a few words.
 
     native: whether linear layers may run on our kernels, or on the fastest of several, as `ours_alone` says.
-    x_bits: bits to which CPU kernels round the activations for packed weights; 0: activations stay as they are.
+    x_bits: bits to which CPU kernels round activations, beside weights of bfloat16 to that type; 0: they do not.
     ours_alone: whether MLX's kernels are used only where we have no kernel.
     again: whether everything is measured once more.
     """
@@ -124,7 +125,10 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
     return cpu.native() if fits and on_cpu() else None
 
 
-BFLOAT16_BITS = 8  # of a number's significand, with the first one, which is not stored
+def bits_beside_bfloat16() -> int:
+    """The bits of activations that CPU kernels keep beside weights of bfloat16: its own, or 0 where they round none."""
+    native = cpu.native()
+    return BFLOAT16_BITS if native is not None and native.rounds_to_bf16() else 0
 
 
 @dataclass(frozen=True)
@@ -132,8 +136,8 @@ class Kind:
     """What the speed of a layer's product depends on.
 
     form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight, or (E, O, I) of experts.
-    stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. most_bits: that CPU
-    kernels leave of activations where they round them at all; 0: they do not.
+    stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. most_bits: of an
+    activation that CPU kernels keep where they round; 0: they never round.
     """
 
     form: str

@@ -36,7 +36,19 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
 from .compiler import SOURCES, processor_features
-from .dispatch import CPU, METAL, MLX, SMALLEST, STOCK, CannotMeasure, Kind, device, is_tuning, size_class
+from .dispatch import (
+    BFLOAT16_BITS,
+    CPU,
+    METAL,
+    MLX,
+    SMALLEST,
+    STOCK,
+    CannotMeasure,
+    Kind,
+    device,
+    is_tuning,
+    size_class,
+)
 from .library_cache import NAME
 from .metal import MAX_VECTORS, metal_folder
 
@@ -298,7 +310,8 @@ class Tuner:
         """
         sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
         bits = kind.rounding(self.x_bits)
-        rounded = f", activations of {bits} bits" if bits else ""
+        type_of = "bfloat16" if bits == kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
+        rounded = f", activations of {type_of}" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"

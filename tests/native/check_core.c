@@ -433,7 +433,9 @@ int main(void) {
     static const int64_t widths[] = {1, 7, 8, 31, 32, 100, 257};
     for (int w = 0; w < 7; w++)
       for (int h = 0; h < 3; h++)
-        for (int v = 0; v < 8; v++) check_dense(type, heights[h], widths[w], counts[v % 4], v / 4 * 16);
+        for (int v = 0; v < 4; v++)
+          for (int x_bits = 0; x_bits <= (type == GEARBX_BFLOAT16 ? 16 : 0); x_bits += 16)
+            check_dense(type, heights[h], widths[w], counts[v], x_bits);
     check_dense(type, 3000, 130, 2, 16);
     check_dense(type, 0, 16, 1, 0);
   }

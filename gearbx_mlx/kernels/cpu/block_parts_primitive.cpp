@@ -41,6 +41,7 @@ nb::capsule symmetric_part(const mx::array& weight, const mx::array& scales, int
 
 nb::capsule dense_part(const mx::array& weight, const std::optional<mx::array>& bias, int x_bits) {
   require(weight.ndim() == 2, "weights must be a matrix");
+  check_x_bits(x_bits);
   return linear_part({weight}, bias, [&] { return dense_of(weight, x_bits); });
 }
 

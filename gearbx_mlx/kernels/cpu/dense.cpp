@@ -1,6 +1,5 @@
 // Matrix times vectors over dense weights, which are read in the type that they are stored in. Sums are float32.
 
-#include "chunks.h"
 #include "products.h"
 #include "tile.h"
 
@@ -23,24 +22,23 @@ void multiply_piece(const gearbx_dense& m, const Activations<X>& x, int64_t row,
   }
 }
 
-// The products of matrices of type T with activations of type X.
+TilePieces pieces_of(const gearbx_dense& m, int vectors) {
+  return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), vectors), vectors);
+}
+
 template <class T, class X = float>
 void multiply(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors, float* const* y) {
-  const int64_t columns = matrices[0]->columns;
-  const auto some = [&](int64_t first, int n) {
-    const Activations<X> activations(x + first * columns, n, columns);
-    const auto pieces_of = [&](int i) {
-      const gearbx_dense& m = *matrices[i];
-      return TilePieces(m.rows, row_bytes(m), block_rows(m.rows, row_bytes(m), n), n);
-    };
-    share_rows(count, pieces_of, [&](int i, int64_t row, int64_t end) {
-      multiply_piece<T>(*matrices[i], activations, row, end, y[i] + first * matrices[i]->rows);
-    });
-  };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  multiply_matrices<X>(matrices, count, x, vectors, y, pieces_of, multiply_piece<T, X>);
 }
 
 }  // namespace
+
+template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
+template void multiply_rows(const Rows<Bf16>&, const Activations<float>&, float*, int64_t);
+#ifdef GEARBX_PAIRS
+template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
+#endif
+
 }  // namespace gearbx
 
 extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
@@ -51,10 +49,14 @@ extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int c
     const auto like = [&m](const gearbx_dense& other) { return other.type == m.type && other.x_bits == m.x_bits; };
     for (end = i + 1; end < count && like(*matrices[end]);) end++;
     const auto of_bf16 = m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
-    const auto of_type = m.type == GEARBX_BFLOAT16 ? of_bf16 : m.type == GEARBX_FLOAT16 ? multiply<Fp16> : multiply<float>;
+    const auto of_type = m.type == GEARBX_BFLOAT16  ? of_bf16
+                         : m.type == GEARBX_FLOAT16 ? multiply<Fp16>
+                                                    : multiply<float>;
     of_type(matrices + i, end - i, x, vectors, y + i);
   }
 }
+
+extern "C" int gearbx_rounds_to_bf16(void) { return !std::is_same_v<gearbx::RoundedForBf16, float>; }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {
   gearbx_dense_products(&matrix, 1, x, vectors, &y);

@@ -6,7 +6,6 @@
 #include <type_traits>
 #include <vector>
 
-#include "chunks.h"
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
 #include "exact_planes_avx512.h"
@@ -27,14 +26,6 @@ template <int GROUP>
 using PlanesDecoder = Planes32<GROUP>;
 #endif
 
-// Calls use(column, weights) for each 32 weights of a row. False if the row's bytes did not suffice.
-template <class Codes, class Use>
-GEARBX_INLINE bool each32(const ByRow& m, int64_t number, Use use) {
-  ExactRow row(m, number);
-  Codes(row).each32(use);
-  return row.high.sufficed();
-}
-
 #ifdef GEARBX_AVX512
 typedef Bf16 Decoded;  // several vectors are multiplied with decoded rows
 #else
@@ -44,22 +35,41 @@ typedef float Decoded;
 inline void set_nan(float* p) { *p = NAN; }
 inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
 
+// y[row] = the row times x. What decoding needs in registers stays there from row to row.
 template <class Codes, class X>
-float multiply_row(const ByRow& m, int64_t row, const X* x) {
-  F16 sums = {};
-  const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
-    sums = multiply_add(weights, x + column, sums);
-  });
-  const EvenOdd halves = in_halves(sums);
-  return right ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;  // + 0: as dense rows, which never give -0
+void multiply_one_vector(const ByRow& m, int64_t first, int64_t end, const X* x, float* y) {
+  ExactRow row(m, first);
+  Codes codes(row);
+  for (int64_t r = first; r < end; r++) {
+    row = ExactRow(m, r);
+    F16 sums = {};
+    codes.each32([&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
+      sums = multiply_add(weights, x + column, sums);
+    });
+    const EvenOdd halves = in_halves(sums);
+    // + 0: as dense rows, which never give -0
+    y[r] = row.high.sufficed() ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;
+  }
 }
 
+// Rows are written from `weights` on. Not inlined: it is compiled once for each kind of codes.
 template <class Codes, class T>
-void decode_row(const ByRow& m, int64_t row, T* weights) {
-  const bool right = each32<Codes>(m, row, [&](int64_t column, const Weights32& values) __attribute__((always_inline)) {
-    store(weights + column, values);
-  });
-  for (int64_t i = 0; !right && i < m.columns; i++) set_nan(weights + i);
+__attribute__((noinline)) void decode_rows(const ByRow& m, int64_t first, int64_t end, T* weights) {
+  ExactRow row(m, first);
+  Codes codes(row);
+  for (int64_t r = first; r < end; r++, weights += m.columns) {
+    row = ExactRow(m, r);
+    codes.each32([&](int64_t column, const Weights32& values) __attribute__((always_inline)) {
+      store(weights + column, values);
+    });
+    for (int64_t i = 0; !row.high.sufficed() && i < m.columns; i++) set_nan(weights + i);
+  }
+}
+
+// The memory of a thread for decoded rows.
+Decoded* decoded_rows(int64_t rows, int64_t columns) {
+  static thread_local std::vector<Decoded> memory;
+  return reserve(memory, rows * columns);
 }
 
 // How many rows are decoded at a time.
@@ -110,23 +120,23 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
 
 template <class Codes, class X>
 struct Multiply {
-  static constexpr bool USUAL = std::is_same_v<X, RoundedForBf16>;  // else one vector, too, meets decoded rows
+  // Else one vector, too, meets decoded rows: that is compiled for both types of activations, and this for one.
+  static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16>;
 
   static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
     const int64_t stride = m.rows;
-    if constexpr (USUAL) {
+    if constexpr (WHILE_DECODING) {
       if (x.vectors == 1)
         return by_rows(m, row, end, m.panel_rows, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
-          for (; row < end; row++) y[row] = multiply_row<Codes>(m, row, x.only());
+          multiply_one_vector<Codes>(m, row, end, x.only(), y);
         });
     }
-    static thread_local std::vector<Decoded> memory;
     const int64_t height = rows_at_once(m, x.vectors);
-    Decoded* weights = reserve(memory, height * m.columns);
+    Decoded* weights = decoded_rows(height, m.columns);
     by_rows(m, row, end, SOME_ROWS, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
       for (; row < end; row += height) {
         const int64_t count = end - row < height ? end - row : height;
-        for (int64_t r = 0; r < count; r++) decode_row<Codes>(m, row + r, weights + r * m.columns);
+        decode_rows<Codes>(m, row, row + count, weights);
         multiply_rows<Decoded>({weights, count, m.columns, {}}, x, y + row, stride);
       }
     });
@@ -137,7 +147,7 @@ template <class Codes>
 struct Decode {
   static void rows(const gearbx_exact& m, uint16_t* decoded, int64_t row, int64_t end) {
     const auto work = [&](const ByRow& m, int64_t row, int64_t end, uint16_t* decoded) {
-      for (; row < end; row++) decode_row<Codes>(m, row, reinterpret_cast<Bf16*>(decoded) + row * m.columns);
+      decode_rows<Codes>(m, row, end, reinterpret_cast<Bf16*>(decoded) + row * m.columns);
     };
     by_rows(m, row, end, m.panel_rows, decoded, m.columns, work);
   }
@@ -167,20 +177,12 @@ TilePieces pieces_of(const gearbx_exact& m, int vectors) {
   return TilePieces(m.rows, row_bytes, rows_at_once(m, vectors), vectors);
 }
 
-// The products of matrices with activations of type X.
 template <template <class> class Kernel, class X>
 void multiply(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors, float* const* y) {
-  const int64_t columns = matrices[0]->columns;
-  const auto some = [&](int64_t first, int n) {
-    const Activations<X> activations(x + first * columns, n, columns);
-    share_rows(
-        count, [&](int i) { return pieces_of(*matrices[i], n); },
-        [&](int i, int64_t row, int64_t end) {
-          const gearbx_exact& m = *matrices[i];
-          find_work<Kernel>(m)(m, activations, row, end, y[i] + first * m.rows);
-        });
+  const auto work = [](const gearbx_exact& m, const Activations<X>& a, int64_t row, int64_t end, float* y) {
+    find_work<Kernel>(m)(m, a, row, end, y);
   };
-  in_chunks(vectors, some, MOST_AT_ONCE);
+  multiply_matrices<X>(matrices, count, x, vectors, y, pieces_of, work);
 }
 
 }  // namespace
@@ -189,8 +191,12 @@ void multiply(const gearbx_exact* const* matrices, int count, const float* x, in
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  const auto some = matrices[0]->x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
-  some(matrices, count, x, vectors, y);
+  for (int i = 0, end; i < count; i = end) {
+    const bool rounds = matrices[i]->x_bits;
+    for (end = i + 1; end < count && rounds == (matrices[end]->x_bits != 0);) end++;
+    const auto some = rounds ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
+    some(matrices + i, end - i, x, vectors, y + i);
+  }
 }
 
 extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y) {

@@ -29,7 +29,7 @@ typedef struct {
   const uint8_t* high;        // (count)
   const uint32_t* offsets;    // (rows + 1): where each row begins in `high`
   int64_t count;
-  int x_bits;                 // as in gearbx_dense; equal for matrices that are multiplied together
+  int x_bits;                 // as in gearbx_dense
   int panel_rows;             // of weights, scales and biases, as in gearbx_stack; `low` and the rest are row after row
 } gearbx_exact;
 

@@ -156,7 +156,7 @@ struct Decoder {
     for (int64_t group = 0; group < row.columns / GROUP; group++) {
       m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[0][group]));
       for (int64_t column = group * GROUP; column < (group + 1) * GROUP; column += BLOCK) {
-        __builtin_prefetch(row.low + column + 1024);
+        __builtin_prefetch(row.low + column + AHEAD_OF_ROW);
         use(column, decode(m, unpack<BITS>(row.weights[0] + column / 8 * BITS), row.low + column, row.high));
       }
     }

@@ -57,6 +57,7 @@ struct ExactForm {
     require(weights.size() == widths.size() && biases.size() == widths.size(),
             "there must be weights and biases for each plane");
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
+    check_x_bits(x_bits);
     if (in_panels) {
       require(scales.shape(2) == gearbx_panel_rows() && widths[0] == 4, "panels must have codes of 4 bits, and rows");
     } else {

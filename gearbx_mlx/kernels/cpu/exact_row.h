@@ -54,7 +54,7 @@ struct Counts {
 };
 inline constexpr Counts COUNTS;
 
-// 32 neighbouring weights of a row, decoded: words of bf16 with AVX-512, else floats.
+// 32 consecutive weights of a row, decoded: words of bf16 with AVX-512, else floats.
 #ifdef GEARBX_AVX512
 struct Weights32 {
   __m512i words;
@@ -104,7 +104,7 @@ constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 // A matrix, or some rows of one, whose codes are row after row. `ahead`: what is asked for while the codes at the same
 // distance from `weights` are decoded.
 struct ByRow : gearbx_exact {
-  const uint8_t* ahead[2];
+  const uint8_t* ahead[2] = {};
 
   explicit ByRow(const gearbx_exact& m) : gearbx_exact(m) {
     for (int p = 0; p < planes; p++) ahead[p] = weights[p] + AHEAD_OF_ROW / 8 * bits;
@@ -113,8 +113,8 @@ struct ByRow : gearbx_exact {
 
 // One row of a matrix.
 struct ExactRow {
-  const uint8_t *weights[2], *ahead[2], *low;
-  const uint16_t *scales, *biases[2];
+  const uint8_t *weights[2] = {}, *ahead[2] = {}, *low;
+  const uint16_t *scales, *biases[2] = {};
   int64_t columns;
   HighBytes high;
 

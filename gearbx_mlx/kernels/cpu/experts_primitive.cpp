@@ -59,6 +59,7 @@ mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array i
   const auto s = mx::default_stream(mx::Device::cpu);
   require(weight.ndim() == 3, "weights must be a matrix for each expert");
   type_of(weight);
+  check_x_bits(x_bits);
   check_x(x, weight.shape(2));
   const auto pairs = broadcast(x, indices, s);
   return finish(x, pairs, weight.shape(1), std::make_shared<DenseExperts>(s, vectors_of_pairs(x, pairs), x_bits),

@@ -123,8 +123,12 @@ inline gearbx_dense dense_of(const mx::array& w, int x_bits = 0) {
   return {w.shape(-2), w.shape(-1), w.data<void>(), type_of(w), x_bits};
 }
 
-inline void check_symmetric(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
+inline void check_x_bits(int x_bits) {
   require(x_bits == 0 || x_bits == 8 || x_bits == 16, "x_bits must be 8 or 16, or 0 for activations as they are");
+}
+
+inline void check_symmetric(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits) {
+  check_x_bits(x_bits);
   require(bits == 2 || bits == 4 || bits == 6 || bits == 8, "symmetric codes must have 2, 4, 6 or 8 bits");
   require(weight.dtype() == (bits == 8 ? mx::int8 : mx::uint8) && weight.ndim() == 2,
           "the weight must be rows of bytes: int8 for codes of 8 bits, else uint8");

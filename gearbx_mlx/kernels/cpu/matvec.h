@@ -44,7 +44,9 @@ typedef struct {
   int64_t rows, columns;
   const void* weights;  // (rows, columns)
   int type;
-  int x_bits;  // 0: activations as they are; else for bf16 weights rounded to bf16, if this processor multiplies them fast
+  // 0: activations as they are. Else for weights of bf16 those of all whole groups of 32 columns are rounded to bf16, if
+  // gearbx_rounds_to_bf16(); subnormal activations, weights and sums then count as 0.
+  int x_bits;
 } gearbx_dense;
 
 // y (vectors, rows) = x (vectors, columns) times the transposed matrix, accumulated in float32, 1 to 16 vectors. The
@@ -91,6 +93,9 @@ int gearbx_panel_rows(void);
 // Writes what belongs to each row of a panel one row after the other. dwords, words: of a row.
 void gearbx_rows_of_dwords(const uint32_t* panel, int64_t dwords, uint32_t* rows);
 void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint16_t* rows);
+
+// Whether this processor multiplies bf16 so fast that activations are rounded to it, for weights of that type.
+int gearbx_rounds_to_bf16(void);
 
 // The number of threads that compute a product, the caller's included (pool.h).
 int gearbx_threads(void);

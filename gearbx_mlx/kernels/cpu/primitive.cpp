@@ -92,6 +92,7 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight, int x_bits) 
   const auto s = mx::default_stream(mx::Device::cpu);
   require(weight.ndim() == 2, "weights must be a matrix");
   type_of(weight);
+  check_x_bits(x_bits);
   check_x(x, weight.shape(1));
   return output(x.shape(), weight.shape(0), std::make_shared<DenseMatvec>(s, x_bits),
                 {in_float32(x, s), in_rows(weight, s)});
@@ -207,5 +208,6 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("read_sum", &read_sum, "words"_a);
   m.def("scalar_groupwise", &scalar_groupwise, "x"_a, "weight"_a, "scales"_a);
   m.def("panel_rows", &gearbx_panel_rows);
+  m.def("rounds_to_bf16", [] { return gearbx_rounds_to_bf16() != 0; });
   m.def("threads", &gearbx_threads);
 }

@@ -14,8 +14,8 @@ void gearbx_stack_product(const gearbx_stack* matrix, const float* x, int64_t ve
 void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y);
 
 // y[i] = x times the transposed matrix i, for matrices of equal columns. Each result has the bits of a product of its
-// own. Threads start once, and activations are prepared once, for neighbours of equal type and x_bits; of stacks, of equal
-// group, x_bits and order of codes.
+// own. Threads start once, and activations are prepared once, for neighbours of equal type and x_bits; of stacks, of
+// equal group, x_bits and order of codes.
 void gearbx_stack_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors,
                            float* const* y);
 void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,

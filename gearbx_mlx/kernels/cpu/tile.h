@@ -4,6 +4,7 @@
 #pragma once
 
 #include "activations.h"
+#include "chunks.h"
 #include "parts.h"
 
 namespace gearbx {
@@ -188,6 +189,31 @@ void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64
     group_kernel<T, X>(end - first)(rows, g ? next : rows.next, a.packed_group(g), a.x + first * rows.columns,
                                  y + first * stride, stride);
   }
+}
+
+// Dense and decoded rows share these, which dense.cpp compiles.
+extern template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
+extern template void multiply_rows(const Rows<Bf16>&, const Activations<float>&, float*, int64_t);
+#ifdef GEARBX_PAIRS
+extern template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
+#endif
+
+// The products of matrices of equal columns with activations of type X, in chunks of vectors: activations are prepared
+// once for all matrices, whose rows the threads share. pieces_of(matrix, vectors) gives a matrix's TilePieces, and
+// work(matrix, activations, row, end, y) multiplies some of its rows.
+template <class X, class Matrix, class PiecesOf, class Work>
+void multiply_matrices(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
+                       const PiecesOf& pieces_of, const Work& work) {
+  const int64_t columns = matrices[0]->columns;
+  const auto some = [&](int64_t first, int n) {
+    const Activations<X> activations(x + first * columns, n, columns);
+    share_rows(
+        count, [&](int i) { return pieces_of(*matrices[i], n); },
+        [&](int i, int64_t row, int64_t end) {
+          work(*matrices[i], activations, row, end, y[i] + first * matrices[i]->rows);
+        });
+  };
+  in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
 }  // namespace gearbx
