@@ -192,6 +192,7 @@ def test_decode(command, tmp_path):
         ("native", "low", 4),
         ("native", "high", 16),
         ("native int16", "low", 4),
+        ("native int16", "high", 16),
         ("native int8", "low", 4),
         ("mlx", "low", 4),
         ("mlx", "high", 16),
