@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +16,6 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.formats import native, planes
-from gearbx_mlx.kernels import ACTIVATIONS
 from gearbx_mlx.kernels.products import dense_product, stack_product
 
 from .studies import Found, in_turn, study
@@ -22,25 +23,27 @@ from .studies import Found, in_turn, study
 TOKENS = 200  # per text
 
 
-def in_bfloat16(product: Callable[..., mx.array], x: mx.array, *arguments) -> mx.array:
-    y = product(x.astype(mx.bfloat16).astype(x.dtype), *arguments)
-    return y.astype(mx.bfloat16).astype(x.dtype)
+WAYS = {"float": "float", "int16": "int16", "int8": "int8", "bfloat16": "float"}  # with their activations
 
 
-def ways(gearbox: Gearbox) -> Iterator[str]:
-    """Make the modules compute in one way after the other, and yield its name; the exact one comes first."""
-    modules = [m for m in gearbox.model.modules() if isinstance(m, native.Native)]
-    for name in ("float", "int16", "int8"):
-        for module in modules:
-            module.x_bits = ACTIVATIONS[name]
-        yield name
-    for module in modules:
-        module.x_bits = 0
-    native.stack_product = planes.stack_product = partial(in_bfloat16, stack_product)
-    native.dense_product = partial(in_bfloat16, dense_product)
-    yield "bfloat16"
-    native.stack_product = planes.stack_product = stack_product
-    native.dense_product = dense_product
+@contextmanager
+def in_bfloat16() -> Iterator[None]:
+    """Products in the block take and give numbers that bfloat16 holds, as all of MLX's do in a model of that type."""
+
+    def rounding(product: Callable[..., mx.array]) -> Callable[..., mx.array]:
+        def rounded(x: mx.array, *arguments: Any) -> mx.array:
+            y = product(x.astype(mx.bfloat16).astype(x.dtype), *arguments)
+            return y.astype(mx.bfloat16).astype(x.dtype)
+
+        return rounded
+
+    native.stack_product = planes.stack_product = rounding(stack_product)
+    native.dense_product = rounding(dense_product)
+    try:
+        yield
+    finally:
+        native.stack_product = planes.stack_product = stack_product
+        native.dense_product = dense_product
 
 
 ROWS = (1, 2, 4, 8, 16)
@@ -93,20 +96,25 @@ def activations(texts_file: Path, model: str | None = None, gears: str = "4,8", 
     Args:
         texts_file: JSON Lines with question and answer, or text.
     """
-    loaded, tokenizer = load(model)
+    _, tokenizer = load(model)
     lines = [json.loads(line) for line in texts_file.read_text().splitlines()[:texts]]
     tokens = [tokenizer.encode(line.get("text") or f"{line['question']}\n{line['answer']}")[:TOKENS] for line in lines]
-    gearbox, rows = Gearbox(loaded, f"{gears},16", kernels="native"), []
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
-        exact: list[mx.array] = []
-        for name in ways(gearbox):
-            found = [log_probabilities(loaded, text) for text in tokens]
-            mx.eval(found)
-            exact = exact or found
-            kl = np.concatenate([np.array((mx.exp(p) * (p - q)).sum(-1)) for p, q in zip(exact, found)])
-            same = np.concatenate([np.array(mx.argmax(p, -1) == mx.argmax(q, -1)) for p, q in zip(exact, found)])
-            if name != "float":
-                tail = f"{np.quantile(kl, 0.99):.1e}"
-                rows.append([gear.bits, name, f"{kl.mean():.1e}", tail, f"{same.mean():.4f}", len(kl)])
+    exact: dict[int, list[mx.array]] = {}
+    rows: list[list[Any]] = []
+    for way, rounding in WAYS.items():
+        gearbox = Gearbox(load(model)[0], f"{gears},16", kernels="native", activations=rounding)
+        with in_bfloat16() if way == "bfloat16" else nullcontext():
+            for gear in gearbox.ladder:
+                gearbox.shift(gear)
+                found = [log_probabilities(gearbox.model, text) for text in tokens]
+                mx.eval(found)
+                if way == "float":
+                    exact[gear.bits] = found
+                    continue
+                both = list(zip(exact[gear.bits], found))
+                kl = np.concatenate([np.array((mx.exp(p) * (p - q)).sum(-1)) for p, q in both])
+                same = np.concatenate([np.array(mx.argmax(p, -1) == mx.argmax(q, -1)) for p, q in both])
+                figures = f"{kl.mean():.1e}", f"{np.quantile(kl, 0.99):.1e}", f"{same.mean():.4f}"
+                rows.append([gear.bits, way, *figures, len(kl)])
+    rows.sort(key=lambda row: int(row[0]))
     return Found({"activations": table(["bits", "activations", "mean KL", "99 %", "same favourite", "tokens"], rows)})
