@@ -202,7 +202,7 @@ def test_decode(command, tmp_path):
         assert row["tokens_per_second"] > 0
         assert row["peak_memory_bytes"] > 0
     assert rows[0]["weight_bytes_per_token"] < rows[1]["weight_bytes_per_token"]
-    assert rows[5]["ratio"] == pytest.approx(1)
+    assert rows[6]["ratio"] == pytest.approx(1)
     low, top = rows[:2]
     assert low["speedup"] == pytest.approx(low["tokens_per_second"] / top["tokens_per_second"])
     assert low["predicted_speedup"] == pytest.approx(top["weight_bytes_per_token"] / low["weight_bytes_per_token"])

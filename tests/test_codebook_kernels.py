@@ -111,7 +111,8 @@ def test_arguments_that_do_not_go_together(native):
 @pytest.mark.parametrize("format", ["codebook", "codebook-library"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_a_model_differs_from_mlx_in_last_bits_only(native, format, dtype):
-    stock, fast = (Gearbox(tiny_model(dtype=dtype), "2,4,16", format=format, kernels=k) for k in ("mlx", "native"))
+    common = {"format": format, "activations": "float"}
+    stock, fast = (Gearbox(tiny_model(dtype=dtype), "2,4,16", kernels=k, **common) for k in ("mlx", "native"))
     for gear in ("low", "mid", "high"):
         stock.shift(gear)
         fast.shift(gear)

@@ -89,7 +89,7 @@ class TestDraftingFiles:
     def test_text_is_that_of_the_top_gear(self, command):
         outputs = [
             command("generate", "-m", 40, "--temp", 0.8, "--seed", 5, *arguments).out
-            for arguments in (("--gears", 16, "--dtype", "float32"), ("--mode", "lossless"))
+            for arguments in (("--mode", "static", "--gears", "3,16"), ("--mode", "lossless"))
         ]
         assert outputs[0] == outputs[1]
 

@@ -26,8 +26,8 @@ from .measuring import (
     GIBIBYTE,
     GIGABYTE,
     INT8,
+    INT16,
     MLX,
-    NATIVE,
     BandwidthMeter,
     Rows,
     check_memory,
@@ -119,11 +119,12 @@ def trials(count: int) -> Iterator[int]:
 def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
     """The row of a case, apart from what all rows share.
 
-    Ratios are to MLX's own top gear, speedups to the top gear of the same path. bandwidth: in GB/s.
+    Ratios are to MLX's own top gear, speedups to the top gear of the same path, or of the one that rounds as it does.
+    bandwidth: in GB/s.
     """
     tops = {other.path: other.seconds_per_token for other in cases if other.gear == top}
     base, seconds = tops[MLX], case.seconds_per_token
-    in_top = tops[case.path if case.path in tops else NATIVE]
+    in_top = tops[INT16 if case.path == INT8 else case.path]
     read = case.gearbox.weight_bytes_per_token(case.gear)
     return {
         "gear": case.gear.name,
