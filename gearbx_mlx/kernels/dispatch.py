@@ -127,8 +127,8 @@ def cpu_kernels(vectors: int) -> ModuleType | None:
 
 def bits_beside_bfloat16() -> int:
     """The bits of activations that CPU kernels keep beside weights of bfloat16: its own, or 0 where they round none."""
-    native = cpu.native()
-    return BFLOAT16_BITS if native is not None and native.rounds_to_bf16() else 0
+    kernels = cpu_kernels(1)
+    return BFLOAT16_BITS if kernels is not None and kernels.rounds_to_bf16() else 0
 
 
 @dataclass(frozen=True)

@@ -310,8 +310,8 @@ class Tuner:
         """
         sizes = kind.shape if exactly else [min(size_class(size), LARGEST_SIZE) for size in kind.shape]
         bits = kind.rounding(self.x_bits)
-        type_of = "bfloat16" if bits == kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
-        rounded = f", activations of {type_of}" if bits else ""
+        what = "bfloat16" if kind.most_bits == BFLOAT16_BITS else f"{bits} bits"
+        rounded = f", activations of {what}" if bits else ""
         number = vectors if exactly else size_class(vectors)
         shape, dtype, many = " x ".join(map(str, sizes)), dtype_name(self.dtype), "s" * (number > 1)
         return f"{kind.form}, {shape}, {dtype}{rounded}, {number} vector{many}"
