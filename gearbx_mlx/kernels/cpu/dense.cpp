@@ -44,16 +44,10 @@ template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*,
 extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  for (int i = 0, end; i < count; i = end) {
-    const gearbx_dense& m = *matrices[i];
-    const auto like = [&m](const gearbx_dense& other) { return other.type == m.type && other.x_bits == m.x_bits; };
-    for (end = i + 1; end < count && like(*matrices[end]);) end++;
-    const auto of_bf16 = m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
-    const auto of_type = m.type == GEARBX_BFLOAT16  ? of_bf16
-                         : m.type == GEARBX_FLOAT16 ? multiply<Fp16>
-                                                    : multiply<float>;
-    of_type(matrices + i, end - i, x, vectors, y + i);
-  }
+  multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_dense& m) {
+    if (m.type == GEARBX_BFLOAT16) return m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
+    return m.type == GEARBX_FLOAT16 ? multiply<Fp16> : multiply<float>;
+  });
 }
 
 extern "C" int gearbx_rounds_to_bf16(void) { return !std::is_same_v<gearbx::RoundedForBf16, float>; }

@@ -191,12 +191,9 @@ void multiply(const gearbx_exact* const* matrices, int count, const float* x, in
 extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int count, const float* x, int64_t vectors,
                                       float* const* y) {
   using namespace gearbx;
-  for (int i = 0, end; i < count; i = end) {
-    const bool rounds = matrices[i]->x_bits;
-    for (end = i + 1; end < count && rounds == (matrices[end]->x_bits != 0);) end++;
-    const auto some = rounds ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
-    some(matrices + i, end - i, x, vectors, y + i);
-  }
+  multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
+    return m.x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
+  });
 }
 
 extern "C" void gearbx_exact_product(const gearbx_exact* matrix, const float* x, int64_t vectors, float* y) {

@@ -216,4 +216,15 @@ void multiply_matrices(const Matrix* const* matrices, int count, const float* x,
   in_chunks(vectors, some, MOST_AT_ONCE);
 }
 
+// The products of any matrices of equal columns, each with its neighbours for which choose(matrix) is the same function.
+template <class Matrix, class Choose>
+void multiply_neighbours(const Matrix* const* matrices, int count, const float* x, int64_t vectors, float* const* y,
+                         const Choose& choose) {
+  for (int i = 0, end; i < count; i = end) {
+    const auto multiply = choose(*matrices[i]);
+    for (end = i + 1; end < count && choose(*matrices[end]) == multiply;) end++;
+    multiply(matrices + i, end - i, x, vectors, y + i);
+  }
+}
+
 }  // namespace gearbx
