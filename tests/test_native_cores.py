@@ -18,11 +18,6 @@ def test_under_sanitizers(check, flags):
     programs.run_sanitized(check, flags)
 
 
-@pytest.mark.parametrize("name", ["pool", "core", "block"])
-def test_threads_without_races(name):
-    programs.run_sanitized(FOLDER / f"check_{name}.c{'pp' * (name == 'block')}", programs.RACES)
-
-
 @every_check
 @pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
 def test_on_an_emulated_arm_processor(check, compiler, flags):
