@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from servers import free_ports
 
 PATIENCE = 300.0  # seconds that a run may take on a machine that others use
 
@@ -28,11 +29,7 @@ class Ended:
 
 def free_addresses(count: int) -> list[list[str]]:
     """Addresses of a hostfile: a free port of loopback for each rank, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [[f"127.0.0.1:{each.getsockname()[1]}"] for each in sockets]
+    return [[f"127.0.0.1:{port}"] for port in free_ports(count)]
 
 
 class Ranks:

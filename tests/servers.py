@@ -2,7 +2,9 @@
 
 import contextlib
 import importlib.util
+import itertools
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -21,11 +23,28 @@ ROOT = Path(__file__).parents[1]
 PATIENCE = 120  # seconds until a server listens, on a loaded machine
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ports of loopback without a listener.
+
+    They are drawn from below those that the system gives to connections and to listeners at port 0 (Linux: from 32768
+    on; macOS: from 49152 on), so that no other test is given one of them before the caller listens.
+    """
+    drawn = random.SystemRandom().sample(range(10000, 32000), 20 * count)
+    return list(itertools.islice(filter(is_free, drawn), count))
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
 def free_port() -> int:
     """A port of loopback without a listener."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @dataclass(frozen=True)
