@@ -10,6 +10,7 @@ from conftest import save_model, weights_of
 from gearbx_mlx import convert
 from gearbx_mlx.cli import loaded
 from gearbx_mlx.decoding.draft_plans import shipped
+from gearbx_mlx.kernels.dispatch import GPU
 from gearbx_mlx.routing.acceptance import parse_draft_file
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
@@ -90,6 +91,12 @@ class TestModeLossless:
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
+
+    def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
+        monkeypatch.setattr(loaded, "device", lambda: GPU)
+        run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
+        assert bits(run) == [4, 16]
+        assert "weight_bytes_per_token_original" not in run
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize(

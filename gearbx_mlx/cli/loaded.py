@@ -38,7 +38,7 @@ from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE
 from ..kernels.device import available_memory, recommended_memory
-from ..kernels.dispatch import on_cpu
+from ..kernels.dispatch import CPU, METAL, device
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
@@ -230,15 +230,15 @@ def takes_whole(resolved: Resolved, model: nn.Module) -> bool:
 def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     """How a model of bfloat16 is stored that drafts for itself: what is faster, as far as memory has room for it.
 
-    A GPU waits for memory, and format exact has fewer bytes. A CPU computes while it decodes them: there the weights as
-    they are, with a draft beside them, are faster.
+    Apple's GPUs wait for memory, and format exact has fewer bytes. A CPU computes while it decodes them, and other GPUs
+    have no kernel for that: there the weights as they are, with a draft beside them, are faster.
     """
     whole, weights = resolved.in_whole_weights(), sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole.ladder[0].bits // DENSE
-    if not on_cpu() or ROOM * beside > available_memory():
+    if device() == METAL or (device() == CPU and ROOM * beside > available_memory()):
         return whole
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
-    note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower on a CPU")
+    note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
     return replace(resolved, ladder=whole.ladder)
 
 
