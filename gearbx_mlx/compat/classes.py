@@ -92,6 +92,19 @@ def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
             become(module, kind)
 
 
+def modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    """What `model.modules()` lists, in a fraction of the time: it makes a name for each."""
+    yield model
+    waiting: list[Any] = list(model.children().values())  # of a wrapper those of its model
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, nn.Module):
+            yield part
+        waiting += [
+            each for each in (part.values() if isinstance(part, dict) else part) if isinstance(each, dict | list)
+        ]
+
+
 def become(module: Any, kind: Any) -> None:
     """Make an object one of another class from now on: a subclass of its own, or that class again."""
     object.__setattr__(module, "__class__", kind)

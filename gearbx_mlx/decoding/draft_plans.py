@@ -18,7 +18,6 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_as
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..gears.streaming import Stream
@@ -53,6 +52,7 @@ from ..routing.rounds import (
     Stretches,
     joint_rule,
 )
+from .mode import vocabulary_of
 from .sampling import Tolerance
 
 
@@ -165,7 +165,7 @@ class Learning:
         return self._kept | ways
 
     def keep(self) -> None:
-        """Keep what is known now, if it says something new: to write a file takes as long as a token."""
+        """Keep what is known now, if it says something new."""
         if self.costs.seconds is None or not is_tuning():
             return
         drafted, rows = self.costs.seconds
@@ -179,7 +179,7 @@ class Learning:
         written = (before.get(self.LEFT, 0.0) - known[self.LEFT]) * scale >= MUCH_WRITTEN
         if news or written or won != self._rounds_win:
             self._cache.keep(self._name, known)
-            self._cache.save()
+            self._cache.save_soon()
 
 
 def name_of(gearbox: Gearbox, draft: Gear) -> str:
@@ -330,7 +330,7 @@ def fitting(gearbox: Gearbox) -> Iterator[DraftFile]:
 
 def check_file(made: DraftFile, gearbox: Gearbox) -> None:
     """Raises GearbxError unless a file was made for this model and ladder."""
-    made.check([gear.bits for gear in gearbox.ladder], vocabulary(gearbox.model), gearbox.fingerprint)
+    made.check([gear.bits for gear in gearbox.ladder], vocabulary_of(gearbox), gearbox.fingerprint)
 
 
 def find_file(gearbox: Gearbox, how: How = None) -> DraftFile | None:

@@ -31,7 +31,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
 from ..compat.caches import cut_window, is_unsettled, settle_later, settled
-from ..compat.classes import of_classes
+from ..compat.classes import modules_of, of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
 from ..compat.versions import is_tested
 from ..errors import GearbxWarning
@@ -161,7 +161,7 @@ class Rows:
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:
     """The modules of a model with latent attention."""
-    return [module for module in model.modules() if has_latent_attention(module)]
+    return [module for module in modules_of(model) if has_latent_attention(module)]
 
 
 def warn_of_other_paths(gearbox: Gearbox) -> None:

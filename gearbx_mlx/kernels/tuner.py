@@ -13,6 +13,7 @@ small launch says more of Python and of the wait for a GPU than of the kernel. `
 candidates take about as long, so that what an evaluation itself costs raises all times by much the same factor.
 """
 
+import atexit
 import functools
 import hashlib
 import math
@@ -60,6 +61,7 @@ LEAST_SECONDS = 0.004  # of an evaluation: twenty times what waiting for a GPU c
 MOST_CALLS = 4096
 
 FILE = "tuning.json"
+SAVED_EVERY = 1.0  # seconds at least between two files of what texts teach
 MOST_MACHINES = 16  # a new version of MLX makes another one
 
 Times = dict[str, float]
@@ -104,6 +106,7 @@ class TuningCache:
         self.machine = machine()
         self._fresh: dict[str, Times] = {}
         self._fresh_differences: dict[str, Differences] = {}
+        self._saved = -math.inf
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
@@ -127,6 +130,7 @@ class TuningCache:
         """Write what was measured since, beside what other processes wrote meanwhile."""
         if not self._fresh and not self._fresh_differences:
             return
+        self._saved = time.monotonic()
         stored = self._read(quietly=True)
         times = newest(stored.machines, self.machine, self._fresh)
         differences = newest(stored.differences, self.machine, self._fresh_differences)
@@ -137,6 +141,14 @@ class TuningCache:
             write_text(self.file, msgspec.json.format(text, indent=1).decode())
         except (GearbxError, OSError) as error:
             say(f"{error}; kernels will be measured again at the next start")
+
+    def save_soon(self) -> None:
+        """Write at most once in SAVED_EVERY seconds, since a file takes as long as some tokens; the rest at the end."""
+        if time.monotonic() - self._saved >= SAVED_EVERY:
+            self.save()
+        else:
+            atexit.unregister(self.save)
+            atexit.register(self.save)
 
     def _read(self, quietly: bool = False) -> Stored:
         """The file's content; nothing, where there is none or it is not what `save` wrote."""

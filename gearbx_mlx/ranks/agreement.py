@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ..compat.classes import modules_of
 from ..compat.names import generation_stream
 from ..errors import GearbxError
 
@@ -70,7 +71,7 @@ def in_turn() -> AbstractContextManager[Any]:
 
 def agreement_of(model: nn.Module) -> Agreement:
     """The agreement of the ranks that share a model; a model that is whole here needs none."""
-    for module in model.modules():
+    for module in modules_of(model):
         if isinstance(getattr(module, "group", None), mx.distributed.Group):  # what tells other ranks its outputs
             return Agreement(module.group)
         if getattr(module, "pipeline_size", 1) > 1:
