@@ -131,20 +131,25 @@ class LosslessModel(ModelWrapper):
             self._verified = None
             stretches.begin()
             return self._alone(inputs, cache, **kwargs)
-        if not stretches.in_rounds and not stretches.over:
-            stretches.token()
-            return self._alone(inputs, cache)
-        token, known = np.array(inputs).item(), self._verified
-        if known is not None and not known.continued_by(token, cache):
-            known = None
-        stretches.token(begins_round=known is None)
+        known = None
+        if stretches.in_rounds:
+            token, known = np.array(inputs).item(), self._verified
+            if known is not None and not known.continued_by(token, cache):
+                known = None
+            stretches.token(begins_round=known is None)
+        else:
+            stretches.token()  # nothing waits for the token that is to be read
         if known is not None:
             known.rows.show(known.rows.rows + 1)
         else:
+            alone = not stretches.in_rounds
             if stretches.over:
                 stretches.turn()
             if not stretches.in_rounds:
                 return self._alone(inputs, cache)
+            if alone:
+                token = np.array(inputs).item()
+                stretches.waited()
             self._count_round()
             known = self._verified = self._round(token, cache)
         self.step = next(known.steps)

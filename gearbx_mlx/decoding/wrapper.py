@@ -4,6 +4,7 @@
 prompt.
 """
 
+from operator import attrgetter
 from typing import Any
 
 import mlx.core as mx
@@ -52,9 +53,6 @@ class ModelWrapper(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # not into the dictionary of parameters and layers
 
-    def __getattribute__(self, name: str) -> Any:
-        return getattr(self.gearbox.model, name) if name in OF_MODULES else super().__getattribute__(name)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.gearbox.model.__reduce_ex__(protocol)  # which says why it can be neither copied nor pickled
 
@@ -62,6 +60,10 @@ class ModelWrapper(nn.Module):
         if name == "gearbox":  # of a copy that is still empty
             raise AttributeError(name)
         return getattr(self.gearbox.model, name)
+
+
+for name in OF_MODULES:  # as properties of the class, they cost other attributes nothing, which a token reads often
+    setattr(ModelWrapper, name, property(attrgetter(f"gearbox.model.{name}")))
 
 
 class TextModel(nn.Module):

@@ -68,8 +68,9 @@ KEPT_DRAFTS = 0.95  # of the weight of earlier drafts in g, at each further draf
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
-FIRST, LONGEST = 96, 384  # tokens of the faster way between two trials, at least and at most
-UNMADE = 16 * LONGEST  # where a trial has to make a gear first, which takes as long as a hundred tokens
+FIRST, LONGEST = 96, 768  # tokens of the faster way between two trials, at least and at most
+UNMADE = 8 * LONGEST  # where a trial has to make a gear first, which takes as long as a hundred tokens
+HOPELESS = 0.5  # of the time alone: what rounds lose by where a trial ends early
 TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 64  # rounds, or tokens of the top gear alone, that count
 OTHER_TEXTS = 0.25  # of the weight of what is known, when another text begins
@@ -476,6 +477,10 @@ class Stretches:
             self._waited += not self._trial
         self._latest, self._begins_round = now, begins_round
 
+    def waited(self) -> None:
+        """The token that begins has waited for the one before, which ran ahead: this time is not its own."""
+        self._latest = self._clock()
+
     def made(self, tokens: float) -> None:
         """The token that began made so many in all, on average over the texts: the others were there at once."""
         self._owed += tokens - 1
@@ -490,8 +495,10 @@ class Stretches:
 
     @property
     def over(self) -> bool:
-        """Whether the next token may begin another stretch."""
-        return self._count >= self._length
+        """Whether the next token may begin another stretch: where rounds lose by far, a third of a trial says so."""
+        if self._count >= self._length:
+            return True
+        return self.tries_rounds and 3 * self._count >= self._length and (self._lost or 0.0) > HOPELESS
 
     @property
     def untried(self) -> bool:
@@ -548,6 +555,7 @@ class OneStretch:
     def token(self, begins_round: bool = True) -> None: ...
     def made(self, tokens: float) -> None: ...
     def turn(self) -> None: ...
+    def waited(self) -> None: ...
 
 
 class Times:
