@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -14,14 +15,13 @@ from pages import table
 from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.cli.base_texts import answered, text_of
-from gearbx_mlx.cli.bases import Base, BaseKey, key_of, make_base
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.evaluation.text import read_documents, read_rows, windows_of
 from gearbx_mlx.formats import get_format
-from gearbx_mlx.formats.base import Format
-from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE
 from gearbx_mlx.loading import find
 
+from .experts import upcycled
+from .lossless import shipped_base
 from .studies import HELD_OUT, Found, study
 
 CHAT = """Why do leaves change colour in autumn?
@@ -60,6 +60,7 @@ def calibrated_base(
     others: list[Path] = [],  # noqa: B006
     data: Path | None = None,
     tokens: int = 4096,
+    experts: int = 0,
 ) -> Found:
     """How often 4-bit drafts choose the original's token, rounded to the nearest codes and calibrated.
 
@@ -70,7 +71,13 @@ def calibrated_base(
         others: 4-bit checkpoints of the model by other quantizers, such as what `gptq` makes, as the lowest gear.
         data: a text on which the base alone is read, such as WikiText-2's test set.
         tokens: of that text.
+        experts: make SmolLM2 a mixture of so many copies of its MLPs first, as `lossless-experts` does.
     """
+    if experts:
+        with TemporaryDirectory() as directory:
+            upcycled(experts, Path(directory))
+            found = calibrated_base(directory, prompts, formats, others, data, tokens)
+        return Found({f"calibrated_base_{experts}_experts": table for table in found.tables.values()}, found.data)
     name = None if model == "demo" else model
     original, tokenizer = load(name)
     answers = written(original, tokenizer, prompts)
@@ -135,18 +142,6 @@ def base_of(name: str | None, format: str) -> dict[str, Any]:
     """Path to plane, calibrated with what ships."""
     model, tokenizer = load(name)
     return shipped_base(model, tokenizer, get_format(format), (4, 16))[1].layers
-
-
-def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> tuple[BaseKey, Base]:
-    """The base that is calibrated with what ships, and its key; an earlier run's base is used if it was kept."""
-    text = text_of(tokenizer, None)
-    key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
-    base = key.find()
-    if base is None:
-        with progress_bar() as progress:
-            texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, format, texts, progress)
-    return key, base
 
 
 def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,19 +28,21 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
-from gearbx_mlx.cli.bases import draft_with
+from gearbx_mlx.cli.base_texts import answered, text_of
+from gearbx_mlx.cli.bases import Base, BaseKey, draft_with, key_of, make_base
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.decoding.sampling import geared_responses, sampled
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.gears.ladder import Gear
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
 
-from .calibrated_base import shipped_base
 from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
@@ -324,6 +326,18 @@ SETTINGS = {
 }
 CALIBRATED = "calibrated"
 ALONE = "bfloat16 alone"
+
+
+def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> tuple[BaseKey, Base]:
+    """The base that is calibrated with what ships, and its key; an earlier run's base is used if it was kept."""
+    text = text_of(tokenizer, None)
+    key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
+    base = key.find()
+    if base is None:
+        with progress_bar() as progress:
+            texts = text.texts + answered(model, tokenizer, text.requests, progress)
+            base = make_base(model, key, format, texts, progress)
+    return key, base
 
 
 class Writer:

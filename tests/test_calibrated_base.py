@@ -118,8 +118,9 @@ class TestCodes:
 
 
 class TestExactWeights:
-    @pytest.mark.parametrize("ladder", [(4, 16), (3, 16)])
-    def test_every_bit_of_every_weight_comes_back(self, model, ladder):
+    @pytest.mark.parametrize(("kind", "ladder"), [("llama", (4, 16)), ("llama", (3, 16)), ("mixtral", (4, 16))])
+    def test_every_bit_of_every_weight_comes_back(self, kind, ladder):
+        model = tiny_model(kind, dtype=mx.bfloat16)
         before = weights_of(model)
         base = base_of(model, "exact", ladder)
         gearbox = Gearbox(model, ",".join(map(str, ladder)), format="exact", group_size=GROUP, base=base.layers)
@@ -185,9 +186,28 @@ class TestWalk:
         assert "model.layers.1.self_attn.q_proj" in base.rounded
         assert "model.layers.0.self_attn.q_proj" in base.layers
 
-    def test_experts_are_rounded(self):
-        base = base_of(tiny_model("mixtral", dtype=mx.bfloat16))
-        assert any("switch_mlp" in path for path in base.rounded)
+    @pytest.mark.parametrize("format", ["planes", "exact"])
+    def test_experts_have_codes_for_their_own_tokens(self, format):
+        model = tiny_model("mixtral", dtype=mx.bfloat16)
+        base = base_of(model, format)
+        experts = [path for path in base.layers if "switch_mlp" in path]
+        assert {path.rpartition(".")[2] for path in experts} == {"gate_proj", "up_proj", "down_proj"}
+
+        def distance(layers) -> float:
+            """Of the draft's logits from the original's."""
+            geared = tiny_model("mixtral", dtype=mx.bfloat16)
+            gearbox, found = Gearbox(geared, "4,16", format=format, group_size=GROUP, base=layers), []
+            for gear in gearbox.ladder:
+                gearbox.shift(gear)
+                found.append(np.concatenate([np.array(geared(mx.array([text])))[0] for text in TEXTS]))
+            return float(np.abs(found[0] - found[1]).mean())
+
+        others = {path: planes for path, planes in base.layers.items() if path not in experts}
+        assert distance(base.layers) < distance(others) < distance({})
+
+    def test_experts_without_tokens_are_rounded_and_named(self):
+        base = base_of(tiny_model("mixtral", dtype=mx.bfloat16), texts=TEXTS[:1])
+        assert any("experts" in reason for path, reason in base.rounded.items() if "switch_mlp" in path)
         assert any("q_proj" in path for path in base.layers)
 
     @pytest.mark.parametrize(("format", "ladder"), [("planes", (4, 8, 16)), ("exact", (4, 8, 16)), ("rowwise", (4, 8))])

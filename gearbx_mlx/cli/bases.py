@@ -45,8 +45,8 @@ NAMES = ("weight", "scales", "biases")
 class Base:
     """A calibrated base.
 
-    layers: path to the lowest gear's plane. rounded: path to reason of the others. held_back: texts, as tokens, that
-    did not calibrate it. drafting: how it drafts along these.
+    layers: path to the lowest gear's plane. rounded: path to reason of layers that have the nearest codes, all or some
+    of their experts. held_back: texts, as tokens, that did not calibrate it. drafting: how it drafts along these.
     """
 
     layers: dict[str, Planes]

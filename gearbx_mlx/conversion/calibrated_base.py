@@ -2,41 +2,46 @@
 
 The model reads the text block by block, once as it is and once as the draft will, with the codes of the layers before:
 a layer's codes are chosen for what it will see. What each block made of the text is kept, so one block's inputs and
-Hessians are in memory at a time. A layer is rounded to the nearest codes where its format leaves no
-choice, where it has experts, or where its inputs are not finite.
+Hessians are in memory at a time. A layer is rounded to the nearest codes where its format leaves no choice, or where
+its inputs are not finite.
+
+Each expert of a mixture has codes for the tokens that the draft sends to it; one that got few of them is rounded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.switch_layers import SwitchLinear
 
 from ..compat.classes import of_classes
 from ..errors import GearbxError, one_line
 from ..formats.base import Format, stored_bits
 from ..formats.fused import native_class
-from ..formats.native import NativeDense
+from ..formats.native import NativeDense, NativeSwitchLinear, with_expert_bias
 from ..formats.tied import linear_of
 from ..gears.adapters import layers_of
 from ..gears.discovery import Layer, block_number, stored_widths
 from ..kernels.bit_planes import Planes
 from ..kernels.dispatch import ATTENTION
-from .gptq import Hessian, calibrated
+from .gptq import Factored, Hessian, calibrated
 
 LONGEST = 512  # tokens of a text that are read
 TOGETHER = 2048  # tokens that are read at a time, in texts of similar lengths
+FEWEST = 32  # inputs of an expert that say which codes it needs
 
 
 @dataclass
 class CalibratedBase:
     """What a calibration found.
 
-    layers: path to the plane of the lowest gear. rounded: path to reason of layers that have the nearest codes.
+    layers: path to the plane of the lowest gear. rounded: path to reason of layers that have the nearest codes, all or
+    some of their experts.
     """
 
     layers: dict[str, Planes] = field(default_factory=dict)
@@ -82,7 +87,8 @@ def calibrate_base(
     if not fit:
         reasons = "; ".join(sorted({*found.rounded.values()}))
         raise GearbxError(f"no layer has codes to calibrate: {reasons}; give --gears 4,16")
-    walk = Walk(model, batches(read))
+    # The places of filled-up tokens are lost where a mixture sorts tokens by their experts.
+    walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOGETHER))
     for number in range(len(walk.blocks) + 1):
         block = number if number < len(walk.blocks) else None
         of_block = [layer for layer in fit if block_number(layer.path) == block]
@@ -108,11 +114,11 @@ class TextBatch:
         return (np.arange(self.tokens.shape[1]) < np.array(self.lengths)[:, None]).flatten()
 
 
-def batches(texts: Sequence[Sequence[int]]) -> list[TextBatch]:
-    """Texts, the longest first, in batches of at most TOGETHER tokens."""
+def batches(texts: Sequence[Sequence[int]], together: int = TOGETHER) -> list[TextBatch]:
+    """Texts, the longest first, in batches of at most so many tokens, or of one text."""
     made: list[list[Sequence[int]]] = []
     for text in sorted(texts, key=len, reverse=True):
-        if not made or len(made[-1][0]) * (len(made[-1]) + 1) > TOGETHER:
+        if not made or len(made[-1][0]) * (len(made[-1]) + 1) > together:
             made.append([])
         made[-1].append(text)
     filled = [[[*text, *[0] * (len(texts[0]) - len(text))] for text in texts] for texts in made]
@@ -140,28 +146,86 @@ class WasRead(Exception):
     """As much has been read as was wanted: what comes after it is not computed."""
 
 
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+def multiplied_by(weight: mx.array) -> np.ndarray | mx.array:
+    """A weight as `Watched` has it: experts become float32 one by one, when they are used."""
+    return floats(weight) if weight.ndim == 2 else weight
+
+
+class Inputs(NamedTuple):
+    """What a layer multiplies in a batch. rows: (n, I) float32. experts: (n,), which of a mixture multiplies each."""
+
+    rows: np.ndarray
+    experts: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, x: mx.array, indices: mx.array | None) -> "Inputs":
+        """Of a linear layer, x (..., I); or of experts, x (..., 1, I), and one or several experts for each row."""
+        width = x.shape[-1]
+        if indices is None:
+            return cls(floats(x).reshape(-1, width))
+        rows = np.broadcast_to(floats(x)[..., 0, :], (*indices.shape, width))
+        return cls(rows.reshape(-1, width), np.array(indices).flatten())
+
+    def times(self, weight: np.ndarray | mx.array) -> np.ndarray:
+        """The products (n, O), float32. weight: as of `Watched`."""
+        if self.experts is None:
+            return self.rows @ np.asarray(weight).T
+        products = np.empty((len(self.rows), weight.shape[-2]), np.float32)
+        for expert in np.unique(self.experts).tolist():
+            own = self.experts == expert
+            products[own] = self.rows[own] @ floats(mx.array(weight[expert])).T
+        return products
+
+
 @dataclass(eq=False)
 class Watched:
-    """A linear layer while texts are read.
+    """A layer while texts are read.
 
-    weight: (O, I) float32. outputs: in the draft, of each batch, (tokens, O) float32; none before its codes are chosen.
+    weight: (O, I) float32; of experts (E, O, I) as it is. outputs: in the draft, of each batch, (n, O) float32; none
+    before its codes are chosen.
     """
 
     layer: Layer
-    weight: np.ndarray
+    weight: np.ndarray | mx.array
     outputs: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def matrices(self) -> Sequence[int | None]:
+        """The experts by number; of a linear layer the only matrix, without one."""
+        return range(len(self.weight)) if self.weight.ndim > 2 else [None]
 
 
 @dataclass(eq=False)
 class SharedInputs:
     """Layers that multiply the same inputs, such as a block's queries, keys and values.
 
-    original, draft: what they see there of each batch, (tokens, I) float32.
+    original, draft: what they see there of each batch.
     """
 
     layers: list[Watched]
-    original: list[np.ndarray] = field(default_factory=list)
-    draft: list[np.ndarray] = field(default_factory=list)
+    original: list[Inputs] = field(default_factory=list)
+    draft: list[Inputs] = field(default_factory=list)
+
+    def hessian(self, expert: int | None, counts: Sequence[np.ndarray]) -> Hessian:
+        """Of what a layer, or one of its experts, sees in the draft.
+
+        The draft may send a token to other experts than the original does: what an expert sees has no counterpart.
+
+        Args:
+            counts: of each batch, which of its tokens count, all of them for experts.
+        """
+        made = Hessian(self.draft[0].rows.shape[1])
+        for draft, original, tokens in zip(self.draft, self.original, counts):
+            if expert is None:
+                made.add(draft.rows[tokens], original.rows[tokens])
+            else:
+                own = draft.rows[draft.experts == expert]
+                made.add(own, own)
+        return made
 
 
 class BlockCodes:
@@ -185,74 +249,103 @@ class BlockCodes:
     ):
         self.format, self.ladder, self.group_size = format, ladder, group_size
         self.found, self.is_head = found, is_head
-        self.watched = [Watched(layer, np.array(linear_of(layer.module).weight.astype(mx.float32))) for layer in layers]
+        self.watched = [Watched(layer, multiplied_by(linear_of(layer.module).weight)) for layer in layers]
         self.inputs: list[SharedInputs] = []
         self._last: tuple[Any, Any] = (None, None)
 
-    def original(self, watched: Watched, x: mx.array, batch: int) -> mx.array:
+    def original(self, watched: Watched, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
         """The original's product. Inputs are kept, and layers that share theirs are found.
 
         Args:
-            batch: its number.
+            indices: of experts. batch: its number.
         """
         shared = x is self._last[0]
-        numbers = self._numbers(x)
+        seen = self._inputs(x, indices)
         place = next((inputs for inputs in self.inputs if watched in inputs.layers), None)
         if place is None and shared:
             self.inputs[-1].layers.append(watched)
         elif place is None:
             self.inputs.append(place := SharedInputs([watched]))
         if place is not None and watched is place.layers[0] and len(place.original) == batch:
-            place.original.append(numbers)
+            place.original.append(seen)
         if self.is_head:
             raise WasRead
-        return shaped(numbers @ watched.weight.T, watched, x)
+        return shaped(seen.times(watched.weight), watched, x, indices)
 
-    def draft(self, watched: Watched, x: mx.array, batch: int, wanted: SharedInputs | None = None) -> mx.array:
+    def draft(
+        self,
+        watched: Watched,
+        x: mx.array,
+        indices: mx.array | None = None,
+        *,
+        batch: int,
+        wanted: SharedInputs | None = None,
+    ) -> mx.array:
         """The draft's product. The pass ends at layers whose inputs are `wanted`: they are kept."""
         if wanted is not None and watched in wanted.layers:
-            wanted.draft.append(self._numbers(x))
+            wanted.draft.append(self._inputs(x, indices))
             raise WasRead
-        return shaped(watched.outputs[batch], watched, x)
+        return shaped(watched.outputs[batch], watched, x, indices)
 
-    def choose(self, inputs: SharedInputs, rows: Sequence[np.ndarray]) -> None:
+    def choose(self, inputs: SharedInputs, counts: Sequence[np.ndarray]) -> None:
         """Choose the codes of the layers with these inputs.
 
         Args:
-            rows: of each batch, which of its tokens count.
+            counts: of each batch, which of its tokens count.
         """
-        known, factored = self.found.layers, None
-        if any(watched.layer.path not in known for watched in inputs.layers):
-            hessian = Hessian(inputs.draft[0].shape[1])
-            for draft, original, counts in zip(inputs.draft, inputs.original, rows):
-                hessian.add(draft[counts], original[counts])
-            factored = hessian.factored()
+        known = self.found.layers
+        new = {each.layer.path: each for each in inputs.layers if each.layer.path not in known}
+        made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in new}
+        for expert in inputs.layers[0].matrices if new else ():
+            hessian = inputs.hessian(expert, counts)
+            factored = hessian.factored() if expert is None or hessian.rows >= FEWEST else None
+            for path, watched in new.items():
+                made[path].append(self._codes(watched, expert, factored))
+        for path, codes in made.items():
+            planes, chosen = zip(*codes)
+            of_experts = new[path].weight.ndim > 2
+            if not all(chosen):
+                some = f"; or fewer than {FEWEST} reach some of its experts" if of_experts else ""
+                self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"
+            if any(chosen):
+                known[path] = stacked(planes) if of_experts else planes[0]
         for watched in inputs.layers:
-            path = watched.layer.path
-            if path not in known:
-                if factored is None or not np.isfinite(watched.weight).all():
-                    self.found.rounded[path] = "its inputs, or its weights, are not finite, or all 0"
-                else:
-                    stored = ladder_of(watched.layer, self.format, self.ladder)
-                    dense = linear_of(watched.layer.module).weight
-                    nearest = self.format.nearest(dense, stored, self.group_size)
-                    assert nearest is not None  # or it is `unfit`
-                    known[path] = calibrated(watched.weight, nearest, factored, self.format.window)
             if not self.is_head:
-                used = np.array(known[path].dequantize().astype(mx.float32)) if path in known else watched.weight
-                watched.outputs = [draft @ used.T for draft in inputs.draft]
+                base = known.get(watched.layer.path)
+                weight = watched.weight if base is None else multiplied_by(base.dequantize())
+                watched.outputs = [draft.times(weight) for draft in inputs.draft]
         inputs.original, inputs.draft = [], []
 
-    def _numbers(self, x: mx.array) -> np.ndarray:
-        """(n, I) float32; layers that share their inputs have them once."""
+    def _codes(self, watched: Watched, expert: int | None, factored: Factored | None) -> tuple[Planes, bool]:
+        """Codes of a layer, or of one of its experts, and whether they are chosen for its inputs, or the nearest."""
+        dense = linear_of(watched.layer.module).weight
+        dense = dense if expert is None else dense[expert]
+        nearest = self.format.nearest(dense, ladder_of(watched.layer, self.format, self.ladder), self.group_size)
+        assert nearest is not None  # or it is `unfit`
+        weight = floats(dense)
+        if factored is None or not np.isfinite(weight).all():
+            return nearest, False
+        return calibrated(weight, nearest, factored, self.format.window), True
+
+    def _inputs(self, x: mx.array, indices: mx.array | None) -> Inputs:
+        """Layers that share their inputs have them once."""
         if x is not self._last[0]:
-            self._last = x, np.array(x.astype(mx.float32)).reshape(-1, x.shape[-1])
+            self._last = x, Inputs.of(x, indices)
         return self._last[1]
 
 
-def shaped(y: np.ndarray, watched: Watched, x: mx.array) -> mx.array:
+def stacked(planes: Sequence[Planes]) -> Planes:
+    """The planes (O, I) of experts as one, (E, O, I)."""
+    words, scales, biases = (mx.stack([*arrays]) for arrays in zip(*(each.arrays for each in planes)))
+    return planes[0]._replace(weights=[words], scales=scales, biases=[biases])
+
+
+def shaped(y: np.ndarray, watched: Watched, x: mx.array, indices: mx.array | None) -> mx.array:
     """A layer's product with x from its numbers (n, O), with its bias."""
-    module, out = watched.layer.module, mx.array(y).reshape(*x.shape[:-1], -1)
+    module = watched.layer.module
+    if indices is not None:
+        return with_expert_bias(module, mx.array(y).reshape(*indices.shape, 1, -1), indices)
+    out = mx.array(y).reshape(*x.shape[:-1], -1)
     return out + module.bias if "bias" in module else out
 
 
@@ -264,13 +357,19 @@ def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int,
 def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) -> str | None:
     """Why a layer, which is stored at these bits, cannot be calibrated."""
     module = layer.module
-    if layer.is_table or (type(module) not in (nn.Linear, NativeDense) and not isinstance(module, nn.Embedding)):
-        return "experts, heads and tables are rounded"
+    known = type(module) in (nn.Linear, NativeDense) or isinstance(module, nn.Embedding) or has_experts(layer)
+    if layer.is_table or not known:
+        return "heads and tables are rounded"
     if not stored or (format.ladders and tuple(stored) not in format.ladders):
         return "has no gear of few bits"
-    if format.nearest(linear_of(module).weight[:1], stored, group_size) is None:
+    weight = linear_of(module).weight
+    if format.nearest(weight.reshape(-1, weight.shape[-1])[:1], stored, group_size) is None:
         return f"the gears {','.join(map(str, stored))} begin with the same codes"
     return None
+
+
+def has_experts(layer: Layer) -> bool:
+    return type(layer.module) in (SwitchLinear, NativeSwitchLinear)
 
 
 class Walk:
@@ -363,7 +462,11 @@ def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Modu
     """A subclass of a linear layer that multiplies by `product`."""
     kind: Any = type(watched.layer.module)
     name = "as_linear" if issubclass(kind, nn.Embedding) else "__call__"
-    return type(kind.__name__, (kind,), {name: lambda module, x: product(watched, x)})
+
+    def called(module: nn.Module, x: mx.array, indices: mx.array | None = None, *order: Any, **named: Any) -> mx.array:
+        return product(watched, x, indices)
+
+    return type(kind.__name__, (kind,), {name: called})
 
 
 def unreadable(model: nn.Module, why: str) -> GearbxError:

@@ -51,8 +51,10 @@ class Factored(NamedTuple):
 class Hessian:
     """X^T X of all inputs that a layer saw, (I, I) float32. It may have NaN or infinities, which the inputs had.
 
-    drift: (Y - X)^T X, where Y are the original's inputs.
+    drift: (Y - X)^T X, where Y are the original's inputs. rows: how many inputs there were.
     """
+
+    rows = 0
 
     def __init__(self, width: int):
         self.sum, self.drift = np.zeros((width, width), np.float32), np.zeros((width, width), np.float32)
@@ -62,6 +64,7 @@ class Hessian:
         with np.errstate(invalid="ignore"):  # infinities are found in the sums
             self.sum += inputs.T @ inputs
             self.drift += (original - inputs).T @ inputs
+        self.rows += len(inputs)
 
     def factored(self) -> Factored | None:
         """None where the inputs say nothing."""

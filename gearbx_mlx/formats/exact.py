@@ -55,10 +55,11 @@ def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Plane
         weight: any bit patterns. I is a multiple of group_size.
         widths: bits of the planes of codes: one of 3 or 4, or two of 4.
         group_size: 32, 64 or 128.
-        base: codes (O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back from
-            them get the nearest.
+        base: codes (..., O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back
+            from them get the nearest.
     """
     rows, parts = weight.reshape(-1, weight.shape[-1]), []
+    base = base and base.each(lambda array: array.reshape(-1, array.shape[-1]))
     for block in row_blocks(*rows.shape):
         part = None if base is None else base.each(itemgetter(block))
         parts.append(encode_block(rows[block], tuple(widths), group_size, part))
