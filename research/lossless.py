@@ -234,6 +234,7 @@ def lossless(
     activations: Literal["float", "int16", "int8"] = "float",
     curve: str | None = None,
     calibrate: str | None = None,
+    calibrate_base: bool = False,
     lengths: str = ",".join(map(str, range(1, MOST_DRAFTED + 1))),
     speculative: str = "2,4,6",
     draws: int = 0,
@@ -254,6 +255,7 @@ def lossless(
         format: How gears are stored.
         curve: Drafting file; if not given, the one that ships for the model.
         calibrate: Calibrate on these prompts first, and use the result.
+        calibrate_base: Choose the lowest gear's codes by the texts that ship, as `generate --calibrate-base` does.
         speculative: Draft lengths of mlx-lm's own speculative decoding.
         draws: Draw two tokens so many times on each of ten prompts, and compare with the top gear's own probabilities.
     """
@@ -271,7 +273,13 @@ def lossless(
     made = read_draft_file(curve) if curve else None
     ladder = Ladder(made.gears) if made else Ladder.parse(gears or "4,8,16")
     loaded, tokenizer = load(model)
+    key, base = None, None
+    if calibrate_base:
+        key, base = shipped_base(loaded, tokenizer, get_format(format), [gear.bits for gear in ladder])
+        settings["base"] = base.layers
     gearbox = Gearbox(loaded, ladder, **settings)
+    if key is not None and base is not None:
+        draft_with(key, base, gearbox, str(model))
     rule, wish = find_rule(gearbox, curve)
     draft = gearbox.ladder.find(wish) if wish else gearbox.ladder[0]
     asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
@@ -484,7 +492,8 @@ def lossless_time(
         same[name] = agreeing(top, each)
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
     head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
-    return Found({"lossless_time": table_here(head, rows)}, {"faster": faster, "same": same})
+    block = "lossless_time" if lookup_tokens else "lossless_time_without_lookup"
+    return Found({block: table_here(head, rows)}, {"faster": faster, "same": same})
 
 
 SAMPLINGS: dict[str, dict[str, float]] = {

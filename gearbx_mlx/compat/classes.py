@@ -93,16 +93,15 @@ def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """What `model.modules()` lists, in a fraction of the time: it makes a name for each."""
+    """What `model.modules()` lists, in a fraction of its time: that makes a name for each."""
     yield model
     waiting: list[Any] = list(model.children().values())  # of a wrapper those of its model
     while waiting:
         part = waiting.pop()
         if isinstance(part, nn.Module):
             yield part
-        waiting += [
-            each for each in (part.values() if isinstance(part, dict) else part) if isinstance(each, dict | list)
-        ]
+        within = part.values() if isinstance(part, dict) else part
+        waiting += [each for each in within if isinstance(each, dict | list)]
 
 
 def become(module: Any, kind: Any) -> None:
