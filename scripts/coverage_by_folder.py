@@ -44,14 +44,16 @@ def shares(row: list[int]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("default", type=Path, help="The database of the README's command.")
-    parser.add_argument("all", type=Path, help="That of all tests.")
+    parser.add_argument("all", type=Path, nargs="?", help="That of all tests.")
     parser.add_argument("--page", type=Path, help="Write the table into this page, too.")
     args = parser.parse_args()
-    default, every = by_folder(args.default), by_folder(args.all)
-    names = [*sorted(every.keys() - {"all"}), "all"]
+    measured = {"default": by_folder(args.default)} | ({"all": by_folder(args.all)} if args.all else {})
+    lines = {name: row[0] for name, row in measured["default"].items()}
+    names = [*sorted(lines.keys() - {"all"}), "all"]
     head = ["folder", "lines"]
-    head += [name for part in ("default", "all") for name in (f"{part}: % of lines", "of branches", "of both")]
-    text = table(head, ([name, every[name][0], *shares(default[name]), *shares(every[name])] for name in names))
+    head += [name for part in measured for name in (f"{part}: % of lines", "of branches", "of both")]
+    cells = {name: [share for each in measured.values() for share in shares(each[name])] for name in names}
+    text = table(head, ([name, lines[name], *cells[name]] for name in names))
     print(text)
     if args.page:
         fill(args.page, {"coverage": lambda: text})
