@@ -322,7 +322,7 @@ class BlockCodes:
         dense = dense if expert is None else dense[expert]
         nearest = self.format.nearest(dense, ladder_of(watched.layer, self.format, self.ladder), self.group_size)
         assert nearest is not None  # or it is `unfit`
-        weight = floats(dense)
+        weight = np.asarray(watched.weight) if expert is None else floats(dense)
         if factored is None or not np.isfinite(weight).all():
             return nearest, False
         return calibrated(weight, nearest, factored, self.format.window), True
