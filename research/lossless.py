@@ -273,13 +273,13 @@ def lossless(
     made = read_draft_file(curve) if curve else None
     ladder = Ladder(made.gears) if made else Ladder.parse(gears or "4,8,16")
     loaded, tokenizer = load(model)
-    key, base = None, None
+    drafted = None
     if calibrate_base:
-        key, base = shipped_base(loaded, tokenizer, get_format(format), [gear.bits for gear in ladder])
-        settings["base"] = base.layers
+        drafted = shipped_base(loaded, tokenizer, get_format(format), [gear.bits for gear in ladder])
+        settings["base"] = drafted[1].layers
     gearbox = Gearbox(loaded, ladder, **settings)
-    if key is not None and base is not None:
-        draft_with(key, base, gearbox, str(model))
+    if drafted is not None:
+        draft_with(*drafted, gearbox, str(model))
     rule, wish = find_rule(gearbox, curve)
     draft = gearbox.ladder.find(wish) if wish else gearbox.ladder[0]
     asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
