@@ -10,8 +10,9 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
+from gearbx_mlx.decoding.draft_plans import PRIOR_WEIGHTS
 from gearbx_mlx.decoding.draft_trials import draft_times, record_agreement
-from gearbx_mlx.routing.acceptance import AcceptanceCurve, Recorded, fit_curve
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, LearnedAgreement, Recorded, fit_curve, typical_agreement
 from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
 
 from .lossless import ASSISTANT, Writer, first_prompts
@@ -34,6 +35,10 @@ SHAPES = {
 }
 
 
+KINDS = ("smollm2 4,16", "smollm2 4,16, calibrated", "smollm2 6,16", "gearbx_mlx/demo_model 3,16")
+PARTS = 7  # of the texts, one of which a(H) is learned from first: some 500 tokens
+
+
 def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Recorded, AcceptanceCurve]:
     """Where the low gear agrees with the texts of the top gear, and a(H) fitted to that."""
     box, found = writer.gearbox, []
@@ -41,8 +46,12 @@ def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Rec
         text, _ = writer.alone(prompt, tokens)
         found += record_agreement(box, box.ladder.top, [box.ladder[0]], prompt, text)
     sequences = [(each.entropies, each.agrees) for each in found]
+    return sequences, fitted(sequences)
+
+
+def fitted(sequences: Recorded) -> AcceptanceCurve:
     entropies, agrees = (list(chain.from_iterable(column)) for column in zip(*sequences))
-    return sequences, fit_curve(entropies, agrees)
+    return fit_curve(entropies, agrees)
 
 
 @study("docs/lossless.md", minutes=10)
@@ -84,3 +93,43 @@ def larger_shapes(
     shares = ["a drafted token", "4 rows verified", "8 rows"]
     head = ["shape", "GB in 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in drafts)]
     return Found({"larger_shapes": table_here(head, rows)}, figures)
+
+
+@study("docs/lossless.md", minutes=6)
+def learned_agreement(
+    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [12, 24],  # noqa: B006
+    kinds: list[str] = [*KINDS],  # noqa: B006
+    max_tokens: int = 100,
+) -> Found:
+    """What a(H) is worth that is learned while texts are written, beside one that is calibrated.
+
+    Rounds are replayed on the entropies and the agreement of drafts along the model's own texts, with the times of
+    passes on this machine. A seventh of the texts, some 500 tokens, comes first; the others count. In one
+    column a(H) is fitted to that seventh, in another to the texts that count themselves.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        kinds: Model, gears, and whether the base is calibrated.
+    """
+    rows, figures = [], []
+    for kind in kinds:
+        name = kind.removesuffix(", calibrated")
+        model, gears = name.split(" ")
+        writer = Writer(model, gears, "planes", Lossless(), calibrated=kind != name)
+        sequences, all_fitted = recorded(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
+        first, rest = sequences[::PARTS], [each for i, each in enumerate(sequences) if i % PARTS]
+        box = writer.gearbox
+        times = draft_times(box, box.ladder.top, box.ladder[0], max_tokens, sequences, all_fitted)
+        costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
+        learned = LearnedAgreement(typical_agreement, PRIOR_WEIGHTS[False])
+        predicted_cost(first, learned, costs)
+        curves = {"not calibrated": typical_agreement, "learned": learned, "calibrated": fitted(first)}
+        curves["fitted to the texts"] = fitted(rest)
+        faster = {way: times.alone / predicted_cost(rest, curve, costs) for way, curve in curves.items()}
+        agrees = [right for _, each in sequences for right in each]
+        share = sum(agrees) / len(agrees)
+        rows.append([kind.removeprefix("gearbx_mlx/"), f"{share:.3f}", *(f"{value:.2f}" for value in faster.values())])
+        figures.append({"kind": kind, "agreement": share, "faster": faster})
+    return Found({"learned_agreement": table_here(["model, gears", "agreement", *faster], rows)}, figures)

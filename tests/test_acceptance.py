@@ -13,6 +13,7 @@ from gearbx_mlx.routing.acceptance import (
     AcceptanceCurve,
     DraftFile,
     FixedLength,
+    LearnedAgreement,
     ProductRule,
     best_bound,
     best_length,
@@ -21,6 +22,7 @@ from gearbx_mlx.routing.acceptance import (
     parse_draft_file,
     pool_adjacent_violators,
     replay_drafts,
+    typical_agreement,
 )
 from gearbx_mlx.routing.calibration import kickdown_thresholds
 
@@ -119,6 +121,48 @@ class TestCurve:
     def test_no_tokens_are_an_error(self):
         with pytest.raises(GearbxError, match="no tokens"):
             fit_curve([], [])
+
+
+class TestLearned:
+    """a(H) from the drafts of texts."""
+
+    def test_begins_near_the_curve(self):
+        learned = LearnedAgreement(typical_agreement, 8.0)
+        assert [learned(h) for h in (0.01, 0.6, 1.2, 3.4)] == [typical_agreement(h) for h in (0.01, 0.6, 1.2, 3.4)]
+
+    def test_comes_to_what_the_drafts_show(self):
+        random, learned = np.random.default_rng(0), LearnedAgreement(lambda entropy: 0.5, 8.0)
+        for h in random.exponential(1.0, 4000):
+            learned.add([h], int(random.random() < 0.95 - 0.2 * min(h, 4)))
+        assert [learned(h) for h in (0.1, 0.6, 1.2, 2.4)] == pytest.approx([0.93, 0.83, 0.71, 0.47], abs=0.08)
+
+    @given(st.lists(st.tuples(st.lists(bits, max_size=5), st.integers(0, 5)), max_size=30))
+    def test_falls_with_entropy_and_stays_a_probability(self, drafts):
+        learned = LearnedAgreement(typical_agreement, 8.0)
+        for entropies, accepted in drafts:
+            learned.add(entropies, min(accepted, len(entropies)))
+        found = [learned(h) for h in np.linspace(0, 20, 100)]
+        assert found == sorted(found, reverse=True)
+        assert 0 < found[-1] <= found[0] <= 1
+
+    def test_what_follows_a_rejected_token_says_nothing(self):
+        one, other = (LearnedAgreement(typical_agreement, 8.0) for _ in range(2))
+        one.add([0.6, 1.2, 3.0, 3.0], 1)
+        other.add([0.6, 1.2], 1)
+        assert one.state == other.state
+        assert one.drafted == 2
+        assert one(0.6) > typical_agreement(0.6)
+        assert one(1.2) < typical_agreement(1.2)
+
+    def test_goes_on_from_its_state(self):
+        one = LearnedAgreement(typical_agreement, 8.0)
+        one.add([0.6, 1.2, 3.0], 2)
+        again = LearnedAgreement(lambda entropy: 0.1, 1.0, one.state)
+        assert again.state == pytest.approx(one.state)
+        assert again(0.6) == pytest.approx(one(0.6))
+
+    def test_a_state_is_positive_as_the_file_wants_it(self):
+        assert min(LearnedAgreement(lambda entropy: 0.0, 8.0).state.values()) > 0
 
 
 class TestRules:

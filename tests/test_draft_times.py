@@ -11,7 +11,7 @@ import pytest
 from conftest import tiny_model
 from msgspec.structs import asdict, replace
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, batch_generate, calibrate, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlans, shipped
 from gearbx_mlx.decoding.draft_trials import draft_times, machine_of, times_here
 from gearbx_mlx.routing.acceptance import AcceptanceCurve, DraftTimes, ProductRule, parse_draft_file, typical_agreement
@@ -200,3 +200,30 @@ class TestWhatIsLearned:
         del agreement, agreements
         gc.collect()
         assert [agreement() for agreement in kept] == [None, None]
+
+    def test_drafts_say_how_often_gears_agree(self, geared_demo, demo, monkeypatch):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        mode = Lossless(cost="time", lookup_tokens=0)
+        learned = mode.plans(geared_demo).of(1).agreement
+        text = list(stream_generate(demo.model, demo.tokenizer, QUESTION, 20, mode=mode, gearbox=geared_demo))
+        rounds = rounds_of(text)
+        known = sum(min(tokens[0].drafted, len(tokens)) for tokens in rounds[:-1])
+        assert 0 < known <= learned.drafted <= known + rounds[-1][0].drafted
+
+    def test_drafts_of_several_texts_say_so_too(self, geared_demo, demo, monkeypatch):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        mode = Lossless(cost="time", lookup_tokens=0)
+        learned = mode.plans(geared_demo).of(2).agreement
+        prompts = [demo.tokenizer.encode(QUESTION)] * 2
+        batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=60, mode=mode, gearbox=geared_demo)
+        assert learned.drafted > 0
+
+
+def rounds_of(responses):
+    """The tokens of a text by the passes of the top gear that made them."""
+    rounds = []
+    for response in responses:
+        if response.passes[-1]:
+            rounds.append([])
+        rounds[-1].append(response)
+    return rounds

@@ -10,7 +10,7 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
 from gearbx_mlx.decoding.draft_trials import few_pass_times
 from gearbx_mlx.kernels import tuner
-from gearbx_mlx.routing.acceptance import default_rule
+from gearbx_mlx.routing.acceptance import AcceptanceCurve, ProductRule, default_rule
 from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL, UNMADE
 
 
@@ -120,6 +120,24 @@ def test_a_file_that_lacks_something_is_measured_again(file):
     del times["7"]
     file.write_text(json.dumps(stored))
     assert not Start().plan.rounds.costs.ready
+
+
+def test_what_drafts_show_is_there_at_the_next_start(file):
+    first = Start()
+    first.plan.agreement.add([3.0] * 40, 40)
+    first.plans.keep()
+    again, other = Start(), Start(seed=1)
+    assert again.plan.agreement(3.0) == pytest.approx(first.plan.agreement(3.0))
+    assert first.plan.agreement(3.0) > other.plan.agreement(3.0)
+
+
+def test_a_curve_that_was_calibrated_does_not_begin_with_what_was_learned_without_it(file):
+    first = Start()
+    first.plan.agreement.add([3.0] * 40, 40)
+    first.plans.keep()
+    gearbox, curve = Start().gearbox, AcceptanceCurve((1.0,), (0.9, 0.2))
+    plan = DraftPlans(gearbox, gearbox.ladder[0], ProductRule(curve, 0.5), TIME, 15).of(1)
+    assert plan.rule.agreement(3.0) == pytest.approx(0.2)
 
 
 def test_the_summary_knows_both_ways_from_an_earlier_start(file):

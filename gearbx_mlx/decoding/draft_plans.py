@@ -6,6 +6,7 @@ sequences apart. What was learned is kept for this model and machine, so that th
 
 import math
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,6 +31,7 @@ from ..routing.acceptance import (
     DraftRule,
     DraftTimes,
     FixedLength,
+    LearnedAgreement,
     ProductRule,
     default_rule,
     parse_draft_file,
@@ -103,13 +105,14 @@ def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
 class DraftPlan:
     """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts.
 
-    learning: what the costs in time are learned with.
+    learning: what the costs in time are learned with. agreement: a(H), where it is learned.
     """
 
     rule: JointRule
     rounds: Rounds
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
     learning: "Learning | None" = None
+    agreement: LearnedAgreement | None = None
 
 
 Trial = Callable[[Gearbox, Gear], PassTimes | None]
@@ -193,14 +196,39 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
     return f"drafts of {draft.bits} bits for {gearbox.ladder.top.bits}, model {gearbox.fingerprint[:8]}, {how}"
 
 
+class KeptAgreement:
+    """a(H) of a gear that drafts, which texts share, and which the next start on this machine goes on with.
+
+    Args:
+        prior: a curve that was calibrated, or that of an uncalibrated model.
+    """
+
+    def __init__(self, gearbox: Gearbox, draft: Gear, prior: Callable[[float], float]):
+        calibrated = isinstance(prior, AcceptanceCurve)
+        begun = f"curve {zlib.crc32(repr(prior).encode()):08x}" if calibrated else "no curve"
+        self._cache, self._name = gearbox.kernel_choices.tuner.cache, f"a(H) from {begun}, {name_of(gearbox, draft)}"
+        kept = None if not is_tuning() or gearbox.kernels.again else self._cache.times.get(self._name)
+        self.agreement = LearnedAgreement(prior, PRIOR_WEIGHTS[calibrated], kept)
+        self._written = 0
+
+    def keep(self) -> None:
+        """Keep what is known now, if enough was drafted since."""
+        if is_tuning() and self.agreement.drafted - self._written >= MUCH_WRITTEN:
+            self._written = self.agreement.drafted
+            self._cache.keep(self._name, self.agreement.state)
+            self._cache.save_soon()
+
+
 @dataclass
 class Learned:
-    """Plans with costs in time, by the number of texts; how often proposals are right."""
+    """Plans with costs in time, by the number of texts; how often proposals are right, of lookup and of drafts."""
 
     plans: dict[int, DraftPlan] = field(default_factory=dict)
-    agreement: LookupAgreement = field(default_factory=LookupAgreement)
+    lookup: LookupAgreement = field(default_factory=LookupAgreement)
+    drafts: KeptAgreement | None = None
 
 
+PRIOR_WEIGHTS = {True: 32.0, False: 8.0}  # drafted tokens of a bin of a(H): of a curve that was calibrated, and of none
 NEWS, MUCH_WRITTEN = 0.25, 32  # of a time, and tokens: what differs by less from what is kept is not written again
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
@@ -237,7 +265,8 @@ class DraftPlans:
         key = self.draft, curve, self.most_looked_up, self.times and (self.times.draft, *self.times.verification)
         learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
         self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
-        self.agreement = self._learned.agreement
+        self._shared = curve is not None
+        self.lookup = self._learned.lookup
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
         """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
@@ -252,16 +281,29 @@ class DraftPlans:
             learning = Learning(self, texts) if learns else None
             costs = bytes_of_passes(self.gearbox, self.draft, texts) if learning is None else learning.costs
             rule = joint_rule(self.rule)
+            agreement = self._agreement() if learns else None
             if isinstance(self.rule, ProductRule | CostRule) and (learns or texts > 1):
-                rule = CostRule(self.rule.agreement, costs)
+                rule = CostRule(agreement or self.rule.agreement, costs)
             most = self.most_looked_up // texts  # all texts together may propose as many as one
             drafts = self.draft != self.gearbox.ladder.top
-            rounds = Rounds(costs, most, texts, self.agreement, drafts)
-            plans[texts] = DraftPlan(rule, rounds, learning.stretches if learning else OneStretch(), learning)
+            rounds = Rounds(costs, most, texts, self.lookup, drafts)
+            stretches = learning.stretches if learning else OneStretch()
+            plans[texts] = DraftPlan(rule, rounds, stretches, learning, agreement)
         return plans[texts]
+
+    def _agreement(self) -> LearnedAgreement | None:
+        """a(H) that is learned; a user's own function stays as it is."""
+        if not self._shared:
+            return None
+        assert isinstance(self.rule, ProductRule)  # which alone has a curve to share
+        if self._learned.drafts is None:
+            self._learned.drafts = KeptAgreement(self.gearbox, self.draft, self.rule.agreement)
+        return self._learned.drafts.agreement
 
     def keep(self) -> None:
         """Keep what was learned, for the next start."""
+        if self._learned.drafts is not None:
+            self._learned.drafts.keep()
         for plan in self._learned.plans.values():
             if plan.learning is not None:
                 plan.learning.keep()

@@ -123,6 +123,15 @@ class Proposals:
         """Tokens of every text in the pass that verifies."""
         return 1 + max(len(writer.tokens) for writer in self.of)
 
+    def note(self, plan: DraftPlan, tokens: Sequence[int]) -> None:
+        """Tell a plan how many tokens of each text came of these proposals, with the one that was not proposed."""
+        if not self.steps:
+            return
+        plan.rounds.note_drafts(self.steps, sum(tokens), self.discarded)
+        if plan.agreement is not None:
+            for writer, count in zip(self.of, tokens):
+                plan.agreement.add(writer.entropies, count - 1)
+
     def rows(self) -> list[list[int]]:
         """The tokens of that pass, for each text its last one first."""
         longest = self.width - 1

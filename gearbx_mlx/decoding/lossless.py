@@ -164,8 +164,8 @@ class LosslessModel(ModelWrapper):
     def _count_round(self) -> None:
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
-        if done is not None and done.proposals.steps:
-            self.plan.rounds.note_drafts(done.proposals.steps, done.rows.rows, done.proposals.discarded)
+        if done is not None:
+            done.proposals.note(self.plan, [done.rows.rows])
 
     def _round(self, token: int, cache: Any) -> Verified:
         """What may follow a token, and the pass that verifies it.

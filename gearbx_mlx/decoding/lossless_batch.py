@@ -65,7 +65,7 @@ class LosslessTokens(GearedTokens):
             self.prompt_cache = [part.merge([part]) for part in self.prompt_cache]
         super().extend(batch)
         for uid, prompt in zip(batch.uids, batch.tokens):
-            self._lookups[uid] = Lookup(self.plans.agreement), len(prompt), []
+            self._lookups[uid] = Lookup(self.plans.lookup), len(prompt), []
         self._plan = None
         others = [type(part).__name__ for part in parts(self.prompt_cache) if type(part) not in (KVCache, BatchKVCache)]
         if others and self._can_draft:
@@ -117,8 +117,7 @@ class LosslessTokens(GearedTokens):
             warn_of(one_line(error))
             return None
         accepted = self._verified(plan, proposals)
-        if proposals.steps:
-            plan.rounds.note_drafts(proposals.steps, sum(len(one.tokens) for one in accepted), proposals.discarded)
+        proposals.note(plan, [len(one.tokens) for one in accepted])
         return self._give_out(accepted, proposals)
 
     def _writer(self, row: int, token: int) -> Writer:

@@ -1,9 +1,9 @@
 """How long a low gear drafts before the top gear verifies: the probability that both agree, by entropy.
 
 A drafted token is worth its pass only if the top gear chooses the same one. The low gear's entropy H says how likely
-that is: a(H), which is fitted to recorded passes and falls as H rises. The product of a(H) over a draft is the
-probability that the top gear accepts all of it. The draft ends when the product falls below a bound. A drafting file,
-which `calibrate --mode lossless` writes, has the draft gear, its curve a(H), and the bound.
+that is: a(H), which falls as H rises. It is fitted to recorded passes, or learned while texts are written. The product
+of a(H) over a draft is the probability that the top gear accepts all of it. The draft ends when the product falls below
+a bound. A drafting file, which `calibrate --mode lossless` writes, has the draft gear, its curve a(H), and the bound.
 """
 
 import bisect
@@ -20,6 +20,7 @@ from msgspec import Meta, Struct, to_builtins
 
 from ..errors import GearbxError
 from ..files.reading import Count, check_schema, parse_json, typed
+from .lookup import RunningMean
 
 MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
 MOST_ROWS = MOST_DRAFTED + 1
@@ -28,6 +29,23 @@ BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
 DEFAULT_BOUND = 0.5
 Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
 """Of each text the entropy of the low gear (bits) at each token, and whether it agrees with the top gear there."""
+LEARNED_EDGES = (
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.35,
+    0.5,
+    0.7,
+    1.0,
+    1.4,
+    2.0,
+    2.8,
+    4.0,
+    5.6,
+)  # bits: of the bins of a learned a(H)
+LEAST_SHARE = 1e-6
+KEPT_DRAFTED = 0.997  # of the weight of earlier drafted tokens in a bin, at each further one
 TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: not fitted, but near to what small models show
 
 
@@ -161,6 +179,56 @@ def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BI
     return AcceptanceCurve(tuple(edges), tuple(map(float, values)))
 
 
+class LearnedAgreement:
+    """a(H) as steps, learned while texts are written, by the drafted tokens that the top gear accepts.
+
+    The latest tokens weigh most, since texts differ. A token after one that was rejected says nothing: the draft had
+    left the text.
+
+    Args:
+        prior: a curve to begin with, from bits to a probability.
+        weight: drafted tokens that it counts for, in each bin of entropies.
+        kept: what `state` returned at an earlier start; it counts instead.
+    """
+
+    def __init__(self, prior: Callable[[float], float], weight: float, kept: Mapping[str, float] | None = None):
+        middles = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *LEARNED_EDGES))] + [
+            2 * LEARNED_EDGES[-1]
+        ]
+        kept, begun = kept or {}, [(prior(middle), weight) for middle in middles]
+        self._bins = [
+            RunningMean(KEPT_DRAFTED, min(kept.get(f"share {name}", share), 1.0), kept.get(f"count {name}", count))
+            for name, (share, count) in zip(BIN_NAMES, begun)
+        ]
+        self.drafted = 0
+        """Tokens that were learned from, since the start."""
+        self._update()
+
+    def __call__(self, entropy: float) -> float:
+        return self._agreement[bisect.bisect_left(LEARNED_EDGES, entropy)]
+
+    def add(self, entropies: Sequence[float], accepted: int) -> None:
+        """Take a draft: the entropies (bits) of its tokens, the first `accepted` of which the top gear has chosen."""
+        for place, entropy in enumerate(entropies[: accepted + 1]):
+            self._bins[bisect.bisect_left(LEARNED_EDGES, entropy)].add(place < accepted)
+            self.drafted += 1
+        if entropies:
+            self._update()
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What another start may begin with: positive numbers."""
+        shares = {f"share {name}": max(mean.value, LEAST_SHARE) for name, mean in zip(BIN_NAMES, self._bins)}
+        return shares | {f"count {name}": mean.weight for name, mean in zip(BIN_NAMES, self._bins)}
+
+    def _update(self) -> None:
+        shares, weights = [mean.value for mean in self._bins], [mean.weight for mean in self._bins]
+        self._agreement = pool_adjacent_violators(shares, weights)
+
+
+BIN_NAMES = [*(f"to {edge:g} bits" for edge in LEARNED_EDGES), "beyond"]
+
+
 @dataclass
 class Drafting:
     """Counts of a replay: tokens written, drafted and accepted, and verifications."""
@@ -177,10 +245,13 @@ class Drafting:
         return (self.drafted * draft_bytes + self.verifications * top_bytes) / self.tokens if self.tokens else 0.0
 
 
-def replay_drafts(sequences: Recorded, rule: DraftRule) -> Drafting:
+def replay_drafts(sequences: Recorded, rule: DraftRule, learned: LearnedAgreement | None = None) -> Drafting:
     """Replay a drafting rule on recorded tokens, without a model.
 
     After a disagreement the draft would contain other tokens. The replay takes the recorded entropies for theirs.
+
+    Args:
+        learned: the rule's a(H), if it learns from these drafts.
     """
     total = Drafting()
     for entropies, agrees in sequences:
@@ -194,6 +265,8 @@ def replay_drafts(sequences: Recorded, rule: DraftRule) -> Drafting:
                 if not rule.goes_on(entropies[place + drafted - 1]):
                     break
             accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
+            if learned is not None:
+                learned.add(entropies[place : place + drafted], accepted)
             total.drafted += drafted
             total.accepted += accepted
             total.verifications += 1

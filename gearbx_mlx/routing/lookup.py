@@ -27,15 +27,15 @@ class RunningMean:
 
     def __init__(self, kept: float, prior: float = 1.0, weight: float = 0.0):
         self._kept, self._prior = kept, prior
-        self._sum, self._count = weight * prior, weight
+        self._sum, self.weight = weight * prior, weight
 
     def add(self, value: float) -> None:
         self._sum = self._kept * self._sum + value
-        self._count = self._kept * self._count + 1
+        self.weight = self._kept * self.weight + 1
 
     @property
     def value(self) -> float:
-        return self._sum / self._count if self._count else self._prior
+        return self._sum / self.weight if self.weight else self._prior
 
 
 class LookupAgreement:

@@ -41,6 +41,7 @@ from .acceptance import (
     MOST_ROWS,
     DraftRule,
     FixedLength,
+    LearnedAgreement,
     Recorded,
     pool_adjacent_violators,
     replay_drafts,
@@ -409,8 +410,12 @@ def joint_rule(rule: DraftRule) -> JointRule:
 
 
 def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
-    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`)."""
-    done = replay_drafts(sequences, CostRule(agreement, costs))
+    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`).
+
+    A learned a(H) learns from them.
+    """
+    learned = agreement if isinstance(agreement, LearnedAgreement) else None
+    done = replay_drafts(sequences, CostRule(agreement, costs), learned)
     verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
     return (done.drafted * costs.draft() + verified) / done.tokens
 
