@@ -125,7 +125,7 @@ def learned_agreement(
         costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
         learned = LearnedAgreement(typical_agreement, PRIOR_WEIGHTS[False])
         predicted_cost(first, learned, costs)
-        curves = {"not calibrated": typical_agreement, "learned": learned, "calibrated": fitted(first)}
+        curves: dict[str, Any] = {"not calibrated": typical_agreement, "learned": learned, "calibrated": fitted(first)}
         curves["fitted to the texts"] = fitted(rest)
         faster = {way: times.alone / predicted_cost(rest, curve, costs) for way, curve in curves.items()}
         agrees = [right for _, each in sequences for right in each]
