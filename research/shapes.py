@@ -10,9 +10,15 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
-from gearbx_mlx.decoding.draft_plans import PRIOR_WEIGHTS
-from gearbx_mlx.decoding.draft_trials import draft_times, record_agreement
-from gearbx_mlx.routing.acceptance import AcceptanceCurve, LearnedAgreement, Recorded, fit_curve, typical_agreement
+from gearbx_mlx.decoding.draft_trials import GearRecord, draft_times, record_agreement
+from gearbx_mlx.routing.acceptance import (
+    AcceptanceCurve,
+    LearnedAgreement,
+    Recorded,
+    fit_curve,
+    typical_agreement,
+    usual_agreement,
+)
 from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
 
 from .lossless import ASSISTANT, Writer, first_prompts
@@ -39,13 +45,18 @@ KINDS = ("smollm2 4,16", "smollm2 4,16, calibrated", "smollm2 6,16", "gearbx_mlx
 PARTS = 7  # of the texts, one of which a(H) is learned from first: some 500 tokens
 
 
-def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Recorded, AcceptanceCurve]:
-    """Where the low gear agrees with the texts of the top gear, and a(H) fitted to that."""
+def records_of(writer: Writer, prompts: list[list[int]], tokens: int) -> list[GearRecord]:
+    """Where the low gear agrees with the texts of the top gear."""
     box, found = writer.gearbox, []
     for prompt in track(prompts, "drafts"):
         text, _ = writer.alone(prompt, tokens)
         found += record_agreement(box, box.ladder.top, [box.ladder[0]], prompt, text)
-    sequences = [(each.entropies, each.agrees) for each in found]
+    return found
+
+
+def recorded(writer: Writer, prompts: list[list[int]], tokens: int) -> tuple[Recorded, AcceptanceCurve]:
+    """Where the low gear agrees with the texts of the top gear, and a(H) fitted to that."""
+    sequences = [(each.entropies, each.agrees) for each in records_of(writer, prompts, tokens)]
     return sequences, fitted(sequences)
 
 
@@ -102,11 +113,11 @@ def learned_agreement(
     kinds: list[str] = [*KINDS],  # noqa: B006
     max_tokens: int = 100,
 ) -> Found:
-    """What a(H) is worth that is learned while texts are written, beside one that is calibrated.
+    """What it is worth to learn from margins how often drafts agree, beside curves of the entropy.
 
-    Rounds are replayed on the entropies and the agreement of drafts along the model's own texts, with the times of
-    passes on this machine. A seventh of the texts, some 500 tokens, comes first; the others count. In one
-    column a(H) is fitted to that seventh, in another to the texts that count themselves.
+    Rounds are replayed on drafts along the model's own texts, with the times of passes on this machine. A seventh of
+    the texts, some 500 tokens, comes first: the calibrated a(H) is fitted to it, and a(m) has learned from it. The
+    other texts count.
 
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.
@@ -118,18 +129,25 @@ def learned_agreement(
         name = kind.removesuffix(", calibrated")
         model, gears = name.split(" ")
         writer = Writer(model, gears, "planes", Lossless(), calibrated=kind != name)
-        sequences, all_fitted = recorded(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
-        first, rest = sequences[::PARTS], [each for i, each in enumerate(sequences) if i % PARTS]
         box = writer.gearbox
-        times = draft_times(box, box.ladder.top, box.ladder[0], max_tokens, sequences, all_fitted)
+        records = records_of(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
+        entropies, margins = ([(getattr(r, what), r.agrees) for r in records] for what in ("entropies", "margins"))
+        times = draft_times(box, box.ladder.top, box.ladder[0], max_tokens, entropies, fitted(entropies))
         costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
-        learned = LearnedAgreement(typical_agreement, PRIOR_WEIGHTS[False])
-        predicted_cost(first, learned, costs)
-        curves: dict[str, Any] = {"not calibrated": typical_agreement, "learned": learned, "calibrated": fitted(first)}
-        curves["fitted to the texts"] = fitted(rest)
-        faster = {way: times.alone / predicted_cost(rest, curve, costs) for way, curve in curves.items()}
-        agrees = [right for _, each in sequences for right in each]
+        learned = LearnedAgreement()
+        predicted_cost(margins[::PARTS], learned, costs)
+        ways: dict[str, tuple[Any, Recorded]] = {
+            "2^(-H/4)": (typical_agreement, entropies),
+            "a(H), calibrated": (fitted(entropies[::PARTS]), entropies),
+            "a(m), not learned": (usual_agreement, margins),
+            "a(m), learned": (learned, margins),
+        }
+        faster = {}
+        for way, (curve, sequences) in ways.items():
+            rest = [each for i, each in enumerate(sequences) if i % PARTS]
+            faster[way] = times.alone / predicted_cost(rest, curve, costs)
+        agrees = [right for _, each in entropies for right in each]
         share = sum(agrees) / len(agrees)
-        rows.append([kind.removeprefix("gearbx_mlx/"), f"{share:.3f}", *(f"{value:.2f}" for value in faster.values())])
+        rows.append([Path(kind).name, f"{share:.3f}", *(f"{value:.2f}" for value in faster.values())])
         figures.append({"kind": kind, "agreement": share, "faster": faster})
     return Found({"learned_agreement": table_here(["model, gears", "agreement", *faster], rows)}, figures)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.acceptance import (
+    BIN_NAMES,
     MOST_DRAFTED,
     AcceptanceCurve,
     DraftFile,
@@ -19,10 +20,12 @@ from gearbx_mlx.routing.acceptance import (
     best_length,
     default_rule,
     fit_curve,
+    margin_worth,
     parse_draft_file,
     pool_adjacent_violators,
     replay_drafts,
     typical_agreement,
+    usual_agreement,
 )
 from gearbx_mlx.routing.calibration import kickdown_thresholds
 
@@ -124,45 +127,52 @@ class TestCurve:
 
 
 class TestLearned:
-    """a(H) from the drafts of texts."""
+    """a(m) from the drafts of texts."""
 
-    def test_begins_near_the_curve(self):
-        learned = LearnedAgreement(typical_agreement, 8.0)
-        assert [learned(h) for h in (0.01, 0.6, 1.2, 3.4)] == [typical_agreement(h) for h in (0.01, 0.6, 1.2, 3.4)]
+    def test_begins_as_if_errors_were_normal(self):
+        assert [LearnedAgreement()(m) for m in (0.9, 1.75, 2.25)] == pytest.approx([0.87, 0.986, 0.998], abs=0.001)
 
     def test_comes_to_what_the_drafts_show(self):
-        random, learned = np.random.default_rng(0), LearnedAgreement(lambda entropy: 0.5, 8.0)
-        for h in random.exponential(1.0, 4000):
-            learned.add([h], int(random.random() < 0.95 - 0.2 * min(h, 4)))
-        assert [learned(h) for h in (0.1, 0.6, 1.2, 2.4)] == pytest.approx([0.93, 0.83, 0.71, 0.47], abs=0.08)
+        random, learned = np.random.default_rng(0), LearnedAgreement()
+        for margin in random.exponential(2.0, 4000):
+            learned.add([margin], int(random.random() < min(0.4 + 0.2 * margin, 0.9)))
+        assert [learned(m) for m in (0.1, 0.7, 1.4, 3.5)] == pytest.approx([0.42, 0.54, 0.68, 0.9], abs=0.08)
 
-    @given(st.lists(st.tuples(st.lists(bits, max_size=5), st.integers(0, 5)), max_size=30))
-    def test_falls_with_entropy_and_stays_a_probability(self, drafts):
-        learned = LearnedAgreement(typical_agreement, 8.0)
-        for entropies, accepted in drafts:
-            learned.add(entropies, min(accepted, len(entropies)))
-        found = [learned(h) for h in np.linspace(0, 20, 100)]
-        assert found == sorted(found, reverse=True)
-        assert 0 < found[-1] <= found[0] <= 1
+    @given(st.lists(st.tuples(st.lists(st.floats(0, math.inf), max_size=5), st.integers(0, 5)), max_size=30))
+    def test_rises_with_the_margin_and_stays_a_probability(self, drafts):
+        learned = LearnedAgreement()
+        for margins, accepted in drafts:
+            learned.add(margins, min(accepted, len(margins)))
+        found = [learned(m) for m in np.linspace(0, 20, 100)]
+        assert found == sorted(found)
+        assert 0 < found[0] <= found[-1] <= 1
 
     def test_what_follows_a_rejected_token_says_nothing(self):
-        one, other = (LearnedAgreement(typical_agreement, 8.0) for _ in range(2))
-        one.add([0.6, 1.2, 3.0, 3.0], 1)
-        other.add([0.6, 1.2], 1)
+        one, other = LearnedAgreement(), LearnedAgreement()
+        one.add([1.1, 0.5, 3.0, 3.0], 1)
+        other.add([1.1, 0.5], 1)
         assert one.state == other.state
         assert one.drafted == 2
-        assert one(0.6) > typical_agreement(0.6)
-        assert one(1.2) < typical_agreement(1.2)
+        assert one(1.1) > LearnedAgreement()(1.1)
+        assert one(0.5) < LearnedAgreement()(0.5)
 
     def test_goes_on_from_its_state(self):
-        one = LearnedAgreement(typical_agreement, 8.0)
-        one.add([0.6, 1.2, 3.0], 2)
-        again = LearnedAgreement(lambda entropy: 0.1, 1.0, one.state)
+        one = LearnedAgreement()
+        one.add([1.1, 0.5, 3.0], 1)
+        again = LearnedAgreement(one.state)
         assert again.state == pytest.approx(one.state)
-        assert again(0.6) == pytest.approx(one(0.6))
+        assert again(0.5) == pytest.approx(one(0.5))
 
     def test_a_state_is_positive_as_the_file_wants_it(self):
-        assert min(LearnedAgreement(lambda entropy: 0.0, 8.0).state.values()) > 0
+        learned = LearnedAgreement({f"count {name}": 1e-300 for name in BIN_NAMES})
+        learned.add([0.1] * 5000, 0)
+        for _ in range(5000):
+            learned.add([0.1], 0)
+        assert min(learned.state.values()) > 0
+
+    @given(bits)
+    def test_an_entropy_is_worth_the_margin_with_the_same_agreement(self, entropy):
+        assert usual_agreement(margin_worth(entropy)) == pytest.approx(max(typical_agreement(entropy), 0.5), abs=1e-5)
 
 
 class TestRules:

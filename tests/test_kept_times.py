@@ -10,7 +10,7 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
 from gearbx_mlx.decoding.draft_trials import few_pass_times
 from gearbx_mlx.kernels import tuner
-from gearbx_mlx.routing.acceptance import AcceptanceCurve, ProductRule, default_rule
+from gearbx_mlx.routing.acceptance import default_rule
 from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL, UNMADE
 
 
@@ -124,20 +124,21 @@ def test_a_file_that_lacks_something_is_measured_again(file):
 
 def test_what_drafts_show_is_there_at_the_next_start(file):
     first = Start()
-    first.plan.agreement.add([3.0] * 40, 40)
+    first.plan.agreement.add([0.1] * 40, 40)
     first.plans.keep()
     again, other = Start(), Start(seed=1)
-    assert again.plan.agreement(3.0) == pytest.approx(first.plan.agreement(3.0))
-    assert first.plan.agreement(3.0) > other.plan.agreement(3.0)
+    assert again.plan.agreement(0.1) == pytest.approx(first.plan.agreement(0.1))
+    assert first.plan.agreement(0.1) > other.plan.agreement(0.1)
 
 
-def test_a_curve_that_was_calibrated_does_not_begin_with_what_was_learned_without_it(file):
+def test_what_stays_within_a_tolerance_is_learned_apart(file):
     first = Start()
-    first.plan.agreement.add([3.0] * 40, 40)
+    first.plan.agreement.add([0.1] * 40, 40)
     first.plans.keep()
-    gearbox, curve = Start().gearbox, AcceptanceCurve((1.0,), (0.9, 0.2))
-    plan = DraftPlans(gearbox, gearbox.ladder[0], ProductRule(curve, 0.5), TIME, 15).of(1)
-    assert plan.rule.agreement(3.0) == pytest.approx(0.2)
+    gearbox = Start().gearbox
+    plans = [DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, tolerance=nats) for nats in (0.0, 0.5)]
+    own, other = (plan.of(1).agreement(0.1) for plan in plans)
+    assert own > other
 
 
 def test_the_summary_knows_both_ways_from_an_earlier_start(file):

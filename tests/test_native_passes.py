@@ -10,6 +10,7 @@ from conftest import PROMPT, normal, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
 from gearbx_mlx.decoding.drafting import SEEN_TWICE, SecondHead, largest, looking, natively, second_head
@@ -98,9 +99,36 @@ def test_is_what_the_model_writes(architecture, settings):
         assert step is not None
         token = 3
         for place, (following, bits) in enumerate(expected):
-            token, entropy = step.best(token, place)
+            token, entropy, _ = step.best(token, place)
             assert token == following
             assert entropy == pytest.approx(bits, abs=1e-4)
+
+
+def test_says_by_how_much_a_token_won():
+    box = boxed()
+    step = drafted(box, begun(box))
+    logits = step.logits(3, 0)[0]
+    best, margin = step.best(3, 0)[::2]
+    others = np.delete(np.array(logits), best)
+    assert margin == pytest.approx(logits[best].item() - others.max(), abs=1e-5)
+
+
+@pytest.mark.parametrize("filters", [(1.0, 0.0, 0), (0.9, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 3), (1.0, 0.0, 1)])
+def test_says_by_how_much_a_sampled_token_won(filters):
+    box, temp = boxed(), 0.7
+    step, (top_p, min_p, top_k) = drafted(box, begun(box)), filters
+    logits = step.logits(3, 0)
+    kept = logits - mx.logsumexp(logits)
+    kept = apply_top_p(kept, top_p) if top_p < 1 else kept
+    kept = apply_min_p(kept, min_p) if min_p else kept
+    kept = apply_top_k(kept, top_k) if top_k else kept
+    for seed in range(20):
+        key = mx.random.key(seed)
+        token, _, margin = step.sampled(3, 0, temp, *filters, key=np.array(key))
+        sums = np.array(kept / temp + mx.random.gumbel(kept.shape, key=key))[0]
+        assert token == sums.argmax()
+        second = np.sort(sums)[-2]
+        assert margin == pytest.approx(temp * (sums.max() - second), abs=1e-4)
 
 
 def test_leaves_the_cache_as_it_was():
@@ -141,7 +169,7 @@ def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up()
     cache = begun(box)
     parts, expected = pass_parts(box.model), greedy(box, cache, 3, 1)
     box.shift(16)
-    token, bits = begin_draft(parts, cache).best(3, 0)
+    token, bits, _ = begin_draft(parts, cache).best(3, 0)
     assert (token, bits) == (expected[0][0], pytest.approx(expected[0][1], abs=1e-4))
 
 
@@ -246,7 +274,7 @@ def test_the_head_of_a_draft_looks_twice(format, ladder, change):
 
     draft = begin_draft(pass_parts(box.model, second.top), cache)
     np.testing.assert_allclose(np.array(draft.logits(3, 0))[0], expected, atol=1e-5)
-    token, bits = draft.best(3, 0)
+    token, bits, _ = draft.best(3, 0)
     assert token == expected.argmax()
     assert bits == pytest.approx(entropy_bits(mx.array(expected)).item(), abs=1e-4)
 
@@ -262,7 +290,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
         mx.random.seed(seed)
         expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
-        token, bits = natively(draft, Chooser(sampler))(3, 0)
+        token, bits, _ = natively(draft, Chooser(sampler))(3, 0)
         mx.random.seed(seed)
         assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
     assert bits == pytest.approx(entropy_bits(logits[0]).item(), abs=1e-4)

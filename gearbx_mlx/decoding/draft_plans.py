@@ -6,7 +6,6 @@ sequences apart. What was learned is kept for this model and machine, so that th
 
 import math
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -105,7 +104,7 @@ def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
 class DraftPlan:
     """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts.
 
-    learning: what the costs in time are learned with. agreement: a(H), where it is learned.
+    learning: what the costs in time are learned with. agreement: a(m), where it is learned.
     """
 
     rule: JointRule
@@ -197,18 +196,17 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 
 class KeptAgreement:
-    """a(H) of a gear that drafts, which texts share, and which the next start on this machine goes on with.
+    """a(m) of a gear that drafts, which texts share, and which the next start on this machine goes on with.
 
     Args:
-        prior: a curve that was calibrated, or that of an uncalibrated model.
+        tolerance: nats within which proposed tokens stay.
     """
 
-    def __init__(self, gearbox: Gearbox, draft: Gear, prior: Callable[[float], float]):
-        calibrated = isinstance(prior, AcceptanceCurve)
-        begun = f"curve {zlib.crc32(repr(prior).encode()):08x}" if calibrated else "no curve"
-        self._cache, self._name = gearbox.kernel_choices.tuner.cache, f"a(H) from {begun}, {name_of(gearbox, draft)}"
-        kept = None if not is_tuning() or gearbox.kernels.again else self._cache.times.get(self._name)
-        self.agreement = LearnedAgreement(prior, PRIOR_WEIGHTS[calibrated], kept)
+    def __init__(self, gearbox: Gearbox, draft: Gear, tolerance: float):
+        within = f" within {tolerance:g} nats" if tolerance else ""
+        self._cache, self._name = gearbox.kernel_choices.tuner.cache, f"agreement{within}, {name_of(gearbox, draft)}"
+        known = is_tuning() and not gearbox.kernels.again
+        self.agreement = LearnedAgreement(self._cache.times.get(self._name) if known else None)
         self._written = 0
 
     def keep(self) -> None:
@@ -228,7 +226,6 @@ class Learned:
     drafts: KeptAgreement | None = None
 
 
-PRIOR_WEIGHTS = {True: 32.0, False: 8.0}  # drafted tokens of a bin of a(H): of a curve that was calibrated, and of none
 NEWS, MUCH_WRITTEN = 0.25, 32  # of a time, and tokens: what differs by less from what is kept is not written again
 LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
 
@@ -262,7 +259,13 @@ class DraftPlans:
 
     def __post_init__(self) -> None:
         curve = shared_curve(self.rule) if isinstance(self.rule, ProductRule) else None
-        key = self.draft, curve, self.most_looked_up, self.times and (self.times.draft, *self.times.verification)
+        key = (
+            self.draft,
+            curve,
+            self.most_looked_up,
+            self.tolerance,
+            self.times and (self.times.draft, *self.times.verification),
+        )
         learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
         self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
         self._shared = curve is not None
@@ -292,12 +295,11 @@ class DraftPlans:
         return plans[texts]
 
     def _agreement(self) -> LearnedAgreement | None:
-        """a(H) that is learned; a user's own function stays as it is."""
+        """a(m) that is learned; a user's own function stays as it is."""
         if not self._shared:
             return None
-        assert isinstance(self.rule, ProductRule)  # which alone has a curve to share
         if self._learned.drafts is None:
-            self._learned.drafts = KeptAgreement(self.gearbox, self.draft, self.rule.agreement)
+            self._learned.drafts = KeptAgreement(self.gearbox, self.draft, self.tolerance)
         return self._learned.drafts.agreement
 
     def keep(self) -> None:

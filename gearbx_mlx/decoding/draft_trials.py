@@ -231,12 +231,14 @@ BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put r
 class GearRecord:
     """One gear's entropy (bits) at each token of a text, and whether it would choose the top gear's token.
 
-    gaps: by how many nats its own choice is less likely in the top gear than that gear's, 0 where both agree.
+    gaps: by how many nats its own choice is less likely in the top gear than that gear's, 0 where both agree. margins:
+    of its choices (`acceptance.LearnedAgreement`).
     """
 
     entropies: list[float]
     agrees: list[bool]
     gaps: list[float] = field(default_factory=list)
+    margins: list[float] = field(default_factory=list)
 
     def kept(self, tolerance: float) -> list[bool]:
         """Whether each token would stay as a draft, within so many nats of the top gear's choice."""
@@ -276,6 +278,7 @@ def record_agreement(
             before.restore()
             drafts.append(mx.argmax(logits, axis=-1))
             agreement.entropies += np.array(entropy_bits(logits)).tolist()
+            agreement.margins += np.array(reader.margins(logits)).tolist()
             agreement.agrees += np.array(drafts[-1] == chosen).tolist()
         gearbox.shift(top)
         logprobs = reader.normalized(model(block, cache=cache)[0].astype(mx.float32))

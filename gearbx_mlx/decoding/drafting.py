@@ -42,7 +42,7 @@ from ..gears.ladder import Gear
 from ..gears.sharding import sharding_of
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import ALONE, Agreement
-from ..routing.acceptance import MOST_DRAFTED
+from ..routing.acceptance import MOST_DRAFTED, margin_worth
 from ..routing.lookup import Lookup
 from ..routing.rounds import JointRule, Rounds
 from .caches import Snapshot
@@ -50,8 +50,8 @@ from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Step
 from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
 
-Following = Callable[[int, int], tuple[int, float]]
-"""From a token, and its place in a draft from 0 on, to the token after it and the entropy of all in bits."""
+Following = Callable[[int, int], tuple[int, float, float]]
+"""From a token, and its place in a draft from 0 on, to the next token, the entropy of all (bits), and its margin."""
 
 HEAD = "lm_head"
 SEEN_TWICE = 4  # with more, hardly another token wins
@@ -82,6 +82,8 @@ class Writer:
         self.source = DRAFT
         self.entropies: list[float] = []
         """Entropies of drafted tokens, bits."""
+        self.margins: list[float] = []
+        """Their margins (acceptance.LearnedAgreement), if they are known."""
         self.goes_on = self.room > 0 and not self.ends(self.token)
 
     @property
@@ -130,7 +132,7 @@ class Proposals:
         plan.rounds.note_drafts(self.steps, sum(tokens), self.discarded)
         if plan.agreement is not None:
             for writer, count in zip(self.of, tokens):
-                plan.agreement.add(writer.entropies, count - 1)
+                plan.agreement.add(writer.margins, count - 1)
 
     def rows(self) -> list[list[int]]:
         """The tokens of that pass, for each text its last one first."""
@@ -202,7 +204,7 @@ class Drafter:
             inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
             most = min(most, rule.longest, most if native is None else native.room)
             # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writers, inputs, self._logits(native, cache)), most)
+            steps = itertools.islice(self._steps(writers, inputs, self._logits(native, cache), rule.by_margin), most)
             queued = deque(itertools.islice(steps, 1 + self.ahead))
             drafted = 0
             while queued:
@@ -240,9 +242,9 @@ class Drafter:
         return second_head(self.gearbox, self.gear)
 
     def _steps(
-        self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array]
-    ) -> Iterator[tuple[mx.array, mx.array]]:
-        """The tokens (B,) that follow, without end, and the entropies (bits) of their distributions.
+        self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array], margins: bool
+    ) -> Iterator[tuple[mx.array, mx.array, mx.array | None]]:
+        """The tokens (B,) that follow, without end, the entropies (bits) of their distributions, and perhaps margins.
 
         The device still computes them; processors get the tokens so far as such an array too, as from mlx-lm.
         """
@@ -257,8 +259,9 @@ class Drafter:
             logprobs = self.reader.normalized(logits)
             sampled = sampled_rows(choosers, logprobs)
             sampled, entropy = self.agreement.arrays(sampled, self.reader.entropy(logprobs))
-            mx.async_eval(sampled, entropy)
-            yield sampled, entropy
+            margin = self.reader.margins(logprobs) if margins else None
+            mx.async_eval(sampled, entropy, [] if margin is None else margin)
+            yield sampled, entropy, margin
             inputs = sampled.reshape(-1)
             contexts = [
                 None if context is None else mx.concatenate([context, inputs[i : i + 1].astype(mx.uint32)])
@@ -266,17 +269,24 @@ class Drafter:
             ]
 
     @staticmethod
-    def _take(writers: Sequence[Writer], sampled: mx.array, entropy: mx.array, rule: JointRule) -> bool:
+    def _take(
+        writers: Sequence[Writer], sampled: mx.array, entropy: mx.array, margin: mx.array | None, rule: JointRule
+    ) -> bool:
         """Add a step to the drafts, where it counts; returns whether another one pays."""
         tokens, entropies = np.array(sampled).reshape(-1).tolist(), np.array(entropy).reshape(-1).tolist()
-        for writer, token, bits in zip(writers, tokens, entropies):
+        margins = [None] * len(writers) if margin is None else np.array(margin).reshape(-1).tolist()
+        readings = []
+        for writer, token, bits, won in zip(writers, tokens, entropies, margins):
             if writer.chooser.error is not None:  # nothing counts from here on
                 writer.goes_on = False
+            known = won is not None and writer.chooser.greedy
             if writer.drafts:
                 writer.take(token)
                 writer.entropies.append(bits)
-        going_on = [writer.drafts for writer in writers]
-        return rule.goes_on(*(bits if on else None for bits, on in zip(entropies, going_on))) and any(going_on)
+                writer.margins += [won] if known else []
+            read = bits if won is None else won if known else margin_worth(bits)
+            readings.append(read if writer.drafts else None)
+        return rule.goes_on(*readings) and any(reading is not None for reading in readings)
 
     def steps_of(self, proposals: Proposals, text: int, noise: mx.array | None = None) -> Iterator[Step]:
         """How each token of a text comes about that a verification may make, its own one after all proposed ones.
@@ -316,10 +326,11 @@ def write(writer: Writer, following: Following, rule: JointRule, most: int) -> P
     """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
     token, place, wants, start = writer.token, 0, True, time.perf_counter()
     while wants and place < most:
-        token, bits = following(token, place)
+        token, bits, margin = following(token, place)
         writer.take(token)
         writer.entropies.append(bits)
-        wants = rule.goes_on(bits if writer.drafts else None) and writer.drafts
+        writer.margins.append(margin)
+        wants = rule.goes_on((margin if rule.by_margin else bits) if writer.drafts else None) and writer.drafts
         place += 1
     return Proposals([writer], place, seconds=time.perf_counter() - start)
 

@@ -105,13 +105,17 @@ class LogitsReader:
         Args:
             noise: (...), of the logits; the largest of the positions that were computed together.
         """
+        return self.margins(logprobs) <= noise
+
+    def margins(self, logprobs: mx.array) -> mx.array:
+        """By how much the best of logits or log-probabilities (..., V) is above the next one: (...)."""
         if self._extremes is not None:
             best = self._extremes(logprobs)
-            return best[..., 0] - best[..., 1] <= noise
+            return best[..., 0] - best[..., 1]
         if logprobs.shape[-1] == 1:
-            return mx.zeros(logprobs.shape[:-1], mx.bool_)
+            return mx.full(logprobs.shape[:-1], mx.inf)
         best = mx.topk(logprobs, 2, axis=-1)
-        return mx.abs(best[..., 0] - best[..., 1]) <= noise
+        return mx.abs(best[..., 0] - best[..., 1])
 
 
 readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each

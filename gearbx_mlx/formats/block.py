@@ -326,19 +326,27 @@ class NativeDraft:
     entries: int
     room: int
 
-    def best(self, token: int, place: int) -> tuple[int, float]:
-        """The best token after this one, and the entropy of all in bits. place: of the token in the draft, from 0."""
+    def best(self, token: int, place: int) -> tuple[int, float, float]:
+        """The best token after this one, the entropy of all in bits, and by how much its logit is the largest.
+
+        place: of the token in the draft, from 0.
+        """
         table, (row,) = self.parts.rows([token])
-        following: tuple[int, float] = self.parts.kernels.best_token(self.passes, table, row, self.entries + place)
+        following: tuple[int, float, float] = self.parts.kernels.best_token(
+            self.passes, table, row, self.entries + place
+        )
         return following
 
     def sampled(
         self, token: int, place: int, temp: float, top_p: float, min_p: float, top_k: int, key: np.ndarray
-    ) -> tuple[int, float]:
-        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's random key, (2,)."""
+    ) -> tuple[int, float, float]:
+        """Like `best`, the token that a GumbelSampler chooses (decoding/sampling.py). key: MLX's random key, (2,).
+
+        Its margin: by how much its sum with the noise won, times the temperature.
+        """
         table, (row,) = self.parts.rows([token])
         sampled_token, how = self.parts.kernels.sampled_token, (temp, top_p, min_p, top_k, *key.tolist())
-        following: tuple[int, float] = sampled_token(self.passes, table, row, self.entries + place, *how)
+        following: tuple[int, float, float] = sampled_token(self.passes, table, row, self.entries + place, *how)
         return following
 
     def logits(self, token: int, place: int) -> mx.array:

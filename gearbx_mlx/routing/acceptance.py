@@ -1,9 +1,11 @@
-"""How long a low gear drafts before the top gear verifies: the probability that both agree, by entropy.
+"""How long a low gear drafts before the top gear verifies: the probability that both agree.
 
 A drafted token is worth its pass only if the top gear chooses the same one. The low gear's entropy H says how likely
-that is: a(H), which falls as H rises. It is fitted to recorded passes, or learned while texts are written. The product
-of a(H) over a draft is the probability that the top gear accepts all of it. The draft ends when the product falls below
-a bound. A drafting file, which `calibrate --mode lossless` writes, has the draft gear, its curve a(H), and the bound.
+that is: a(H), which falls as H rises and is fitted to recorded passes. The product of a(H) over a draft is the
+probability that the top gear accepts all of it. The draft ends when the product falls below a bound. A drafting file,
+which `calibrate --mode lossless` writes, has the draft gear, its curve a(H), and the bound.
+
+The margin of a token says more (`LearnedAgreement`): it is used where the costs of passes are measured, too.
 """
 
 import bisect
@@ -13,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -29,23 +32,6 @@ BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
 DEFAULT_BOUND = 0.5
 Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
 """Of each text the entropy of the low gear (bits) at each token, and whether it agrees with the top gear there."""
-LEARNED_EDGES = (
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.35,
-    0.5,
-    0.7,
-    1.0,
-    1.4,
-    2.0,
-    2.8,
-    4.0,
-    5.6,
-)  # bits: of the bins of a learned a(H)
-LEAST_SHARE = 1e-6
-KEPT_DRAFTED = 0.997  # of the weight of earlier drafted tokens in a bin, at each further one
 TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: not fitted, but near to what small models show
 
 
@@ -180,39 +166,41 @@ def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BI
 
 
 class LearnedAgreement:
-    """a(H) as steps, learned while texts are written, by the drafted tokens that the top gear accepts.
+    """a(m) as steps, learned while texts are written, by the drafted tokens that the top gear accepts.
+
+    The margin m is how much the logit of a drafted token could lose before another token were chosen: the difference
+    from the next one, after the noise of a sampler. The low gear's logits are off by an error that is much the same for
+    all tokens, and m says whether it may change the choice. So m says more than the entropy, and the same at every
+    temperature. Before anything is known, the error is taken to be normal.
 
     The latest tokens weigh most, since texts differ. A token after one that was rejected says nothing: the draft had
     left the text.
 
     Args:
-        prior: a curve to begin with, from bits to a probability.
-        weight: drafted tokens that it counts for, in each bin of entropies.
-        kept: what `state` returned at an earlier start; it counts instead.
+        kept: what `state` returned at an earlier start.
     """
 
-    def __init__(self, prior: Callable[[float], float], weight: float, kept: Mapping[str, float] | None = None):
-        middles = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *LEARNED_EDGES))] + [
-            2 * LEARNED_EDGES[-1]
-        ]
-        kept, begun = kept or {}, [(prior(middle), weight) for middle in middles]
+    def __init__(self, kept: Mapping[str, float] | None = None):
+        kept = kept or {}
         self._bins = [
-            RunningMean(KEPT_DRAFTED, min(kept.get(f"share {name}", share), 1.0), kept.get(f"count {name}", count))
-            for name, (share, count) in zip(BIN_NAMES, begun)
+            RunningMean(
+                KEPT_DRAFTED, min(kept.get(f"share {name}", share), 1.0), kept.get(f"count {name}", FIRST_WEIGHT)
+            )
+            for name, share in zip(BIN_NAMES, map(usual_agreement, MIDDLES))
         ]
         self.drafted = 0
         """Tokens that were learned from, since the start."""
         self._update()
 
-    def __call__(self, entropy: float) -> float:
-        return self._agreement[bisect.bisect_left(LEARNED_EDGES, entropy)]
+    def __call__(self, margin: float) -> float:
+        return self._agreement[bisect.bisect_right(MARGINS, margin)]
 
-    def add(self, entropies: Sequence[float], accepted: int) -> None:
-        """Take a draft: the entropies (bits) of its tokens, the first `accepted` of which the top gear has chosen."""
-        for place, entropy in enumerate(entropies[: accepted + 1]):
-            self._bins[bisect.bisect_left(LEARNED_EDGES, entropy)].add(place < accepted)
+    def add(self, margins: Sequence[float], accepted: int) -> None:
+        """Take a draft: the margins of its tokens, the first `accepted` of which the top gear has chosen."""
+        for place, margin in enumerate(margins[: accepted + 1]):
+            self._bins[bisect.bisect_right(MARGINS, margin)].add(place < accepted)
             self.drafted += 1
-        if entropies:
+        if margins:
             self._update()
 
     @property
@@ -222,11 +210,27 @@ class LearnedAgreement:
         return shares | {f"count {name}": mean.weight for name, mean in zip(BIN_NAMES, self._bins)}
 
     def _update(self) -> None:
-        shares, weights = [mean.value for mean in self._bins], [mean.weight for mean in self._bins]
-        self._agreement = pool_adjacent_violators(shares, weights)
+        falling = [(mean.value, mean.weight) for mean in reversed(self._bins)]
+        self._agreement = pool_adjacent_violators(*zip(*falling))[::-1]
 
 
-BIN_NAMES = [*(f"to {edge:g} bits" for edge in LEARNED_EDGES), "beyond"]
+MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a learned a(m)
+MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 10.0))]
+BIN_NAMES = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
+KEPT_DRAFTED = 0.997  # of the weight of earlier drafted tokens in a bin, at each further one
+FIRST_WEIGHT = 8.0  # drafted tokens that the guess counts for in a bin
+LEAST_SHARE = 1e-6
+USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
+
+
+def usual_agreement(margin: float) -> float:
+    """a(m) before anything is learned: the probability that an error does not change the choice."""
+    return USUAL_ERROR.cdf(margin)
+
+
+def margin_worth(entropy: float) -> float:
+    """The margin that says as much as an entropy (bits), where a sampler does not tell by how much its token won."""
+    return USUAL_ERROR.inv_cdf(min(max(typical_agreement(entropy), 0.5), 1 - LEAST_SHARE))
 
 
 @dataclass

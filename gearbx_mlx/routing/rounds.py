@@ -67,6 +67,9 @@ LOSES, TRIED = 1.1, 1.5
 PROBED = 32  # rounds between two that try what loses
 KEPT_DRAFTS = 0.95  # of the weight of earlier drafts in g, at each further draft
 KEPT_AGREEMENT = 0.99  # the same of a, at each further token
+# What a is before tokens show it, and for how many this counts: after few unlikely ones drafts would be too short to
+# ever show more.
+PRIOR_AGREEMENT, PRIOR_DRAFTED = 0.9, 16.0
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 768  # tokens of the faster way between two trials, at least and at most
@@ -332,6 +335,8 @@ class Rounds:
 class EachRule:
     """Drafts that go on while a rule for single texts wants to, for any of the texts."""
 
+    by_margin = False
+
     def __init__(self, rule: DraftRule):
         self.rule = rule
         self.longest = rule.length if isinstance(rule, FixedLength) else MOST_DRAFTED
@@ -354,7 +359,8 @@ class CostRule:
     It is a rule for a single text, too.
 
     Args:
-        agreement: the function a, from the low gear's entropy (bits) to a probability.
+        agreement: the function a, from the low gear's entropy (bits) to a probability; or from the margin of its token,
+            if it is learned.
         costs: of a drafted token of every text, and of verifications by rows of one text, now.
     """
 
@@ -362,8 +368,9 @@ class CostRule:
 
     def __init__(self, agreement: Callable[[float], float], costs: Costs):
         self.agreement, self.costs = agreement, costs
+        self.by_margin = isinstance(agreement, LearnedAgreement)
         self._counts = RoundCounts(KEPT_DRAFTS)
-        self._mean = RunningMean(KEPT_AGREEMENT)
+        self._mean = RunningMean(KEPT_AGREEMENT, PRIOR_AGREEMENT, PRIOR_DRAFTED)
         self._products, self._drafted, self._expected = [1.0], 0, 1.0
 
     def begin(self, texts: int = 1) -> None:
@@ -399,8 +406,8 @@ JointRule = EachRule | CostRule
 """Decides when the drafts of texts end that share their passes: of one text, or of several.
 
 `longest` is a number of tokens that no draft exceeds. `begin` starts new drafts of so many texts. `goes_on` says
-whether to draft one more token for all, after tokens whose distributions have these entropies (bits); None stands for
-a text that nothing more may follow.
+whether to draft one more token for all, after tokens whose distributions have these entropies (bits), or whose margins
+are these if it goes `by_margin`; None stands for a text that nothing more may follow.
 """
 
 

@@ -76,8 +76,8 @@ typedef struct {
 } gearbx_sampling;
 
 // The token with the largest sum of logit over temperature and Gumbel noise, among those of `count` that the filters
-// keep.
-int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how);
+// keep. margin, if there is one: by how much it won, times the temperature; so much its logit could lose.
+int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how, float* margin);
 
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);

@@ -6,7 +6,7 @@
 // so that nothing has to be undone. Its head may look twice: the largest few logits are then those of a second head.
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -16,6 +16,9 @@
 
 namespace gearbx {
 namespace {
+
+// A token of a draft, the entropy (bits) of its distribution, and how much its logit could lose before another one won.
+using Following = std::tuple<int64_t, float, float>;
 
 constexpr char PASSES[] = "gearbx_passes";
 constexpr int64_t SEEN_TWICE = 4;  // with more, hardly another token wins
@@ -77,14 +80,15 @@ class Passes {
     }
   }
 
-  // The token after the row that choose(logits, vocabulary) takes, and the entropy (bits) of all.
+  // The token after the row that choose(logits, vocabulary, margin) takes, the entropy (bits) of all, and the margin.
   template <class Choose>
-  std::pair<int64_t, float> next(int64_t offset, const Choose& choose) {
+  Following next(int64_t offset, const Choose& choose) {
     logits_.resize(static_cast<size_t>(vocabulary()));
     draft(offset, logits_.data());
-    float bits;
+    float bits, margin = INFINITY;
     gearbx_entropy_bits(logits_.data(), 1, vocabulary(), &bits);
-    return {choose(logits_.data(), vocabulary()), bits};
+    const int64_t token = choose(logits_.data(), vocabulary(), &margin);
+    return {token, bits, margin};
   }
 
  private:
@@ -159,23 +163,26 @@ Passes& looked_up(const nb::capsule& passes_of, mx::array& table, const std::vec
   return passes;
 }
 
-std::pair<int64_t, float> best(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
+Following best(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {
   Passes& passes = looked_up(passes_of, table, {token}, offset);
   const nb::gil_scoped_release released;
-  return passes.next(offset, [](const float* logits, int64_t count) {
-    int64_t best;
-    gearbx_largest(logits, count, 1, &best);
-    return best;
+  return passes.next(offset, [](const float* logits, int64_t count, float* margin) {
+    int64_t best[2];
+    gearbx_largest(logits, count, count > 1 ? 2 : 1, best);
+    if (count > 1) *margin = logits[best[0]] - logits[best[1]];
+    return best[0];
   });
 }
 
-std::pair<int64_t, float> sampled(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset,
-                                  float temp, float top_p, float min_p, int top_k, uint32_t first, uint32_t second) {
+Following sampled(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset, float temp,
+                  float top_p, float min_p, int top_k, uint32_t first, uint32_t second) {
   Passes& passes = looked_up(passes_of, table, {token}, offset);
   require(temp > 0, "the temperature must be above 0");
   const gearbx_sampling how = {temp, top_p, min_p, top_k, {first, second}};
   const nb::gil_scoped_release released;
-  return passes.next(offset, [&](const float* logits, int64_t count) { return gearbx_sampled(logits, count, &how); });
+  return passes.next(offset, [&](const float* logits, int64_t count, float* margin) {
+    return gearbx_sampled(logits, count, &how, margin);
+  });
 }
 
 mx::array draft_logits(const nb::capsule& passes_of, mx::array& table, int64_t token, int64_t offset) {

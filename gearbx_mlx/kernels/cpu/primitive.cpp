@@ -143,7 +143,7 @@ class Sampled : public Operation {
                         std::vector<float> copy;
                         gearbx_sampling how = given;
                         how.key[0] = key[0], how.key[1] = key[second];
-                        *y = static_cast<uint32_t>(gearbx_sampled(x.read(copy), count, &how));
+                        *y = static_cast<uint32_t>(gearbx_sampled(x.read(copy), count, &how, nullptr));
                       });
   }
 

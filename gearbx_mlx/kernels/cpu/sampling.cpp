@@ -72,15 +72,19 @@ std::pair<T, T> hashed(const uint32_t key[2], T a, T b) {
   return {a, b};
 }
 
-// The winner so far.
+// The winner so far, and the largest sum of another token. What cannot exceed `bar` is not looked at.
 struct Best {
   int64_t token;
-  float score;
+  bool wants_second;
+  float score = -INFINITY, second = -INFINITY;
+
+  float bar() const { return wants_second ? second : score; }
 
   void take(int64_t other, float scaled, uint32_t bits) {
     const float u = std::min(static_cast<float>(bits) / 4294967296.0f, std::nextafter(1.0f, 0.0f));
     const float sum = scaled - std::log(-std::log(u));
-    if (sum > score) *this = {other, sum};
+    if (sum > score) token = other, second = score, score = sum;
+    else second = std::max(second, sum);
   }
 };
 
@@ -91,7 +95,7 @@ constexpr float SLACK = 2e-7f;       // u is rounded to a float
 // 1 - u is below exp(-d): that is compared first.
 void take_lanes(Best& best, int64_t first, Floats z, Ints bits, float least, float inverse_temp) {
   const Floats scaled = z * all(inverse_temp);
-  const Floats most = exponential(-larger(all(best.score) - scaled, all(0)));
+  const Floats most = exponential(-larger(all(best.bar()) - scaled, all(0)));
   float logits[LANES], scales[LANES], mosts[LANES];
   uint32_t numbers[LANES];
   store(logits, z), store(scales, scaled), store(mosts, most);
@@ -106,12 +110,12 @@ void take_lanes(Best& best, int64_t first, Floats z, Ints bits, float least, flo
 }  // namespace
 }  // namespace gearbx
 
-extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how) {
+extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling* how, float* margin) {
   using namespace gearbx;
   int64_t likeliest;
   gearbx_largest(logits, count, 1, &likeliest);
   const float least = least_kept(logits, count, logits[likeliest], *how), inverse_temp = 1 / how->temp;
-  Best best = {likeliest, -INFINITY};
+  Best best = {likeliest, margin != nullptr};
   // MLX hashes a place in the first half of a row together with one in the second; an odd one is left in the middle.
   const int64_t half = count / 2, second = count - half;
   if (second > half && logits[half] >= least)
@@ -121,10 +125,11 @@ extern "C" int64_t gearbx_sampled(const float* logits, int64_t count, const gear
   for (int64_t i = 0; i < half; i += LANES, place += LANES) {
     const Floats a = load_row(logits + i, half - i), b = load_row(logits + second + i, half - i);
     const float highest = largest(larger(a, b));
-    if (highest < least || highest * inverse_temp + MOST_NOISE < best.score) continue;
+    if (highest < least || highest * inverse_temp + MOST_NOISE < best.bar()) continue;
     const auto [of_a, of_b] = hashed<Ints>(how->key, place, place + static_cast<uint32_t>(second));
     take_lanes(best, i, a, of_a, least, inverse_temp);
     take_lanes(best, second + i, b, of_b, least, inverse_temp);
   }
+  if (margin) *margin = how->temp * (best.score - best.second);
   return best.token;
 }
