@@ -32,6 +32,13 @@ BOUNDS = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.99)
 DEFAULT_BOUND = 0.5
 Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
 """Of each text the entropy of the low gear (bits) at each token, and whether it agrees with the top gear there."""
+MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a learned a(m)
+MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 10.0))]
+BIN_NAMES = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
+KEPT_DRAFTED = 0.997  # of the weight of earlier drafted tokens in a bin, at each further one
+FIRST_WEIGHT = 8.0  # drafted tokens that the guess counts for in a bin
+LEAST_SHARE = 1e-6
+USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
 TYPICAL_HALVING = 4.0  # bits of entropy that halve the agreement: not fitted, but near to what small models show
 
 
@@ -168,8 +175,8 @@ def fit_curve(entropies: Sequence[float], agrees: Sequence[bool], bins: int = BI
 class LearnedAgreement:
     """a(m) as steps, learned while texts are written, by the drafted tokens that the top gear accepts.
 
-    The margin m is how much the logit of a drafted token could lose before another token were chosen: the difference
-    from the next one, after the noise of a sampler. The low gear's logits are off by an error that is much the same for
+    The margin m is how much the logit of a drafted token could lose before another token is chosen: the difference from
+    the next one, after the noise of a sampler. The low gear's logits are off by an error that is much the same for
     all tokens, and m says whether it may change the choice. So m says more than the entropy, and the same at every
     temperature. Before anything is known, the error is taken to be normal.
 
@@ -214,15 +221,6 @@ class LearnedAgreement:
         self._agreement = pool_adjacent_violators(*zip(*falling))[::-1]
 
 
-MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a learned a(m)
-MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 10.0))]
-BIN_NAMES = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
-KEPT_DRAFTED = 0.997  # of the weight of earlier drafted tokens in a bin, at each further one
-FIRST_WEIGHT = 8.0  # drafted tokens that the guess counts for in a bin
-LEAST_SHARE = 1e-6
-USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
-
-
 def usual_agreement(margin: float) -> float:
     """a(m) before anything is learned: the probability that an error does not change the choice."""
     return USUAL_ERROR.cdf(margin)
@@ -255,7 +253,7 @@ def replay_drafts(sequences: Recorded, rule: DraftRule, learned: LearnedAgreemen
     After a disagreement the draft would contain other tokens. The replay takes the recorded entropies for theirs.
 
     Args:
-        learned: the rule's a(H), if it learns from these drafts.
+        learned: the rule's a(m), if it learns from these drafts; the sequences then have margins in place of entropies.
     """
     total = Drafting()
     for entropies, agrees in sequences:

@@ -419,7 +419,7 @@ def joint_rule(rule: DraftRule) -> JointRule:
 def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
     """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`).
 
-    A learned a(H) learns from them.
+    A learned a(m) learns from them; they have margins in place of entropies.
     """
     learned = agreement if isinstance(agreement, LearnedAgreement) else None
     done = replay_drafts(sequences, CostRule(agreement, costs), learned)
