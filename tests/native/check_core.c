@@ -376,7 +376,8 @@ static void check_several(int64_t vectors, int x_bits, int64_t rows, int64_t gro
   free(x);
 }
 
-/* A row of exactly this size. The sampled token is in it, and the likeliest where nothing else is kept. */
+/* A row of exactly this size. The sampled token is in it, and the likeliest where nothing else is kept. It is the same
+ * where the margin is asked for, which is positive, and infinite where nothing else is kept. */
 static void check_sampled(int64_t count) {
   static const gearbx_sampling how[] = {{1, 1, 0, 0, {1, 2}},   {0.5f, 0.9f, 0, 0, {3, 4}}, {2, 1, 0.1f, 3, {5, 6}},
                                         {2, 1e-6f, 0, 0, {7, 8}}, {2, 1, 1, 0, {9, 10}},      {2, 1, 0, 1, {11, 12}}};
@@ -387,9 +388,12 @@ static void check_sampled(int64_t count) {
     if (logits[i] > logits[likeliest]) likeliest = i;
   }
   for (int i = 0; i < (int)(sizeof how / sizeof *how); i++) {
-    const int64_t token = gearbx_sampled(logits, count, how + i);
+    float margin;
+    const int64_t token = gearbx_sampled(logits, count, how + i, NULL);
     products++;
     if (token < 0 || token >= count || (i > 2 && token != likeliest)) failures++;
+    if (gearbx_sampled(logits, count, how + i, &margin) != token || !(margin > 0)) failures++;
+    if (i > 2 && margin < INFINITY) failures++;
   }
   free(logits);
 }
