@@ -96,6 +96,13 @@ class Writer:
         self.tokens.append(token)
         self.goes_on = len(self.tokens) < self.room and not self.ends(token)
 
+    def draft(self, token: int, bits: float, margin: float | None) -> None:
+        """Add a drafted token, with its entropy, and its margin if that is known."""
+        self.take(token)
+        self.entropies.append(bits)
+        if margin is not None:
+            self.margins.append(margin)
+
     def look_up(self, rounds: Rounds) -> None:
         """Take what the text itself proposes, as far as that is likely enough."""
         if self.lookup is None or not self.goes_on:
@@ -281,9 +288,7 @@ class Drafter:
                 writer.goes_on = False
             known = won is not None and writer.chooser.greedy
             if writer.drafts:
-                writer.take(token)
-                writer.entropies.append(bits)
-                writer.margins += [won] if known else []
+                writer.draft(token, bits, won if known else None)
             read = bits if won is None else won if known else margin_worth(bits)
             readings.append(read if writer.drafts else None)
         return rule.goes_on(*readings) and any(reading is not None for reading in readings)
@@ -327,9 +332,7 @@ def write(writer: Writer, following: Following, rule: JointRule, most: int) -> P
     token, place, wants, start = writer.token, 0, True, time.perf_counter()
     while wants and place < most:
         token, bits, margin = following(token, place)
-        writer.take(token)
-        writer.entropies.append(bits)
-        writer.margins.append(margin)
+        writer.draft(token, bits, margin)
         wants = rule.goes_on((margin if rule.by_margin else bits) if writer.drafts else None) and writer.drafts
         place += 1
     return Proposals([writer], place, seconds=time.perf_counter() - start)
