@@ -210,6 +210,14 @@ class TestWhatIsLearned:
         known = sum(min(tokens[0].drafted, len(tokens)) for tokens in rounds[:-1])
         assert 0 < known <= learned.drafted <= known + rounds[-1][0].drafted
 
+    def test_they_do_by_mlxs_kernels_in_half_precision(self, fresh_demo, monkeypatch):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        gearbox = Gearbox(fresh_demo.model, "4,16", kernels="mlx", dtype="bfloat16")
+        mode = Lossless(cost="time", lookup_tokens=0)
+        learned = mode.plans(gearbox).of(1).agreement
+        list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, QUESTION, 20, mode=mode, gearbox=gearbox))
+        assert learned.drafted > 0
+
     def test_drafts_of_several_texts_say_so_too(self, geared_demo, demo, monkeypatch):
         monkeypatch.setenv("GEARBX_TUNE", "1")
         mode = Lossless(cost="time", lookup_tokens=0)

@@ -32,7 +32,6 @@ from ..kernels.dispatch import is_tuning, on_cpu
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import (
     MOST_DRAFTED,
-    AcceptanceCurve,
     Dial,
     DraftFile,
     DraftRule,
@@ -361,7 +360,7 @@ def draft_files(
 
 
 def draft_times(
-    gearbox: Gearbox, top: Gear, draft: Gear, context: int, sequences: Recorded, curve: AcceptanceCurve
+    gearbox: Gearbox, top: Gear, draft: Gear, context: int, sequences: Recorded, curve: Callable[[float], float]
 ) -> DraftTimes:
     """What passes take, measured now, and what a token of the recorded texts takes with them.
 

@@ -108,13 +108,13 @@ class LogitsReader:
         return self.margins(logprobs) <= noise
 
     def margins(self, logprobs: mx.array) -> mx.array:
-        """By how much the best of logits or log-probabilities (..., V) is above the next one: (...)."""
+        """By how much the best of logits or log-probabilities (..., V) is above the next one: (...), float32."""
         if self._extremes is not None:
             best = self._extremes(logprobs)
             return best[..., 0] - best[..., 1]
         if logprobs.shape[-1] == 1:
             return mx.full(logprobs.shape[:-1], mx.inf)
-        best = mx.topk(logprobs, 2, axis=-1)
+        best = mx.topk(logprobs, 2, axis=-1).astype(mx.float32)
         return mx.abs(best[..., 0] - best[..., 1])
 
 
