@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 from conftest import tiny_model
+from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from msgspec.structs import asdict, replace
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, batch_generate, calibrate, stream_generate
@@ -217,6 +218,16 @@ class TestWhatIsLearned:
         learned = mode.plans(gearbox).of(1).agreement
         list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, QUESTION, 20, mode=mode, gearbox=gearbox))
         assert learned.drafted > 0
+
+    def test_a_sampler_without_a_kernel_says_nothing_about_others(self, geared_demo, demo, monkeypatch):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        mode = Lossless(cost="time", lookup_tokens=0)
+        own, theirs = (mode.plans(geared_demo, has_kernel).of(1).agreement for has_kernel in (True, False))
+        before = own.drafted
+        how = {"mode": mode, "gearbox": geared_demo, "sampler": mlx_lm_sampler(0.5)}
+        list(stream_generate(demo.model, demo.tokenizer, QUESTION, 20, **how))
+        assert theirs.drafted > 0
+        assert own.drafted == before
 
     def test_drafts_of_several_texts_say_so_too(self, geared_demo, demo, monkeypatch):
         monkeypatch.setenv("GEARBX_TUNE", "1")

@@ -139,7 +139,7 @@ class Learning:
         if times is not None:
             measured = times.draft, dict(enumerate(times.verification, 1))
         self._cache = gearbox.kernel_choices.tuner.cache
-        self._name = f"rounds, lookup of {plans.most_looked_up}, {texts} at once, {name_of(gearbox, draft)}"
+        self._name = f"rounds, lookup of {plans.most_looked_up}, {texts} at once, {plans.name}"
         again = not is_tuning() or gearbox.kernels.again
         kept = self._kept = {} if again else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
@@ -196,16 +196,12 @@ def name_of(gearbox: Gearbox, draft: Gear) -> str:
 
 
 class KeptAgreement:
-    """a(m) of a gear that drafts, which texts share, and which the next start on this machine goes on with.
+    """a(m) of a gear that drafts, which texts share, and which the next start on this machine goes on with."""
 
-    Args:
-        tolerance: nats within which proposed tokens stay.
-    """
-
-    def __init__(self, gearbox: Gearbox, draft: Gear, tolerance: float):
-        within = f" within {tolerance:g} nats" if tolerance else ""
-        self._cache, self._name = gearbox.kernel_choices.tuner.cache, f"agreement{within}, {name_of(gearbox, draft)}"
-        known = is_tuning() and not gearbox.kernels.again
+    def __init__(self, plans: "DraftPlans"):
+        within = f" within {plans.tolerance:g} nats" if plans.tolerance else ""
+        self._cache, self._name = plans.gearbox.kernel_choices.tuner.cache, f"agreement{within}, {plans.name}"
+        known = is_tuning() and not plans.gearbox.kernels.again
         self.agreement = LearnedAgreement(self._cache.times.get(self._name) if known else None)
         self._written = 0
 
@@ -246,6 +242,8 @@ class DraftPlans:
         times: seconds that were measured on this machine before, for one text; else what earlier starts kept.
         trial: measures them for one text where nothing is known.
         tolerance: nats within which proposed tokens stay; 0: lossless.
+        has_kernel: whether native kernels may choose the tokens. Drafts with other samplers take longer and know no
+            margins, so that what is learned with either says nothing about the other.
     """
 
     gearbox: Gearbox
@@ -256,6 +254,7 @@ class DraftPlans:
     times: DraftTimes | None = None
     trial: Trial | None = None
     tolerance: float = 0.0
+    has_kernel: bool = True
 
     def __post_init__(self) -> None:
         curve = shared_curve(self.rule) if isinstance(self.rule, ProductRule) else None
@@ -264,12 +263,18 @@ class DraftPlans:
             curve,
             self.most_looked_up,
             self.tolerance,
+            self.has_kernel,
             self.times and (self.times.draft, *self.times.verification),
         )
         learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
         self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
         self._shared = curve is not None
         self.lookup = self._learned.lookup
+
+    @property
+    def name(self) -> str:
+        """What is learned depends on, as part of a key of the cache."""
+        return name_of(self.gearbox, self.draft) + ("" if self.has_kernel else ", another sampler")
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
         """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
@@ -299,7 +304,7 @@ class DraftPlans:
         if not self._shared:
             return None
         if self._learned.drafts is None:
-            self._learned.drafts = KeptAgreement(self.gearbox, self.draft, self.tolerance)
+            self._learned.drafts = KeptAgreement(self)
         return self._learned.drafts.agreement
 
     def keep(self) -> None:

@@ -198,7 +198,7 @@ class Drafter:
         start = time.perf_counter()
         native = self._native(writers, cache)
         chooser = writers[0].chooser
-        following = None if native is None or chooser.processors else natively(native, chooser)
+        following = None if native is None else natively(native, chooser)
         if native is not None and following is not None:
             with rewound([chooser]):
                 return write(writers[0], following, rule, min(most, rule.longest, native.room))
@@ -317,12 +317,12 @@ class Drafter:
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
-    """A function that drafts the next token in one native call; None for a sampler without a kernel."""
+    """A function that drafts the next token in one native call; None for a chooser without a kernel."""
     sampler = chooser.sampler
-    if chooser.greedy:
-        return draft.best
-    if not isinstance(sampler, GumbelSampler) or not sampler.is_native:
+    if not chooser.has_kernel:
         return None
+    if not isinstance(sampler, GumbelSampler):
+        return draft.best
     kept = (sampler.top_p, sampler.min_p, sampler.top_k)
     return lambda token, place: draft.sampled(token, place, sampler.temp, *kept, key=chooser.next_key())
 

@@ -341,7 +341,9 @@ class Lossless(SharedMode):
     ) -> Iterator[GearResponse]:
         refuse_draft_model(self.name, kwargs)
         prompt = encoded(tokenizer, prompt)
-        plans, agreement = self.plans(gearbox), agreement_of(gearbox.model)
+        sampler, processors = kwargs.get("sampler"), kwargs.get("logits_processors") or ()
+        has_kernel = Chooser(sampler or greedy_sampler, processors).has_kernel
+        plans, agreement = self.plans(gearbox, has_kernel), agreement_of(gearbox.model)
         plan, gear = plans.of(1), plans.draft
         if plan.stretches.in_rounds:
             gearbox.make(gear)  # and not in the middle of the text
@@ -350,14 +352,14 @@ class Lossless(SharedMode):
             gearbox,
             plan,
             draft=gear,
-            sampler=kwargs.get("sampler"),
-            logits_processors=kwargs.get("logits_processors") or (),
+            sampler=sampler,
+            logits_processors=processors,
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
             draft_ahead=agreement.numbers([ahead])[0],
         )
-        tolerance = plans.tolerance_for(kwargs.get("sampler"))
+        tolerance = plans.tolerance_for(sampler)
         source = sampled(wrapped, tokenizer, prompt, lambda: wrapped.step, wrapped.reader, tolerance, **kwargs)
         return keeping(plans, geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window)))
 
@@ -372,8 +374,11 @@ class Lossless(SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def plans(self, gearbox: Gearbox) -> DraftPlans:
+    def plans(self, gearbox: Gearbox, has_kernel: bool = True) -> DraftPlans:
         """How to draft: by the drafting file, if there is one, and what passes cost here.
+
+        Args:
+            has_kernel: whether native kernels may choose the tokens.
 
         Raises:
             GearbxError: a file for another model; costs in time where ranks share the model.
@@ -391,7 +396,8 @@ class Lossless(SharedMode):
         usable = made is not None and gear.bits == made.draft and unit == TIME
         times = times_here(made.times, gearbox) if made is not None and usable else None
         nats = (made.tolerance if made is not None else 0.0) if self.tolerance is None else self.tolerance
-        return DraftPlans(gearbox, gear, rule, unit, self.most_looked_up, times, few_pass_times, nats)
+        most = self.most_looked_up
+        return DraftPlans(gearbox, gear, rule, unit, most, times, few_pass_times, nats, has_kernel)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"

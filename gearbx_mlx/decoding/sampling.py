@@ -247,6 +247,12 @@ class Chooser:
         return self.sampler is greedy_sampler
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether native kernels may choose its tokens."""
+        ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
+        return not self.processors and (self.greedy or ours)
+
+    @property
     def state(self) -> mx.array | None:
         """The state of its own random numbers, if it has any."""
         return None if self.random is None else self.random.state
