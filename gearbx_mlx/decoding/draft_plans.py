@@ -273,7 +273,7 @@ class DraftPlans:
 
     @property
     def name(self) -> str:
-        """What is learned depends on, as part of a key of the cache."""
+        """What learned times depend on, as part of a key of the cache."""
         return name_of(self.gearbox, self.draft) + ("" if self.has_kernel else ", another sampler")
 
     def tolerance_for(self, sampler: Any) -> Tolerance | None:
