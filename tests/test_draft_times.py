@@ -15,8 +15,15 @@ from msgspec.structs import asdict, replace
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, batch_generate, calibrate, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlans, shipped
 from gearbx_mlx.decoding.draft_trials import draft_times, machine_of, times_here
-from gearbx_mlx.routing.acceptance import AcceptanceCurve, DraftTimes, ProductRule, parse_draft_file, typical_agreement
-from gearbx_mlx.routing.rounds import MOST_ROWS, LearnedCosts
+from gearbx_mlx.routing.acceptance import (
+    AcceptanceCurve,
+    DraftTimes,
+    LearnedAgreement,
+    ProductRule,
+    parse_draft_file,
+    typical_agreement,
+)
+from gearbx_mlx.routing.rounds import MOST_ROWS, CostRule, Costs, LearnedCosts, Rounds
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 
@@ -202,22 +209,30 @@ class TestWhatIsLearned:
         gc.collect()
         assert [agreement() for agreement in kept] == [None, None]
 
-    def test_drafts_say_how_often_gears_agree(self, geared_demo, demo, monkeypatch):
+    @pytest.fixture
+    def untaught(self, fresh_demo, monkeypatch):
+        """A gearbox that drafts whatever passes cost here, and whatever an earlier start has seen."""
         monkeypatch.setenv("GEARBX_TUNE", "1")
+        monkeypatch.setattr(Rounds, "drafts", lambda *_: True)
+        gearbox = Gearbox(fresh_demo.model, "3,16")
+        cache = gearbox.kernel_choices.tuner.cache
+        monkeypatch.setattr(cache, "times", {})
+        monkeypatch.setattr(cache, "save_soon", lambda: None)
+        return gearbox
+
+    def test_drafts_say_how_often_gears_agree(self, untaught, demo):
         mode = Lossless(cost="time", lookup_tokens=0)
-        learned = mode.plans(geared_demo).of(1).agreement
-        text = list(stream_generate(demo.model, demo.tokenizer, QUESTION, 20, mode=mode, gearbox=geared_demo))
+        learned = mode.plans(untaught).of(1).agreement
+        text = list(stream_generate(untaught.model, demo.tokenizer, QUESTION, 20, mode=mode, gearbox=untaught))
         rounds = rounds_of(text)
         known = sum(min(tokens[0].drafted, len(tokens)) for tokens in rounds[:-1])
         assert 0 < known <= learned.drafted <= known + rounds[-1][0].drafted
 
-    def test_they_do_by_mlxs_kernels_in_half_precision(self, fresh_demo, monkeypatch):
-        monkeypatch.setenv("GEARBX_TUNE", "1")
+    def test_they_do_by_mlxs_kernels_in_half_precision(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,16", kernels="mlx", dtype="bfloat16")
-        mode = Lossless(cost="time", lookup_tokens=0)
-        learned = mode.plans(gearbox).of(1).agreement
-        list(stream_generate(fresh_demo.model, fresh_demo.tokenizer, QUESTION, 20, mode=mode, gearbox=gearbox))
-        assert learned.drafted > 0
+        mode = Lossless(rule=CostRule(LearnedAgreement(), Costs(lambda: 1.0, lambda rows: 4.0)))
+        text = stream_generate(fresh_demo.model, fresh_demo.tokenizer, QUESTION, 20, mode=mode, gearbox=gearbox)
+        assert sum(response.drafted for response in text) > 0
 
     def test_a_sampler_without_a_kernel_says_nothing_about_others(self, geared_demo, demo, monkeypatch):
         monkeypatch.setenv("GEARBX_TUNE", "1")
@@ -229,12 +244,12 @@ class TestWhatIsLearned:
         assert theirs.seconds
         assert own.seconds == before
 
-    def test_drafts_of_several_texts_say_so_too(self, geared_demo, demo, monkeypatch):
-        monkeypatch.setenv("GEARBX_TUNE", "1")
+    def test_drafts_of_several_texts_say_so_too(self, untaught, demo):
         mode = Lossless(cost="time", lookup_tokens=0)
-        learned = mode.plans(geared_demo).of(2).agreement
+        learned = mode.plans(untaught).of(2).agreement
         prompts = [demo.tokenizer.encode(QUESTION)] * 2
-        batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=60, mode=mode, gearbox=geared_demo)
+        for _ in range(3):
+            batch_generate(untaught.model, demo.tokenizer, prompts, max_tokens=60, mode=mode, gearbox=untaught)
         assert learned.drafted > 0
 
 
