@@ -70,7 +70,7 @@ FILES = {
     "gsm8k.jsonl": "\n".join(PROBLEMS[:3]) + "\n",
     "math.jsonl": (ROOT / "tests" / "data" / "math_sample.jsonl").read_text(encoding="utf-8"),
     "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n"
-    * 3,
+    * 24,
     "machine.jsonl": '{"seconds": 0, "thermal": "nominal"}\n{"tokens": 3, "thermal": "serious"}\n',
 }
 PROGRAMS = {

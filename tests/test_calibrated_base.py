@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import normal, tiny_model, weights_of
 
-from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.base_texts import ANSWER, BaseText, answered, requests_of, text_of
 from gearbx_mlx.cli.bases import Base, key_of, make_base
 from gearbx_mlx.cli.terminal import progress_bar
@@ -291,7 +291,16 @@ class TestText:
     def test_a_file_is_all_that_is_read(self, demo, tmp_path):
         file = tmp_path / "text.txt"
         file.write_text("The king had three sons.")
-        assert text_of(demo.tokenizer, str(file)) == BaseText([demo.tokenizer.encode("The king had three sons.")], [])
+        with pytest.warns(GearbxWarning, match=r"text\.txt: has \d+ tokens"):
+            text = text_of(demo.tokenizer, str(file))
+        assert text == BaseText([demo.tokenizer.encode("The king had three sons.")], [])
+
+    def test_any_language_is_read(self, demo, tmp_path):
+        """In a script that the tokenizer has no words for: a few tokens for each character."""
+        file, written = tmp_path / "text.txt", "三人の王子が森へ行った。Жили-были три брата. " * 12
+        file.write_text(written)
+        tokens = [token for piece in text_of(demo.tokenizer, str(file)).texts for token in piece]
+        assert demo.tokenizer.decode(tokens, skip_special_tokens=True) == written
 
     def test_requests_are_in_the_chat_template(self, demo):
         requests = text_of(demo.tokenizer, None).requests

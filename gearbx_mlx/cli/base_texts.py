@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_sampler
 
 from ..conversion.calibrated_base import LONGEST
 from ..decoding.stream import batch_generator
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..gears.gearbox import Gearbox
 from ..loading import DEMO_MODEL
@@ -51,6 +51,9 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
 
     Raises:
         GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.
+
+    Warns:
+        GearbxWarning: a file that is shorter than one such piece.
     """
     from ..evaluation.text import read_documents  # few runs need it
 
@@ -68,6 +71,10 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
             left -= len(piece)
     if not texts:
         raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
+    tokens = sum(map(len, texts))
+    if tokens < LONGEST:
+        said = f"{file}: has {tokens} tokens; drafts agree more often after thousands: give more text"
+        warnings.warn(said, GearbxWarning, stacklevel=2)
     return BaseText(texts, requests)
 
 
