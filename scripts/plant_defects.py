@@ -1,11 +1,12 @@
 """Plant defects in the package and in its C++ core, one at a time, and see which of them the tests find.
 
+    .venv/bin/python -m pytest -n logical --dist worksteal --cov --cov-context=test
     .venv/bin/python scripts/plant_defects.py defects.jsonl
+    .venv/bin/python scripts/plant_defects.py defects.jsonl --survivors
 
-A defect is an operator, a constant or a condition that is changed. They are drawn at random, with a seed. For each, the
-default tests run until one fails: those in the files that import the defect's module, then those in files that import a
-module which imports it; for C++, those near the Python module that calls it. The whole suite may find more than
-they do: a test that reaches a module through a command is not among them, and none behind a marker.
+The first command records which test executes which line. A defect is an operator, a constant or a condition that is
+changed. They are drawn at random, with a seed. For each, tests that execute its line run until one fails; the whole
+default suite runs for those that survive. None behind a marker does.
 
 Every result is a line of the file, and a second start goes on from there; `--report` prints a table by folder.
 """
@@ -22,15 +23,18 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import coverage
 from pages import table
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = "gearbx_mlx/kernels/cpu/"
-LOADS_KERNELS = "gearbx_mlx/kernels/products.py"  # tests near it compute natively
+CALLS_KERNELS = "gearbx_mlx/kernels/products.py"
+MOST = 300  # tests that run for a defect, before the whole suite does
 NOT_HERE = ("neon", "primitive")  # code of another processor; bindings, which a wrong name keeps from compiling
 OTHER = {
     **{"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"},
@@ -122,26 +126,34 @@ def core_defects(file: str, text: str) -> Iterator[Defect]:
         yield Defect(file, text.count("\n", 0, match.start()) + 1, match.start(), old, new)
 
 
-def tests_near() -> Callable[[str], list[str]]:
-    """A function of a file: the files of tests that import it; then those that import a module which imports it."""
-    package = {path: path.read_text(encoding="utf-8") for path in (ROOT / "gearbx_mlx").rglob("*.py")}
-    tests = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").glob("test_*.py"))}
+class Reached:
+    """The tests that reach a line, by a database of `pytest --cov --cov-context=test`."""
 
-    def near(file: str) -> list[str]:
-        module = ROOT / (LOADS_KERNELS if file.startswith(CORE) else file)
-        users = [path for path, text in package.items() if imports(text, module) and path.stem != "__init__"]
-        direct = [path for path, text in tests.items() if imports(text, module)]
-        others = [path for path, text in tests.items() if any(imports(text, user) for user in users)]
-        return [path.relative_to(ROOT).as_posix() for path in dict.fromkeys([*direct, *others])]
+    def __init__(self, database: Path):
+        self.data = coverage.CoverageData(str(database))
+        self.data.read()
 
-    return near
+    def tests(self, defect: Defect, most: int) -> list[str]:
+        """One case of each test function that executes the line, then their other cases; `most` of them at most.
 
+        What runs on import counts for all tests of the file, and C++ for those that reach the products which call it.
+        """
+        if defect.file.startswith(CORE):
+            lines, own = self._lines(CALLS_KERNELS), []
+        else:
+            lines = self._lines(defect.file)
+            own = lines.get(defect.line, [])
+        contexts = [*filter(None, own)] or [context for each in lines.values() for context in filter(None, each)]
+        cases: dict[str, list[str]] = {}
+        for test in sorted({context.rpartition("|")[0] for context in contexts}):
+            cases.setdefault(test.partition("[")[0], []).append(test)
+        choose = random.Random(str(defect))
+        functions = choose.sample([*cases.values()], len(cases))
+        firsts, others = [choose.choice(each) for each in functions], [test for each in functions for test in each]
+        return [*dict.fromkeys([*firsts, *others])][:most]
 
-def imports(text: str, module: Path) -> bool:
-    """Whether a text imports a module by its name and, where that is ambiguous, by its folder's name too."""
-    folder, name = re.escape(module.parent.name), re.escape(module.stem)
-    found = rf"^\s*(?:from|import) [\w.]*\b{folder}(?:\.{name}\b| import [^\n]*\b{name}\b)|^\s*from \.+{name} import"
-    return re.search(found, text, re.MULTILINE) is not None
+    def _lines(self, file: str) -> dict[int, list[str]]:
+        return self.data.contexts_by_lineno(str(ROOT / file))
 
 
 def draw(seed: int, count: int, of_core: int) -> list[Defect]:
@@ -160,8 +172,12 @@ def draw(seed: int, count: int, of_core: int) -> list[Defect]:
     return drawn
 
 
-def try_one(defect: Defect, tests: list[str], checkout: Path, seconds: float) -> dict[str, object]:
-    """Run tests in a copy of the checkout that has the defect, until one fails; the record for the file."""
+def try_one(defect: Defect, tests: list[str] | None, checkout: Path, seconds: float) -> dict[str, Any]:
+    """Run tests in a copy of the checkout that has the defect, until one fails; the record for the file.
+
+    Args:
+        tests: None for the whole suite.
+    """
     file = checkout / defect.file
     whole, began = file.read_text(encoding="utf-8"), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="defect_") as cache:
@@ -174,18 +190,20 @@ def try_one(defect: Defect, tests: list[str], checkout: Path, seconds: float) ->
         finally:
             file.write_text(whole, encoding="utf-8")
     took = round(time.monotonic() - began, 1)
-    return asdict(defect) | {"tests": len(tests), "outcome": outcome, "by": by, "seconds": took}
+    ran = None if tests is None else len(tests)
+    return asdict(defect) | {"tests": ran, "outcome": outcome, "by": by, "seconds": took}
 
 
 def outcome_of(
-    defect: Defect, tests: list[str], checkout: Path, environment: dict[str, str], seconds: float
+    defect: Defect, tests: list[str] | None, checkout: Path, environment: dict[str, str], seconds: float
 ) -> tuple[str, str]:
     """Whether a planted defect is found, and by which test."""
     if defect.file.startswith(CORE) and (reason := why_no_kernels(checkout, environment)):
         return NO_PROGRAM if "could not compile" in reason else FOUND, reason
-    if not tests:
+    if tests == []:
         return SURVIVED, ""
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *tests]
+    which = ["-n", "logical", "--dist", "worksteal"] if tests is None else tests
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--tb=no", *which]
     try:
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -230,31 +248,44 @@ def main() -> None:
         "--seconds", type=float, default=900, help="For one defect; one that takes longer counts as found."
     )
     parser.add_argument("--part", default="0/1", help="I/N: every Nth defect from the Ith on, for several processes.")
+    parser.add_argument("--coverage", type=Path, default=ROOT / ".coverage", help="What the tests executed.")
+    parser.add_argument("--survivors", action="store_true", help="Run the whole suite for what survived.")
     parser.add_argument("--report", action="store_true", help="Show the table of what is there, and end.")
     args = parser.parse_args()
-    known = [json.loads(line) for line in args.results.read_text().splitlines()] if args.results.exists() else []
     if not args.report:
-        known = go_on(args, known)
-    print(report(known))
+        go_on(args)
+    print(report(read(args.results).values()))
 
 
-def go_on(args: argparse.Namespace, known: list[dict]) -> list[dict]:
-    """Try the defects that were not tried yet; all records."""
-    near = tests_near()
-    done = {(record["file"], record["start"]) for record in known}
-    first, step = map(int, args.part.split("/"))
+def read(results: Path) -> dict[tuple[str, int], dict]:
+    """The last record of each defect, by its place."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    return {(record["file"], record["start"]): record for record in map(json.loads, lines)}
+
+
+def go_on(args: argparse.Namespace) -> None:
+    """Try the defects that were not tried yet, or those that survived with the whole suite."""
+    known, first, step = read(args.results), *map(int, args.part.split("/"))
+    reached = None if args.survivors else Reached(args.coverage)
     with tempfile.TemporaryDirectory(prefix="planted_") as folder:
         checkout = Path(folder) / "checkout"
         shutil.copytree(
             ROOT, checkout, ignore=shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*cache")
         )
         for defect in draw(args.seed, args.count, args.core)[first::step]:
-            if (defect.file, defect.start) not in done:
-                record = try_one(defect, near(defect.file), checkout, args.seconds)
-                with args.results.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(record) + "\n")
-                print(f"{record['outcome']:>9} {record['seconds']:6.1f} s  {defect}  {record['by']}", flush=True)
-    return [json.loads(line) for line in args.results.read_text().splitlines()]
+            record = known.get((defect.file, defect.start))
+            if reached is None:
+                if record is None or record["outcome"] != SURVIVED or record["tests"] is None:
+                    continue
+                tests = None
+            elif record is None:
+                tests = reached.tests(defect, MOST)
+            else:
+                continue
+            record = try_one(defect, tests, checkout, args.seconds)
+            with args.results.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            print(f"{record['outcome']:>9} {record['seconds']:6.1f} s  {defect}  {record['by']}", flush=True)
 
 
 if __name__ == "__main__":
