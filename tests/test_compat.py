@@ -10,8 +10,10 @@ import inspect
 import io
 import pkgutil
 import re
+import time
 import warnings
 from pathlib import Path
+from threading import Event
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,6 +33,7 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Sta
 from gearbx_mlx.compat import arrays, batches, caches, classes, latent_attention, loops, names, read_weights, versions
 from gearbx_mlx.compat.compiled_steps import COMPILED, STEP, CompiledSteps
 from gearbx_mlx.compat.loops import stream_generate as stream_of
+from gearbx_mlx.compat.server import Computing
 from gearbx_mlx.formats import block
 from gearbx_mlx.formats.block import NativeBlock
 
@@ -330,6 +333,29 @@ class TestNames:
         assert names.generation_stream().device == mx.default_device()
         assert names.model_classes({"model_type": "llama"})[0] is llama.Model
         assert names.own_tokenizer(demo.tokenizer) is not demo.tokenizer
+
+    def test_the_server_of_mlx_lm_begins_a_thread_that_its_subclass_computes_in(self):
+        computed = Event()
+
+        class Own(Computing):
+            def compute(self):
+                computed.set()
+                while not self.stopping:
+                    time.sleep(0.01)
+
+        own = Own(None, None)
+        assert computed.wait(10)
+        assert own.thread.is_alive()
+        own.stop()
+        own.thread.join(10)
+        assert not own.thread.is_alive()
+
+    def test_the_model_of_lm_eval_scores_by_its_two(self):
+        from mlx_lm.evaluate import MLXLM  # lm-eval takes seconds to import
+
+        for name, parameters in (("_process_prompt", ["prompt"]), ("_score_fn", ["inputs", "cache"])):
+            assert [*inspect.signature(getattr(MLXLM, name)).parameters][1 : 1 + len(parameters)] == parameters
+            assert f"self.{name}(" in inspect.getsource(MLXLM)
 
     def test_the_server_of_mlx_lm_has_its_two(self):
         assert [*inspect.signature(ResponseGenerator._tokenize).parameters] == ["self", "tokenizer", "request", "args"]

@@ -26,18 +26,3 @@ def model_classes(config: dict) -> Any:
 def own_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer of transformers inside of mlx-lm's wrapper."""
     return getattr(tokenizer, "_tokenizer", tokenizer)
-
-
-def tokenized(generator: Any, tokenizer: Any, request: Any, arguments: Any) -> Any:
-    """Tokens of a request's prompt, as the generator of mlx-lm's server makes them.
-
-    Returns:
-        the tokens, the prompt's parts and their kinds, the state that the answer begins in, and images.
-    """
-    return generator._tokenize(tokenizer, request, arguments)
-
-
-def text_machine(generator: Any, tokenizer: Any) -> Any:
-    """What tells thoughts and calls of tools from the text of an answer, as mlx-lm's server does."""
-    _, machine = generator._make_state_machine(generator.model_provider.model_key, tokenizer, [])
-    return machine

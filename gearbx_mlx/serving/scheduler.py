@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import CompletionRequest, ResponseGenerator
+from mlx_lm.server import CompletionRequest
 from transformers import PreTrainedTokenizerBase
 
-from ..compat.names import text_machine, tokenized
+from ..compat.server import Computing
 from ..decoding.mode import Mode
 from ..errors import one_line
 from .grammar import constraint_for
@@ -34,7 +34,7 @@ UNSEEN = 0.1  # seconds that a thread has to end where the system does not list 
 STOPPED = Refused(503, "the server is stopping", "server_error")
 
 
-class Scheduler(ResponseGenerator):
+class Scheduler(Computing):
     """mlx-lm's thread of computation, with gears.
 
     Args:
@@ -78,8 +78,8 @@ class Scheduler(ResponseGenerator):
         return self.provider.current(self.provider.key_of(request.model, request.adapters))
 
     def stop_and_join(self) -> None:
-        self._stop = True
-        join_to_the_end(self._generation_thread)
+        self.stop()
+        join_to_the_end(self.thread)
 
     @property
     def running(self) -> int:
@@ -92,9 +92,9 @@ class Scheduler(ResponseGenerator):
 
     # In the thread of computation.
 
-    def _generate(self) -> None:
+    def compute(self) -> None:
         try:
-            while not self._stop:
+            while not self.stopping:
                 self.admit()
                 self.step_all()
                 self.unload_idle()
@@ -166,7 +166,7 @@ class Scheduler(ResponseGenerator):
             if not isinstance(batch, Batch):
                 batch = self.writers[which] = Batch(served, mode, self.cli_args)
             batch.add(job, cache)
-        machine = text_machine(self, served.tokenizer)
+        machine = self.text_machine(served.tokenizer)
         asked.put(Begun(job.prompt, mode, job.cached, machine, self.provider.name_of(key)))
         return True
 
@@ -221,7 +221,7 @@ class Scheduler(ResponseGenerator):
         self.step_all()
         if gearbox is not None and gear is not None:
             gearbox.shift(gear)  # in which the prompt is being read
-        return self._stop
+        return self.stopping
 
     def close_writers(self) -> None:
         for writer in self.writers.values():
@@ -244,7 +244,7 @@ class Scheduler(ResponseGenerator):
 # From a request to the tokens of its prompt.
 
 
-def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served) -> Prompt:
+def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prompt:
     """The tokens of a prompt, by mlx-lm's templates.
 
     Raises:
@@ -267,7 +267,7 @@ def prompt_of(generator: ResponseGenerator, request: AnyRequest, served: Served)
         wanted = CompletionRequest("text", request.typed, [], None, None)
     template = SimpleNamespace(chat_template_kwargs=arguments)
     try:
-        return Prompt(served, *tokenized(generator, served.tokenizer, wanted, template))
+        return Prompt(served, *computing.tokenized(served.tokenizer, wanted, template))
     except Exception as error:  # a template is a program, and raises what it likes
         raise Refused(400, f"the chat template refuses this: {one_line(error)}") from error
 

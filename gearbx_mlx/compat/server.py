@@ -1,0 +1,41 @@
+"""The thread of computation of mlx-lm's server, whose hooks begin with an underscore."""
+
+from threading import Thread
+from typing import Any
+
+from mlx_lm.server import CompletionRequest, ResponseGenerator
+
+
+class Computing(ResponseGenerator):
+    """mlx-lm's thread, which computes what a subclass says, and makes tokens of prompts by mlx-lm's templates."""
+
+    def compute(self) -> None:
+        """What the thread does, until `stopping`."""
+        raise NotImplementedError
+
+    def _generate(self) -> None:
+        self.compute()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop
+
+    @property
+    def thread(self) -> Thread:
+        return self._generation_thread
+
+    def stop(self) -> None:
+        self._stop = True
+
+    def tokenized(self, tokenizer: Any, request: CompletionRequest, arguments: Any) -> Any:
+        """Tokens of a request's prompt.
+
+        Returns:
+            the tokens, the prompt's parts and their kinds, the state that the answer begins in, and images.
+        """
+        return self._tokenize(tokenizer, request, arguments)
+
+    def text_machine(self, tokenizer: Any) -> Any:
+        """What tells thoughts and calls of tools from the text of an answer."""
+        _, machine = self._make_state_machine(self.model_provider.model_key, tokenizer, [])
+        return machine
