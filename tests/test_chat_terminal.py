@@ -156,7 +156,9 @@ import tty
 from gearbx_mlx.chat import lines as typed
 
 class Cut:
-    def prompt(self):
+    app = None
+
+    def prompt(self, **keywords):
         tty.setraw(0)
         raise KeyboardInterrupt
 

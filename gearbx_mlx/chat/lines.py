@@ -2,15 +2,16 @@
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import platformdirs
 
 from ..cli import terminal
-from ..cli.signals import Interrupted
+from ..cli.signals import ENDING, Interrupted
 from ..errors import GearbxError
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ class EditedLines:
 
     def read(self) -> str | None:
         try:
-            with as_it_was():
-                return self._session.prompt()
+            with as_it_was(), ended_by_signals(self._session) as check:
+                return self._session.prompt(pre_run=check)
         except EOFError:
             return None
 
@@ -103,6 +104,39 @@ def as_it_was() -> Iterator[None]:
     finally:
         with contextlib.suppress(termios.error):  # the terminal was closed
             termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
+
+
+@contextlib.contextmanager
+def ended_by_signals(session: "PromptSession[str]") -> Iterator[Callable[[], None]]:
+    """Let a signal that ends the run first end the line that is typed; the signal's own handler runs after that.
+
+    That raises an exception, which can take a step of a task from asyncio's loop: it waits for such a task for ever.
+
+    Yields:
+        what is called once the line can be typed, for a signal that came before.
+    """
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in ENDING if number != signal.SIGINT}  # Ctrl-C is a key
+    handlers: dict[int, Any] = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def leave() -> None:
+        if received and session.app.future is not None and not session.app.future.done():
+            session.app.exit(exception=KeyboardInterrupt)
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        if session.app.loop is not None:
+            session.app.loop.call_soon_threadsafe(leave)
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield leave
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            handlers[number](number, None)
 
 
 def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[str]":
