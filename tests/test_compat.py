@@ -314,6 +314,7 @@ class TestWeightsThatAreRead:
 
 
 class TestCompiledSteps:
+    @pytest.mark.slow
     def test_kimi_k3_alone_keeps_one_and_calls_it_so(self):
         for file in MODELS.glob("*.py"):
             tree = ast.parse(file.read_text(encoding="utf-8"))

@@ -93,6 +93,7 @@ def test_instructions_between_marks_are_found_without_comments():
     assert steps(text) == {"a": ["add $4, %rdx", "sub w0, w0, #4"]}
 
 
+@pytest.mark.slow
 def test_the_study(library):
     found = study(columns=512, megabytes=1, rounds=2)
     assert [row["product"] for row in found.data["products"]] == [*conservation.PARTS] * 2

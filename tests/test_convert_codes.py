@@ -50,6 +50,7 @@ def loaded(path, ladder=None, **keywords):
     return Gearbox(gearbx_mlx.load(path)[0], ladder, **keywords)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("architecture", MODELS)
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (8, "3,5,8")])
 def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder):
@@ -69,6 +70,7 @@ def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder)
     assert gearbox.original_bytes_per_token() == gearbox.weight_bytes_per_token(gearbox.ladder.top)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("architecture", MODELS)
 def test_native_kernels_have_the_codes_too(convert, tmp_path, architecture, native):
     source = save_quantized(tmp_path / "quantized", architecture)
@@ -119,6 +121,7 @@ def test_so_do_routers_that_mlx_lm_keeps_at_8_bits(convert, tmp_path):
     assert mx.array_equal(gearbox.model(PROMPT), mlx_lm.load(str(source))[0](PROMPT))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_come_back_after_they_were_given_up(convert, tmp_path, residency, kernels, request):

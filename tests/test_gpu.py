@@ -35,6 +35,7 @@ def on_cpu_first(request) -> list[np.ndarray]:
     return logits_in_gears(request.param, "mlx")
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("on_cpu_first", FORMATS, indirect=True)
 @pytest.mark.filterwarnings("ignore:MLX's own kernels are used")  # on a GPU that is not a Mac's

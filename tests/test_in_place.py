@@ -60,6 +60,7 @@ def test_a_prefix_lies_in_the_middle_of_what_it_leaves_open(dtype):
     assert abs(error.mean().item()) < 0.1 * mx.abs(scales.astype(mx.float32)).mean().item()
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "mixtral", "phi3"])
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (5, "4,5"), (8, "3,5,8")])
 def test_the_top_gear_is_mlx_lms_model(architecture, bits, ladder):
@@ -97,6 +98,7 @@ def test_so_they_do_in_every_ladder(ladder, native):
     same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
 def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):
@@ -194,6 +196,7 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
     assert not mx.array_equal(model(PROMPT), stock)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "6"), (5, "5")])
 def test_lossless_has_a_lower_gear_where_its_drafts_pay(command, tmp_path, bits, ladder):
     mlx_lm.convert(str(DEMO_MODEL), str(tmp_path / "model"), quantize=True, q_bits=bits, q_group_size=32)
@@ -310,6 +313,7 @@ QUIET = "--ignore-chat-template", "-m", 6
 MODES = "lossless", "route", "kickdown", "static", "telemetry-only"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
     flags = "--mode", mode, "-p", "Once upon a time", "--summary", tmp_path / "s.json", "--kernels", "mlx"
@@ -324,6 +328,7 @@ def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
         assert expected in done.out
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "kickdown"])
 def test_batches_in_every_mode(eight_bits, mode):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
@@ -339,6 +344,7 @@ def test_batches_in_every_mode(eight_bits, mode):
         assert together.texts == alone
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_chat_in_every_mode(eight_bits, mode, capsys):
     with chat(model=str(eight_bits / "model"), mode=mode, max_tokens=6) as session:
@@ -355,6 +361,7 @@ def test_chat_in_every_mode(eight_bits, mode, capsys):
             assert "low 100%" in capsys.readouterr().err
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_server_in_every_mode(eight_bits, mode):
     with served(model=str(eight_bits / "model"), mode=mode, log_level="ERROR") as client:
@@ -380,6 +387,7 @@ def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
         assert done.err.count("\n") == 1
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", ["lossless", "route", "kickdown"])
 def test_calibrate(command, eight_bits, tmp_path, mode):
     """Its result is for the gears of the codes, and `generate` uses it."""
@@ -403,6 +411,7 @@ def test_calibrate_to_an_agreement(command, eight_bits, tmp_path):
     assert json.loads((tmp_path / "policy.json").read_text())["gears"] in ([8], [4, 8])
 
 
+@pytest.mark.slow
 def test_evaluate(command, eight_bits, tmp_path):
     """The top gear is the reference: it agrees with itself."""
     text = "--data", eight_bits / "text.txt", "--context", 32, "--tokens", 24
@@ -414,6 +423,7 @@ def test_evaluate(command, eight_bits, tmp_path):
     assert [gear["bits"] for gear in report["ladder"]] == [4, 8]
 
 
+@pytest.mark.slow
 def test_analyze(command, eight_bits, tmp_path):
     flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2, "--out", tmp_path / "out"
     done = command("analyze", "--model", eight_bits / "model", *flags, *QUIET)

@@ -85,6 +85,7 @@ def test_passes_cost_what_they_cost_before(file):
     assert [costs.verification(rows) for rows in (1, MOST_ROWS)] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_what_lost_is_tried_again_after_many_starts_with_short_texts(file):
     Start().write(2 * TRIAL[True], 2.0, 1.0)
     ways = [way for _ in range(160) for way in Start().write(50, 0.5, 1.0)]  # rounds have become faster

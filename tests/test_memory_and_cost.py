@@ -156,6 +156,7 @@ print(sum(layer.module.weight.nbytes for layer in gearbox.layers) // 1024)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(glibc() is None, reason="memory is glibc's to give back")
 def test_residency_disk_gives_memory_back_to_the_system(tmp_path):
     done = subprocess.run([sys.executable, "-c", RESIDENT_SET, tmp_path], capture_output=True, text=True, check=True)

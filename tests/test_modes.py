@@ -94,6 +94,7 @@ class First(Mode):
 
 
 class TestWithoutAMode:
+    @pytest.mark.some(4)
     @pytest.mark.parametrize(
         ("flags", "mode", "by"),
         [

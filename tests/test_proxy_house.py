@@ -122,6 +122,7 @@ KEY = 'sk-se/cr"et\\7'
 TIGHT = "".join(f"\\u{ord(char):04X}" for char in KEY)
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "written",
     [
@@ -146,6 +147,7 @@ def test_a_key_is_known_however_an_error_spells_it(well, monkeypatch, written, s
     assert KEY not in str(got.headers)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "kind", ["image/svg+xml", "application/xhtml+xml", "text/xml", "text/javascript", JSON, "", "x"]
 )

@@ -24,6 +24,7 @@ def kernels(request, monkeypatch):
         monkeypatch.setattr(sampling, "fused_kernel", lambda name: None)
 
 
+@pytest.mark.some(8)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("kept", [{}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.95, "top_k": 3}])
 @pytest.mark.parametrize("temp", [0.5, 1.3])

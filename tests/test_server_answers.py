@@ -136,6 +136,7 @@ def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
             assert "tool_choice" in error_of(answer)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}", "chat.jinja"]
 )

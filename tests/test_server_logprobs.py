@@ -58,6 +58,7 @@ KINDS = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_give_the_text_and_bytes_its_bytes(tmp_path, kind):
     pieces, decoder, text = KINDS[kind]

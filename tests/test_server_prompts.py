@@ -64,6 +64,7 @@ def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
         assert unread(in_eight_bits, second) == (whole if read_again else 1)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("before", list(itertools.permutations([LOSSLESS, LOW, ROUTE])), ids=str)
 def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, expected, before):
     forget(in_eight_bits)
@@ -107,6 +108,7 @@ def test_one_gear_of_prompts_for_all_modes():
         assert unread(client, LOSSLESS) == 1
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "flags",
     [

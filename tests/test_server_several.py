@@ -31,6 +31,7 @@ def streamed(chunks):
     return [texts[index] for index in sorted(texts)], [ends[index] for index in sorted(ends)]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_seeded_texts_differ_are_repeatable_and_the_first_is_that_of_one(client, gearbx):
     whole = [complete(client, n=4, gearbx=gearbx, **WARM) for _ in range(2)]

@@ -202,6 +202,7 @@ class TestSignals:
         assert 0 < summary["tokens"] == len(trace) < 100000
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
 
+    @pytest.mark.some(4)
     @pytest.mark.parametrize("flags", MODES.values(), ids=MODES)
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_while_the_prompt_is_read_leaves_a_summary_too(

@@ -108,6 +108,7 @@ def texts_of_chance(seconds, seed, tokens=200):
     return taken
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("seconds", [[2.4] * 8, [2.7] * 8, [3.0] * 8, [3.3] * 8, [3.9] * 8])
 def test_chance_does_not_decide(seconds):
     """A round makes 3 tokens on average; a few in a row that make one or two prove little."""

@@ -30,7 +30,7 @@ def bench(command, monkeypatch, tmp_path):
 def short(bench, launches, monkeypatch):
     """The command where Metal seems to be, with one type to check, few keys, no copies and no model."""
     monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
-    monkeypatch.setattr(measuring, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ", 2**14)
     monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
     monkeypatch.setattr(metal_checks, "WIDTHS", (32, 64))
     monkeypatch.setattr(metal_checks, "KEYS", (37,))
@@ -257,7 +257,7 @@ def test_gears_and_modes_of_a_model(bench, monkeypatch):
     """On MLX's kernels: test_gears.py checks whole models on those of Metal."""
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(measuring, "ON_METAL", ())
-    monkeypatch.setattr(measuring, "READ", 2**20)
+    monkeypatch.setattr(measuring, "READ", 2**14)
     for name in ("add_checks", "add_times"):
         monkeypatch.setattr(subject, name, lambda *arguments: None)
     result = bench("--gears", "4,16", "--tokens", "3", "--trials", "1", "--json", "all.json")

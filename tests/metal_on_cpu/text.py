@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -39,8 +38,8 @@ def generated_text(kernel: Any, inputs: list[Any], options: dict[str, Any]) -> s
         placed = [next(each) if isinstance(given, mx.array) else given for given in inputs]
         return kernel(inputs=placed, verbose=True, **options)
 
-    with captured_stdout() as file, tempfile.TemporaryDirectory() as folder:
-        mx.export_function(str(Path(folder) / "kernel.mlxfn"), call, *arrays)
+    with captured_stdout() as file:
+        mx.export_function(os.devnull, call, *arrays)
         file.seek(0)
         printed = file.read().decode()
     found = re.search(r"Generated source code for `[^`]*`:\n```\n(.*)\n```\n", printed, re.DOTALL)
