@@ -15,8 +15,7 @@ import mlx.core as mx
 
 from ..cli import terminal
 from ..cli.flags import output_path
-from ..cli.gate import Routing, check_routing, initial_gear, route_fields, routing_for
-from ..cli.gears import LayoutSettings
+from ..cli.gears import LayoutSettings, Routing, check_routing, initial_gear, route_fields, routing_for
 from ..cli.loaded import load_model, room_for
 from ..cli.prompt import check_prompt, encode_prompt, read_prompts
 from ..cli.resolved import resolve_gears

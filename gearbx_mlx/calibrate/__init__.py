@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..cli.flags import ModelSettings
-from ..cli.gate import GateSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
 from ..cli.settings import Settings, as_text, command_settings, flag, flag_of, parser_of
 from ..cli.start import call, command

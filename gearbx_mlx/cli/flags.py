@@ -38,8 +38,7 @@ from ..routing.pair import (
     scaled,
 )
 from ..routing.rounds import COSTS
-from .gate import AUTO, GateSettings, RoutingSettings
-from .gears import FloorSettings, GearFlags, LayoutSettings
+from .gears import AUTO, FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from .settings import Settings, flag, flag_of, parse_bytes
 
 COLDEST = 0.001  # divided by less, logits of half precision overflow

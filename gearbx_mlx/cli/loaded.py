@@ -53,8 +53,7 @@ from .flags import (
     Turns,
     check_sampling,
 )
-from .gate import initial_gear, route_fields, routing_for
-from .gears import LayoutSettings
+from .gears import LayoutSettings, initial_gear, route_fields, routing_for
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table

@@ -21,8 +21,16 @@ from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of,
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
-from .gate import AUTO, GateSettings, RoutingSettings, check_routing
-from .gears import FloorSettings, GearFlags, LayoutSettings, quality_ladder
+from .gears import (
+    AUTO,
+    FloorSettings,
+    GateSettings,
+    GearFlags,
+    LayoutSettings,
+    RoutingSettings,
+    check_routing,
+    quality_ladder,
+)
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS, STATIC = "route", "kickdown", "lossless", "static"

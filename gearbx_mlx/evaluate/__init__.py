@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..cli.flags import SMALL_MODEL, ModelSettings, turns_of
-from ..cli.gate import GateSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
 from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import call, command

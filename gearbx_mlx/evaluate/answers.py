@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..cli.gate import RoutingSettings, routing_for
+from ..cli.gears import RoutingSettings, routing_for
 from ..cli.loaded import Loaded, room_for
 from ..cli.prompt import PromptSettings, encode_prompt
 from ..cli.resolved import resolve_gears

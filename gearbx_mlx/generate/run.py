@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..cli import terminal
 from ..cli.flags import OutputSettings, turns_of
-from ..cli.gate import AUTO
+from ..cli.gears import AUTO
 from ..cli.loaded import (
     Geared,
     Loaded,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gate import GateSettings, RoutingSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError, about
