@@ -165,7 +165,7 @@ class Geared:
         order: dict[str, Any] = {}  # of the layers to cap
         if precision is not None:
             order = {"sensitivity": precision.sensitivity, "bounds": precision.bounds}
-        own = [] if (limit := settings.limit()) is None else [own_memory(limit)]
+        own = [] if settings.limit is None else [own_memory(settings.limit)]
         with make_watch(settings, own, verbose) as watch:
             yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
 
