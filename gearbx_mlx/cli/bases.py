@@ -31,7 +31,6 @@ from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing_arrays
-from ..formats import get_format
 from ..formats.base import Format
 from ..gears.discovery import discover, is_quantized
 from ..gears.gearbox import Gearbox, model_fingerprint
@@ -331,15 +330,15 @@ def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[Bas
         raise GearbxError("--calibrate-base is for an original model in one process, without floors and other codes")
     if not able or not uses:
         return None
-    text, format = None if file is None else text_of(tokenizer, file), get_format(resolved.format)
-    key = key_of(model, format, ladder, resolved.manage, resolved.group_size, text)
+    text = None if file is None else text_of(tokenizer, file)
+    key = key_of(model, resolved.format, ladder, resolved.manage, resolved.group_size, text)
     base = key.find()
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, format, texts, progress)
+            base = make_base(model, key, resolved.format, texts, progress)
         note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
         show_rounded(base)
     return None if base is None else (key, base)

@@ -27,7 +27,7 @@ from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
-from ..formats import DEFAULT_FORMAT, get_format, with_cache
+from ..formats import DEFAULT_FORMAT
 from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
@@ -265,7 +265,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
     gearbox = Gearbox(
         model,
         resolved.ladder,
-        format=with_cache(resolved.format) if resolved.dequant_cache else resolved.format,
+        format=resolved.format,
         group_size=resolved.group_size,
         low_model=low_model,
         residency=resolved.residency,
@@ -302,7 +302,7 @@ def predicate_of_floors(model: nn.Module, resolved: Resolved, floors: Floors) ->
     from ..bit_selection.codebook_selection import select_bits, selection_lines  # codebooks: few runs need them
 
     with progress_bar() as progress:
-        selection = select_bits(model, resolved.format, resolved.manage, floors, progress)
+        selection = select_bits(model, resolved.format.name, resolved.manage, floors, progress)
     for line in selection_lines(selection):
         note(line)
     return selection.predicate
@@ -438,15 +438,15 @@ def files_of(model: str | None) -> ModelFiles | None:
 
 def memory_with(files: ModelFiles, resolved: Resolved) -> int:
     """Bytes that a model in these gears needs."""
-    bits, format = [gear.bits for gear in resolved.ladder], get_format(resolved.format)
-    return needed_memory(files, bits, format, resolved.group_size, resolved.residency == "resident")
+    bits = [gear.bits for gear in resolved.ladder]
+    return needed_memory(files, bits, resolved.format, resolved.group_size, resolved.residency == "resident")
 
 
 def fitting(files: ModelFiles, resolved: Resolved, most: int) -> list[str]:
     """Changes that make it fit: the most gears from the lowest on, and the residency that has one gear in memory."""
     found = []
     bits = [gear.bits for gear in resolved.ladder]
-    can_drop = not get_format(resolved.format).ladders or files.manifest is not None
+    can_drop = not resolved.format.ladders or files.manifest is not None
     for count in range(len(bits) - 1, 0, -1) if can_drop else ():
         fewer = replace(resolved, ladder=Ladder(bits[:count]))
         needed = memory_with(files, fewer)
