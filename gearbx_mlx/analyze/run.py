@@ -15,8 +15,8 @@ import mlx.core as mx
 from ..cli import terminal
 from ..cli.flags import TELEMETRY_ONLY, output_path
 from ..cli.gears import LayoutSettings, Routing, check_routing, initial_gear, routing_for
-from ..cli.loaded import Geared, Loaded, room_for
-from ..cli.prompt import check_prompt, encode_prompt, read_prompts
+from ..cli.loaded import Geared, Loaded
+from ..cli.prompt import check_prompt, encoded, read_prompts
 from ..cli.resolved import ModeChoice, resolve_gears
 from ..cli.tables import server_table, summary_table
 from ..decoding.route import TelemetryOnly
@@ -174,11 +174,9 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) ->
     loaded = Loaded.of(replace(resolved, mode=choice))
     loaded.resolved.check_mode()
     tokenizer, ladder = loaded.tokenizer, loaded.resolved.ladder
-    prompts = []
-    for text in texts:
-        tokens = encode_prompt(settings.prompt, tokenizer, text)
-        length = room_for(loaded.config, len(tokens), settings.prompt.max_tokens)
-        prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
+    gears = [initial_gear(settings.routing, ladder, text) for text in texts]
+    tokens = encoded(texts, settings.prompt, tokenizer, loaded.config)
+    prompts = [AnalyzedPrompt(*prompt, gear) for prompt, gear in zip(tokens, gears)]
     geared = loaded.in_gears()
     observer, mode = geared.gearbox, geared.mode(texts[0])
     mode = mode.settled(observer, tokenizer, prompts[0].tokens)

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ..cli import terminal
 from ..cli.loaded import Loaded
+from ..cli.prompt import encoded
 from ..cli.resolved import resolve_gears
 from ..cli.tables import columns
 from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
@@ -23,7 +24,7 @@ from ..gears.ladder import DENSE, Gear, Ladder
 from ..routing.acceptance import Dial, DraftFile
 from ..routing.rounds import TIME
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_of
+from .shared import Calibration, Prompts, check_ladder, inputs_of, prompts_of
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
 # other modes as well.

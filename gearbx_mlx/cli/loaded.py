@@ -24,7 +24,6 @@ from ..decoding.pair import Pair, bytes_read
 from ..decoding.sampling import sampler_for
 from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
-from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
 from ..formats import DEFAULT_FORMAT
@@ -609,32 +608,6 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
     return PromptCache(file, made_with, entries, begun)
-
-
-def room_for(
-    config: Mapping[str, Any],
-    prompt_tokens: int,
-    max_tokens: int,
-    max_kv_size: int | None = None,
-    what: str = "the prompt",
-    remedy: str = "shorten the prompt",
-) -> int:
-    """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
-
-    `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
-
-    Raises:
-        GearbxError: the prompt leaves no room in the model's context.
-    """
-    context = context_length(dict(config))
-    if context is None:
-        return max_tokens
-    if prompt_tokens >= context:
-        raise GearbxError(f"{what} is {prompt_tokens} tokens, and the model's context {context}; {remedy}")
-    if max_kv_size is not None:
-        return max_tokens
-    room = context - prompt_tokens
-    return room if max_tokens == -1 else min(max_tokens, room)
 
 
 @dataclass(frozen=True)
