@@ -1,4 +1,4 @@
-"""The one exception that a user is meant to read."""
+"""The one exception that a user is meant to read, and what raises it for a number or for text with numbers."""
 
 import math
 from collections.abc import Callable, Iterator
