@@ -1,9 +1,11 @@
-"""The one exception that a user is meant to read."""
+"""The one exception that a user is meant to read, and what raises it for a number or for text with numbers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+Number = TypeVar("Number", int, float)
 LARGEST_SHOWN = 2**31  # an upper bound that no user meets is not worth showing
 
 
@@ -55,3 +57,17 @@ def check_range(shown: str, value: float, least: float, most: float = math.inf) 
         number = "a finite number, " if above and not bounded else ""
         upper = f" to {most:g}" if bounded else " or more"
         raise GearbxError(f"{shown} is {value}; give {number}{least:g}{upper}")
+
+
+def numbers(shown: str, text: str, kind: Callable[[str], Number], example: str) -> tuple[Number, ...]:
+    """Numbers from text with commas between. Raises GearbxError for other text.
+
+    Args:
+        shown: what the message calls it, such as a flag.
+        kind: int or float.
+    """
+    try:
+        return tuple(map(kind, text.split(",")))
+    except ValueError as error:
+        whole = "whole " if kind is int else ""
+        raise GearbxError(f"{shown} '{text}' are not {whole}numbers with commas between, such as {example}") from error

@@ -21,7 +21,7 @@ from mlx_lm.generate import batch_generate as mlx_batch_generate
 from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
-from gearbx_mlx.benchmark import ModelBenchmark
+from gearbx_mlx.benchmark import ModelBenchmark, parse_shape
 from gearbx_mlx.benchmark.decode import PROMPT, gearbox_of
 from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, cell, spread_of, timed
 from gearbx_mlx.calibrate import parse_shares
@@ -39,7 +39,8 @@ from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 
 def engaged(model: str | None, shape: str, gears: str | None) -> Gearbox:
     """A gearbox of the model, or of a random Llama."""
-    return gearbox_of(ModelBenchmark(model=model, shape=shape, gears=None if gears is None else Ladder.parse(gears)))
+    ladder = None if gears is None else Ladder.parse(gears)
+    return gearbox_of(ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder))
 
 
 def as_table(columns: Sequence[str], rows: Rows) -> str:

@@ -259,7 +259,7 @@ class RandomModels:
     """
 
     def __init__(
-        self, shape: str, activations: Sequence[str], room: int, trials: int, folder: Path, threads: int
+        self, shape: tuple[int, int], activations: Sequence[str], room: int, trials: int, folder: Path, threads: int
     ) -> None:
         room = -(-room // STEP) * STEP
         self.gearboxes = {
@@ -405,14 +405,14 @@ def compare_llama_cpp(
         activations: Of our gears, each in turn.
     """
     installed = versions()
-    parse_shape(shape)
+    size = parse_shape(shape)
     for name, value, least in (("trials", trials, 1), ("tokens", tokens, 1), ("contexts", min(contexts), 0)):
         if value < least:
             raise GearbxError(f"--{name} {value}: is too few; give {least} or more")
     threads, found = native_kernels().threads(), {}
     room = max(contexts) + max(tokens, PROMPT_TOKENS) + len(PROMPT)
     with tempfile.TemporaryDirectory() as folder:
-        models = RandomModels(shape, activations, room, trials, Path(folder), threads)
+        models = RandomModels(size, activations, room, trials, Path(folder), threads)
         if "decode" in subjects:
             found["decode"] = decode_rows(models, contexts, tokens)
         if "prompt" in subjects:

@@ -28,8 +28,7 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
-from gearbx_mlx.cli.base_texts import answered, text_of
-from gearbx_mlx.cli.bases import Base, BaseKey, draft_with, key_of, make_base
+from gearbx_mlx.cli.bases import Base, BaseKey, answered, draft_with, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 from fake_server import answer, chat_entry, chat_event, events, one_model
 
-from gearbx_mlx.cli.gate import GateSettings, RoutingSettings
+from gearbx_mlx.cli.gears import GateSettings, RoutingSettings
 from gearbx_mlx.server import ProxySettings
 from gearbx_mlx.server.run import serving_proxy
 from gearbx_mlx.serving.web import Guard

@@ -7,8 +7,7 @@ import pytest
 from conftest import normal, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
-from gearbx_mlx.cli.base_texts import ANSWER, BaseText, answered, requests_of, text_of
-from gearbx_mlx.cli.bases import Base, key_of, make_base
+from gearbx_mlx.cli.bases import ANSWER, Base, BaseText, answered, key_of, make_base, requests_of, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion import calibrated_base
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps

@@ -321,12 +321,12 @@ class TestFitting:
         [("3GB", 3e9), ("3 gb", 3e9), ("1.5GiB", 1.5 * 2**30), ("500M", 5e8), ("1e9", 1e9), ("12kb", 12e3)],
     )
     def test_sizes(self, text, count):
-        assert parse_bytes(text) == count
+        assert parse_bytes(text, "--size") == count
 
     @pytest.mark.parametrize("text", ["", "much", "-3GB", "0", "3XB", "GB", "1.2.3GB"])
     def test_what_is_no_size(self, text):
-        with pytest.raises(GearbxError, match="is not a size; give bytes such as 3GB"):
-            parse_bytes(text)
+        with pytest.raises(GearbxError, match=r"--size: .* is not a size; give bytes such as 3GB"):
+            parse_bytes(text, "--size")
 
     @pytest.mark.slow
     def test_a_budget_on_a_model(self):

@@ -277,7 +277,7 @@ class TestCommand:
             (["--target-tps", "5", "--telemetry-only"], "--mode telemetry-only changes no gear"),
             (["--cap-bits", "5"], "--cap-bits goes with --target-tps or --watch-machine"),
             (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),
-            (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits is 'a'; give whole numbers"),
+            (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits 'a' are not whole numbers with commas between"),
             (["--machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
             (["--max-memory", "much"], "--max-memory: 'much' is not a size; give bytes such as 3GB"),
             (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),

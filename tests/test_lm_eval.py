@@ -114,7 +114,7 @@ def test_mistakes():
         GearbxLM(mode="fast")
     with pytest.raises(ValueError, match="3 gears need 2 thresholds"):
         GearbxLM(thresholds="1.0")
-    with pytest.raises(GearbxError, match="thresholds=1:x: give bits with colons"):
+    with pytest.raises(GearbxError, match=r"--model_args thresholds=1:x, bits such as 1.8:3.5 or a file: 1,x: cannot"):
         GearbxLM(thresholds="1:x")
     for argument, value in (("group_size", "wide"), ("max_tokens", -1), ("max_tokens", float("nan"))):
         with pytest.raises(GearbxError, match=f"--model_args {argument}={value}: give a whole number"):

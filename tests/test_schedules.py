@@ -261,7 +261,7 @@ class TestCalibrate:
             (["--schedule-gears", "4,8", "--target-kl", "1"], ["--schedule-gears is '4,8'", "the highest first"]),
             (["--schedule-gears", "8", "--target-kl", "1"], ["--schedule-gears is '8'", "2 to 5 gears"]),
             (["--schedule-gears", "8,7,6,5,4,3", "--target-kl", "1"], ["--schedule-gears is '8,7", "2 to 5 gears"]),
-            (["--schedule-gears", "8:3,4", "--target-kl", "1"], ["--schedule-gears is '8:3,4'"]),
+            (["--schedule-gears", "8:3,4", "--target-kl", "1"], ["--schedule-gears '8:3,4' are not whole numbers"]),
             (["--schedule-gears", "8,4"], ["--schedule-gears needs a budget", "--target-bytes"]),
             (["--schedule-gears", "8,4", "--target-kl", "1", "--mode", "kickdown"], ["--schedule-gears", "route"]),
             (["--schedule-gears", "8,4", "--target-kl", "1", "--shares", "0.5,0.5"], ["--shares"]),

@@ -3,13 +3,14 @@
 import argparse
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 from ..bit_selection.defaults import EXCHANGES
 from ..cli.flags import CalibrationTextSettings, ModelSettings
-from ..cli.settings import Settings, flag, flag_of, parse_bytes, parser_of
+from ..cli.settings import Settings, as_text, flag, flag_of, parse_bytes, parser_of
 from ..cli.start import command
-from ..errors import GearbxError
+from ..errors import GearbxError, numbers
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 
 UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
@@ -30,6 +31,22 @@ class Target:
         return f"{self.value:g} {UNITS[self.kind]}"
 
 
+def parse_targets(kind: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between. Raises GearbxError for what is not a positive number."""
+    name = f"--target-{kind}"
+    if kind == "bytes":
+        return tuple(parse_bytes(part, name) for part in text.split(","))
+    values = numbers(name, text, float, "4.5,8")
+    if not all(0 < value < math.inf for value in values):
+        raise GearbxError(f"{name} '{text}': give numbers above 0")
+    return values
+
+
+def target_flag(kind: str, metavar: str, help: str) -> Any:
+    """The flag of one kind of target, of which one kind is given."""
+    return flag(None, help, metavar=metavar, exclusive="target", parse=partial(parse_targets, kind))
+
+
 @dataclass(frozen=True)
 class AllocationSettings(Settings):
     """Which tables to find, and where they are stored; out: None means the manifest itself."""
@@ -38,21 +55,20 @@ class AllocationSettings(Settings):
 
     manifest: str = flag("manifest.json", "From gearbx_mlx.sensitivity.", named=True)
     out: str | None = flag(None, "File to write. Default: the manifest itself", named=True)
-    gears: str = flag(DEFAULT_LADDER, "A table for each but 16.")
-    target_bpw: str | None = flag(
-        None,
+    gears: Ladder = flag(Ladder.parse(DEFAULT_LADDER), "A table for each but 16.", parse=Ladder.parse)
+    target_bpw: tuple[float, ...] | None = target_flag(
+        "bpw",
+        "BITS",
         "Bits per weight, scales included; one for each table, with commas. Default: those of the uniform gear",
-        metavar="BITS",
-        exclusive="target",
     )
-    target_bytes: str | None = flag(
-        None, "Bytes of the layers that change gear, such as 3GB; likewise.", metavar="SIZE", exclusive="target"
+    target_bytes: tuple[float, ...] | None = target_flag(
+        "bytes", "SIZE", "Bytes of the layers that change gear, such as 3GB; likewise."
     )
-    target_kl: str | None = flag(
-        None, "Most KL from full precision, nats per token; likewise.", metavar="NATS", exclusive="target"
+    target_kl: tuple[float, ...] | None = target_flag(
+        "kl", "NATS", "Most KL from full precision, nats per token; likewise."
     )
-    target_tps: str | None = flag(
-        None, "Tokens/s of decoding on this machine; likewise.", metavar="TOKENS", exclusive="target"
+    target_tps: tuple[float, ...] | None = target_flag(
+        "tps", "TOKENS", "Tokens/s of decoding on this machine; likewise."
     )
     within_ranges: bool = flag(False, "Keep every layer within min_bits and max_bits of the manifest.")
     exchanges: int = flag(EXCHANGES, "Tables to measure in search of a better one, by exchanges of bits.", least=0)
@@ -66,39 +82,24 @@ class AllocationSettings(Settings):
     @property
     def bits(self) -> tuple[int, ...]:
         """Bits of the gears that get a table: all but 16."""
-        return Ladder.parse(self.gears).quantized_bits
+        return self.gears.quantized_bits
 
     def targets(self) -> list[Target | None]:
         """A target for each table; None: the bits per weight of the uniform gear.
 
         Raises:
-            GearbxError: what is not a positive number, too few or too many targets, or targets of two kinds.
+            GearbxError: too few or too many targets, or targets of two kinds.
         """
-        wanted = {kind: text for kind in UNITS if (text := getattr(self, f"target_{kind}")) is not None}
+        wanted = {kind: values for kind in UNITS if (values := getattr(self, f"target_{kind}")) is not None}
         if not wanted:
             return [None] * len(self.bits)
         if len(wanted) > 1:
             raise GearbxError(f"{' and '.join(flag_of(f'target_{kind}') for kind in wanted)}: give one of them")
-        ((kind, text),) = wanted.items()
-        values = parse_targets(kind, text)
+        ((kind, values),) = wanted.items()
         if len(values) != len(self.bits):
-            raise GearbxError(
-                f"--target-{kind} '{text}': give {len(self.bits)}, one for each of --gears {self.gears} but 16"
-            )
+            every = f"one for each of --gears {self.gears} but 16"
+            raise GearbxError(f"--target-{kind} '{as_text(values)}': give {len(self.bits)}, {every}")
         return [Target(kind, value) for value in values]
-
-
-def parse_targets(kind: str, text: str) -> list[float]:
-    """Numbers with commas between. Raises GearbxError for what is not a positive number."""
-    try:
-        values = [float(parse_bytes(part) if kind == "bytes" else part) for part in text.split(",")]
-    except GearbxError:
-        raise
-    except ValueError as error:
-        raise GearbxError(f"--target-{kind} '{text}' are not numbers with commas between") from error
-    if not all(0 < value < math.inf for value in values):
-        raise GearbxError(f"--target-{kind} '{text}': give numbers above 0")
-    return values
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..cli.flags import ModelSettings
-from ..cli.gate import GateSettings, RoutingSettings
-from ..cli.gears import LadderSettings
+from ..cli.gears import GateSettings, LadderSettings, RoutingSettings
 from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.settings import Settings, command_settings, flag, flag_of, given, parser_of
 from ..cli.start import call, command

@@ -7,29 +7,23 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.flags import output_path
-from ..cli.gate import Routing, check_routing, initial_gear, route_fields, routing_for
-from ..cli.gears import LayoutSettings
-from ..cli.loaded import load_model, room_for
-from ..cli.prompt import check_prompt, encode_prompt, read_prompts
-from ..cli.resolved import resolve_gears
+from ..cli.flags import TELEMETRY_ONLY, output_path
+from ..cli.gears import LayoutSettings, Routing, check_routing, initial_gear, routing_for
+from ..cli.loaded import Geared, Loaded
+from ..cli.prompt import check_prompt, encoded, read_prompts
+from ..cli.resolved import ModeChoice, resolve_gears
 from ..cli.tables import server_table, summary_table
-from ..decoding.route import Route, TelemetryOnly
+from ..decoding.route import TelemetryOnly
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError
 from ..files.writing import write_text
-from ..gears.discovery import vocabulary
-from ..gears.gearbox import Observer, model_fingerprint
-from ..gears.in_place import own_codes
 from ..gears.ladder import DEFAULT_LADDER, Ladder
-from ..loading import model_name
 from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
 from ..serving import ASSUMED_VOCABULARY
@@ -156,17 +150,16 @@ class AnalyzedPrompt:
 class RunHere(AnalyzedRun):
     """What the model wrote, and how fast."""
 
-    observer: Observer
-    tokenizer: Any
-    mode: Route
+    geared: Geared
+    mode: TelemetryOnly
     tally: Tally
     speed: RunSpeed = field(default_factory=RunSpeed)
 
     def entries(self, number: int, prompt: AnalyzedPrompt) -> Iterator[dict[str, Any]]:
-        model, last = self.observer.model, None
+        loaded, gearbox, last = self.geared.loaded, self.geared.gearbox, None
         mode = replace(self.mode, initial_gear=prompt.gear)
         responses = stream_generate(
-            model, self.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=self.observer
+            loaded.model, loaded.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=gearbox
         )
         for index, last in enumerate(responses):
             self.tally.add(last)
@@ -176,26 +169,24 @@ class RunHere(AnalyzedRun):
 
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
-    asked = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears)).ladder
-    model, tokenizer, config = load_model(settings.model)
-    codes = own_codes(model)
-    ladder = asked if codes is None or settings.ladder.gears is not None else codes.watched(asked)
-    check_routing(settings.routing, ladder)
-    fingerprint = partial(model_fingerprint, model)
-    routing = route_fields(settings.routing, settings.gate, ladder, vocabulary(model), fingerprint)
-    prompts = []
-    for text in texts:
-        tokens = encode_prompt(settings.prompt, tokenizer, text)
-        length = room_for(config, len(tokens), settings.prompt.max_tokens)
-        prompts.append(AnalyzedPrompt(tokens, length, initial_gear(settings.routing, ladder, text)))
-    observer = Observer(model, ladder, dtype=settings.model.dtype)
-    mode = TelemetryOnly(**routing).settled(observer, tokenizer, prompts[0].tokens)
+    resolved = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears))
+    choice = ModeChoice(TELEMETRY_ONLY, routing=settings.routing, gate=settings.gate, asked=True)
+    loaded = Loaded.of(replace(resolved, mode=choice))
+    loaded.resolved.check_mode()
+    tokenizer, ladder = loaded.tokenizer, loaded.resolved.ladder
+    gears = [initial_gear(settings.routing, ladder, text) for text in texts]
+    tokens = encoded(texts, settings.prompt, tokenizer, loaded.config)
+    prompts = [AnalyzedPrompt(*prompt, gear) for prompt, gear in zip(tokens, gears)]
+    geared = loaded.in_gears()
+    observer, mode = geared.gearbox, geared.mode(texts[0])
+    mode = mode.settled(observer, tokenizer, prompts[0].tokens)
+    assert isinstance(mode, TelemetryOnly)
     thresholds = mode.bits(observer)
     tally = Tally.of([gear.name for gear in ladder])
-    found = RunHere(ladder=ladder, observer=observer, tokenizer=tokenizer, mode=mode, tally=tally)
+    found = RunHere(ladder=ladder, geared=geared, mode=mode, tally=tally)
     mx.reset_peak_memory()
     found.record(out, prompts)
-    result = summary_of(model_name(settings.model.model), observer, mode, tally, found.speed)
+    result = summary_of(loaded.name, observer, mode, tally, found.speed)
     begun = len({entry["prompt"] for entry in found.records})
     found.write(out, result | {"prompts": begun, "thresholds": list(thresholds)}, thresholds)
     return found

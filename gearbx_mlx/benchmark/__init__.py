@@ -15,7 +15,7 @@ from typing import ClassVar, get_args
 from ..cli.flags import device_flag
 from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag
 from ..cli.start import start
-from ..errors import GearbxError
+from ..errors import GearbxError, numbers
 from ..gears.ladder import GROUP_SIZES, Ladder
 from ..kernels import KERNELS
 
@@ -24,6 +24,54 @@ HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
 MOST_VECTORS = 16  # that a Metal kernel takes
 PICTURES = (".png", ".svg")
+
+
+def parse_shape(text: str) -> tuple[int, int]:
+    """Width and layers of the random Llama.
+
+    Raises:
+        GearbxError: what is not of the form WIDTHxLAYERS, or a width that its heads do not divide.
+    """
+    try:
+        width, layers = (int(part) for part in text.split("x"))
+    except ValueError as error:
+        raise GearbxError(f"--shape '{text}' is not WIDTHxLAYERS, such as 1024x24") from error
+    if width % (4 * HEAD) or width < 4 * HEAD or layers < 1:
+        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD}, and 1 layer or more")
+    return width, layers
+
+
+def parse_shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of matrices, from text such as "4096x4096,14336x4096".
+
+    Raises:
+        GearbxError: another form, or columns that groups do not divide.
+    """
+    try:
+        pairs = tuple((int(rows), int(columns)) for rows, columns in (part.split("x") for part in text.split(",")))
+    except ValueError as error:
+        raise GearbxError(f"--shapes '{text}' is not ROWSxCOLUMNS, such as 4096x4096,14336x4096") from error
+    for rows, columns in pairs:
+        if not 1 <= rows <= 2**20 or not 1 <= columns <= 2**20 or columns % max(GROUP_SIZES):
+            raise GearbxError(
+                f"--shapes '{text}': give 1 to {2**20} rows, and columns that are a multiple of {max(GROUP_SIZES)}"
+            )
+    return pairs
+
+
+def parse_vectors(text: str) -> tuple[int, ...]:
+    """--vectors as numbers. Raises GearbxError for more than a kernel takes, or none."""
+    counts = numbers("--vectors", text, int, "1,4,8")
+    if not all(1 <= count <= MOST_VECTORS for count in counts):
+        raise GearbxError(f"--vectors '{text}': give 1 to {MOST_VECTORS}")
+    return counts
+
+
+def parse_kernels(text: str) -> tuple[str, ...]:
+    """--kernels as names. Raises GearbxError for one that does not exist."""
+    names = tuple(text.split(","))
+    check_choice("kernels", names, KERNELS)
+    return names
 
 
 @dataclass(frozen=True)
@@ -66,15 +114,11 @@ class ModelBenchmark(BenchmarkSettings):
     """What is decoded. model: None means a random Llama of `shape`; gears: None means the checkpoint's, or 4,8,16."""
 
     model: str | None = flag(None, "Local directory or Hub repository. Default: a random Llama of --shape", named=True)
-    shape: str = flag("1024x8", "WIDTHxLAYERS of the random Llama.")
+    shape: tuple[int, int] = flag((1024, 8), "WIDTHxLAYERS of the random Llama. Default: 1024x8", parse=parse_shape)
     gears: Ladder | None = flag(
         None, "Bits of the gears. Default: those of a geared checkpoint, or 4,8,16", parse=Ladder.parse
     )
     tokens: int = flag(16, "Tokens in a trial.", least=1, most=MOST)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -107,16 +151,13 @@ class ServerBenchmark(Settings):
     what: ClassVar[str] = "server"
 
     model: str | None = flag(None, "Local directory or Hub repository. Default: the demo model", named=True)
-    gears: str = flag("16", "Bits of the one gear.")
-    kernels: str = flag("native,mlx", "Kernels of our server, with commas between.")
+    gears: Ladder = flag(Ladder([16]), "Bits of the one gear.", parse=Ladder.parse)
+    kernels: tuple[str, ...] = flag(
+        ("native", "mlx"), "Kernels of our server, with commas between. Default: native,mlx", parse=parse_kernels
+    )
     tokens: int = flag(64, "Tokens of an answer.", least=8, most=MOST)
     trials: int = flag(9, "Counted trials of one client beside mlx_lm.server.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for kernels in self.kernels.split(","):
-            check_choice("kernels", kernels, KERNELS)
 
 
 @dataclass(frozen=True)
@@ -126,8 +167,14 @@ class MetalBenchmark(Settings):
     what: ClassVar[str] = "metal"
 
     check_only: bool = flag(False, "Only compare every kernel with what it stands for.")
-    shapes: str = flag("4096x4096,14336x4096,4096x14336", "ROWSxCOLUMNS that are timed.")
-    vectors: str = flag("1,2,4,8", f"Vectors in one call, 1 to {MOST_VECTORS}.")
+    shapes: tuple[tuple[int, int], ...] = flag(
+        ((4096, 4096), (14336, 4096), (4096, 14336)),
+        "ROWSxCOLUMNS that are timed. Default: 4096x4096,14336x4096,4096x14336",
+        parse=parse_shapes,
+    )
+    vectors: tuple[int, ...] = flag(
+        (1, 2, 4, 8), f"Vectors in one call, 1 to {MOST_VECTORS}. Default: 1,2,4,8", parse=parse_vectors
+    )
     group_size: int = flag(64, "Group size of the affine weights and planes to check.", choices=GROUP_SIZES)
     megabytes: int = flag(512, "Weights read in a trial; more than the caches have room for.", least=1, most=2**20)
     model: str | None = flag(
@@ -139,11 +186,6 @@ class MetalBenchmark(Settings):
     tokens: int = flag(64, "Most tokens of a text.", least=1, most=MOST)
     trials: int = flag(7, "Counted trials.", least=1, most=MOST)
     json: str = flag("metal.json", "Write everything as JSON.", metavar="FILE", named=True)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_shapes(self.shapes)
-        parse_counts("vectors", self.vectors, MOST_VECTORS)
 
 
 Benchmark = KernelBenchmark | DecodeBenchmark | TokenBenchmark | MetalBenchmark | ServerBenchmark
@@ -174,47 +216,3 @@ def setup_arg_parser() -> FlagParser:
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)
         subparser.add_rare(add_flags(subparser, kind))
     return parser
-
-
-def parse_shape(text: str) -> tuple[int, int]:
-    """Width and layers of the random Llama.
-
-    Raises:
-        GearbxError: what is not of the form WIDTHxLAYERS, or a width that its heads do not divide.
-    """
-    try:
-        width, layers = (int(part) for part in text.split("x"))
-    except ValueError as error:
-        raise GearbxError(f"--shape '{text}' is not WIDTHxLAYERS, such as 1024x24") from error
-    if width % (4 * HEAD) or width < 4 * HEAD or layers < 1:
-        raise GearbxError(f"--shape '{text}': give a width that is a multiple of {4 * HEAD}, and 1 layer or more")
-    return width, layers
-
-
-def parse_shapes(text: str) -> list[tuple[int, int]]:
-    """Rows and columns of matrices, from text such as "4096x4096,14336x4096".
-
-    Raises:
-        GearbxError: another form, or columns that groups do not divide.
-    """
-    try:
-        pairs = [(int(rows), int(columns)) for rows, columns in (part.split("x") for part in text.split(","))]
-    except ValueError as error:
-        raise GearbxError(f"--shapes '{text}' is not ROWSxCOLUMNS, such as 4096x4096,14336x4096") from error
-    for rows, columns in pairs:
-        if not 1 <= rows <= 2**20 or not 1 <= columns <= 2**20 or columns % max(GROUP_SIZES):
-            raise GearbxError(
-                f"--shapes '{text}': give 1 to {2**20} rows, and columns that are a multiple of {max(GROUP_SIZES)}"
-            )
-    return pairs
-
-
-def parse_counts(name: str, text: str, most: int) -> list[int]:
-    """Numbers from text such as "1,2,4,8". Raises GearbxError for a number outside of 1 to `most`."""
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise GearbxError(f"--{name} '{text}' is not a list of numbers, such as 1,4,8") from error
-    if not all(1 <= count <= most for count in counts):
-        raise GearbxError(f"--{name} '{text}': give 1 to {most}")
-    return counts

@@ -21,7 +21,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import load
-from . import HEAD, DecodeBenchmark, ModelBenchmark, parse_shape
+from . import HEAD, DecodeBenchmark, ModelBenchmark
 from .measuring import (
     GIBIBYTE,
     GIGABYTE,
@@ -147,7 +147,7 @@ def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) ->
     """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
     ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
     if settings.model is None:
-        what = f"--shape {settings.shape} --context {context}" if context else f"--shape {settings.shape}"
+        what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
         check_memory(llama_bytes(settings.shape, ladder, copies, context), what)
 
 
@@ -162,12 +162,12 @@ def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
     return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
-def llama_bytes(shape: str, ladder: Ladder, copies: int, context: int) -> float:
+def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:
     """Bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
 
     Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
     """
-    width, layers = parse_shape(shape)
+    width, layers = shape
     weights = layers * (3 + 3 * 11 / 4) * width**2 + 2 * VOCABULARY * width
     cached = 2 * mx.float32.size * context * layers * key_heads(width) * HEAD
     return copies * weights * (2 + max(ladder.quantized_bits, default=0) / 8) + cached + GIBIBYTE
@@ -178,13 +178,9 @@ def key_heads(width: int) -> int:
     return width // (2 * HEAD)
 
 
-def random_llama(shape: str) -> nn.Module:
-    """A Llama of WIDTHxLAYERS in bfloat16: MLP 2.75 times as wide, heads of 64, half as many for keys and values.
-
-    Raises:
-        GearbxError: a shape that is not of that form.
-    """
-    width, layers = parse_shape(shape)
+def random_llama(shape: tuple[int, int]) -> nn.Module:
+    """A Llama in bfloat16: MLP 2.75 times as wide, heads of 64, half as many for keys and values."""
+    width, layers = shape
     sizes = {
         "model_type": "llama",
         "hidden_size": width,

@@ -35,7 +35,7 @@ from ..gears.ladder import Ladder
 from ..kernels import metal
 from ..loading import DEMO_MODEL, model_name
 from ..telemetry.summary import as_json
-from . import MOST_VECTORS, DecodeBenchmark, KernelBenchmark, MetalBenchmark, parse_counts, parse_shapes
+from . import DecodeBenchmark, KernelBenchmark, MetalBenchmark
 from .decode import benchmark_decode
 from .kernels import benchmark_kernels
 from .measuring import GIBIBYTE, MLX, Rows, check_memory, machine_name, paths_here, print_table, spread_of
@@ -66,7 +66,7 @@ def run(settings: MetalBenchmark) -> int:
     """
     metal.check_available()
     out = output_path(settings.json)
-    matrix = max(4 * rows * columns for rows, columns in parse_shapes(settings.shapes))
+    matrix = max(4 * rows * columns for rows, columns in settings.shapes)
     # Ours, MLX's and the summed buffer, and a matrix of float32 that is packed.
     check_memory(3 * max(settings.megabytes * 2**20, matrix) + 4 * matrix + GIBIBYTE, "these shapes")
     resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # reports a wrong model first
@@ -138,10 +138,10 @@ def print_section(name: str, rows: Rows) -> None:
 
 def add_checks(settings: MetalBenchmark, report: Report) -> None:
     """A row for each kernel; none for one whose checks an error ends, which the report names as failed."""
-    vectors = parse_counts("vectors", settings.vectors, MOST_VECTORS)
     kernels = all_kernels(settings.group_size)
-    products = {kernel.name: product_checks(kernel, vectors) for kernel in kernels}
-    checks = [*(products | mixture_checks(kernels, vectors) | operation_checks(vectors)).items()]
+    products = {kernel.name: product_checks(kernel, settings.vectors) for kernel in kernels}
+    mixtures, operations = mixture_checks(kernels, settings.vectors), operation_checks(settings.vectors)
+    checks = [*(products | mixtures | operations).items()]
     with progress_bar() as progress:
         for name, some in progress.track(checks, description="kernels checked"):
             with noting_failures(report, name):
@@ -150,8 +150,7 @@ def add_checks(settings: MetalBenchmark, report: Report) -> None:
 
 def add_times(settings: MetalBenchmark, report: Report) -> None:
     """The rows of `benchmark kernels`, for each shape and number of vectors."""
-    sizes = parse_shapes(settings.shapes), parse_counts("vectors", settings.vectors, MOST_VECTORS)
-    for (rows, cols), count in itertools.product(*sizes):
+    for (rows, cols), count in itertools.product(settings.shapes, settings.vectors):
         kernels = KernelBenchmark(
             rows=rows, cols=cols, vectors=count, megabytes=settings.megabytes, trials=settings.trials
         )

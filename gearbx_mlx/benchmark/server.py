@@ -213,7 +213,7 @@ def measure(settings: ServerBenchmark) -> Rows:
     """The rows of our server with each kind of kernels."""
     words = " ".join(read_documents(Path(CALIBRATION))).split()
     rows = Rows()
-    for kernels in settings.kernels.split(","):
+    for kernels in settings.kernels:
         with progress_bar() as progress:
             trials = measure_rates(settings, kernels, words)
             found = [*progress.track(trials, settings.trials + 1, description=f"trials, {kernels}")][-1]
@@ -269,7 +269,7 @@ def measure_rates(settings: ServerBenchmark, kernels: str, words: Sequence[str])
     found: dict[str, list[Pair]] = {part: [] for part in PARTS}
     texts = prompts(words, [RATE_WORDS] * (settings.trials + 1) * len(PARTS))
     model = "--model", settings.model or str(DEMO_MODEL)
-    ours = started(OURS, *model, "--gears", settings.gears, "--mode", "static", "--kernels", kernels)
+    ours = started(OURS, *model, "--gears", str(settings.gears), "--mode", "static", "--kernels", kernels)
     with ours as own, started(MLX_LM, *model) as beside:
         sides = own, beside
         for trial in range(settings.trials + 1):

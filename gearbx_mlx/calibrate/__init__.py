@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..cli.flags import ModelSettings
-from ..cli.gate import GateSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
 from ..cli.settings import Settings, as_text, command_settings, flag, flag_of, parser_of
 from ..cli.start import call, command
-from ..errors import LARGEST_SHOWN, GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError, numbers
 from ..evaluation.target import Wish
 from ..routing.acceptance import Dial, DraftFile
 from ..routing.calibration import check_shares
@@ -29,13 +28,8 @@ MOST_SCHEDULED = 5  # gears: every place where each may end is tried
 
 def parse_descending(text: str) -> tuple[int, ...]:
     """--schedule-gears as numbers. Raises GearbxError for anything but two to five descending bits."""
-    parts = [part.strip() for part in text.split(",")]
-    bits = tuple(int(part) for part in parts if part.isdecimal())
-    if (
-        not 2 <= len(parts) <= MOST_SCHEDULED
-        or len(bits) < len(parts)
-        or any(a <= b for a, b in itertools.pairwise(bits))
-    ):
+    bits = numbers("--schedule-gears", text, int, "8,6,4")
+    if not 2 <= len(bits) <= MOST_SCHEDULED or any(a <= b for a, b in itertools.pairwise(bits)):
         raise GearbxError(
             f"--schedule-gears is '{text}'; give bits of 2 to {MOST_SCHEDULED} gears, the highest first: 8,6,4"
         )
@@ -44,10 +38,7 @@ def parse_descending(text: str) -> tuple[int, ...]:
 
 def parse_shares(text: str) -> tuple[float, ...]:
     """--shares as numbers. Raises GearbxError for anything but parts of 1."""
-    try:
-        shares = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise GearbxError(f"--shares '{text}' are not numbers with commas between, such as 0.6,0.3,0.1") from error
+    shares = numbers("--shares", text, float, "0.6,0.3,0.1")
     check_shares(shares)
     return shares
 

@@ -11,19 +11,20 @@ from rich.table import Table
 
 from ..cli import terminal
 from ..cli.loaded import Loaded
+from ..cli.prompt import encoded
 from ..cli.resolved import resolve_gears
 from ..cli.tables import columns
 from ..decoding.draft_trials import GearRecord, draft_files, record_agreement
 from ..errors import GearbxError
 from ..evaluation.session import Journal
-from ..formats import get_format
+from ..formats.base import Format
 from ..gears.discovery import is_quantized
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..routing.acceptance import Dial, DraftFile
 from ..routing.rounds import TIME
 from . import CalibrateSettings
-from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_of
+from .shared import Calibration, Prompts, check_ladder, inputs_of, prompts_of
 
 # The ladders that are compared without --gears, by the bits of the top gear: planes for the draft alone, and planes for
 # other modes as well.
@@ -56,7 +57,7 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     context = settings.target.context if settings.calibration.cost == TIME else None
     with terminal.counting("ladders and prompts", len(ladders) * len(prompts)) as advance:
         for ladder in ladders:
-            if files and get_format(resolved.format).ladders:  # the gears before dropped the weights
+            if files and resolved.format.ladders:  # the gears before dropped the weights
                 loaded = Loaded.of(replace(resolved, ladder=ladder))
             files += files_of(ladder, loaded, prompts, journal, advance, context, settings.dial())
     best = min(files, key=lambda file: file.weight_bytes_per_token if file.times is None else file.times.per_token)
@@ -68,12 +69,12 @@ def calibrate_drafting(settings: CalibrateSettings, place: Path | None) -> Calib
     return Calibration(best, line, table=drafting_table(files, best))
 
 
-def ladders_to_compare(format: str, top: int) -> list[Ladder]:
+def ladders_to_compare(format: Format, top: int) -> list[Ladder]:
     """A format's own ladders, or else `LADDERS`. Raises GearbxError if none has this top gear."""
-    known = get_format(format).ladders
+    known = format.ladders
     found = [Ladder(bits) for bits in known if bits[-1] == top] if known else [*map(Ladder.parse, LADDERS[top])]
     if not found:
-        raise GearbxError(f"--top {top}: the top gear of format {format} has 16 bits; leave out --top or --format")
+        raise GearbxError(f"--top {top}: the top gear of format {format.name} has 16 bits; leave out --top or --format")
     return found
 
 
@@ -109,7 +110,7 @@ def files_of(
         for gear, agreement in zip(drafting, journal.made(f"gears {ladder}, prompt {number}", record)):
             recorded[gear].append(agreement)
         advance()
-    about = loaded.name, resolved.group_size, resolved.format
+    about = loaded.name, resolved.group_size, resolved.format.name
     files = list(draft_files(gearbox, top, recorded, *about, context, dial))
     gearbox.shift(gearbox.ladder.top)
     return files

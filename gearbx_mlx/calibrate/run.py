@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..cli import terminal
 from ..cli.flags import output_path
-from ..cli.gate import GateSettings
+from ..cli.gears import GateSettings
 from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside, remove_session
 from ..files.writing import write_text

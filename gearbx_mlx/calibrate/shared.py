@@ -13,8 +13,8 @@ from rich.progress import Progress
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.loaded import Loaded, room_for
-from ..cli.prompt import PromptSettings, encode_prompt, read_prompts
+from ..cli.loaded import Loaded
+from ..cli.prompt import encoded, read_prompts
 from ..cli.resolved import Resolved, resolve_gears
 from ..cli.settings import human_bytes
 from ..decoding.route import SHORT_PROMPTS
@@ -58,14 +58,6 @@ def prompts_of(settings: CalibrationSettings) -> list[str]:
     """The prompts of a file or, where none is named, the few that ship."""
     found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
     return found[: settings.num_prompts]
-
-
-def encoded(
-    texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: dict
-) -> list[tuple[list[int], int]]:
-    """The tokens of each prompt, and how many tokens may follow it."""
-    tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
-    return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
 
 def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Prompts) -> dict[str, Any]:

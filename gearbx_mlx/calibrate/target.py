@@ -127,7 +127,7 @@ class Search:
         if candidate.mode == LOSSLESS:
             low, top = gearbox.ladder
             agreements = {low: [GearRecord(*sequence) for sequence in sequences_of(recorded)]}
-            about = loaded.name, loaded.resolved.group_size, loaded.resolved.format
+            about = loaded.name, loaded.resolved.group_size, loaded.resolved.format.name
             (file,) = draft_files(gearbox, top, agreements, *about)
             return file
         return ThresholdFile(

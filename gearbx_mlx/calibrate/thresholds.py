@@ -7,6 +7,7 @@ from typing import Any
 
 from ..cli import terminal
 from ..cli.loaded import Loaded
+from ..cli.prompt import encoded
 from ..cli.resolved import resolve_gears
 from ..decoding.kickdown import GearedModel
 from ..decoding.sampling import sampled
@@ -17,7 +18,7 @@ from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
 from . import KICKDOWN, SHARE, CalibrateSettings
-from .shared import Calibration, Prompts, check_ladder, encoded, inputs_of, prompts_of
+from .shared import Calibration, Prompts, check_ladder, inputs_of, prompts_of
 
 
 def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Calibration:

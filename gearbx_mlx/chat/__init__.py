@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, SamplingSettings, check_pair
-from ..cli.gate import GateSettings, RoutingSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
 from ..cli.start import command

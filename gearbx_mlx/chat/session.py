@@ -9,8 +9,8 @@ from typing import Any
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from ..cli import terminal
-from ..cli.loaded import BegunConversation, room_for
-from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered
+from ..cli.loaded import BegunConversation
+from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered, room_for
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache

@@ -1,5 +1,9 @@
 """Bases of models are made once and kept: one file each, in the user's cache.
 
+A base is to agree with the original where the original writes. So a model that chats answers requests at a temperature,
+and reads its own answers beside the problems and the prose that ship. A model that does not chat reads answers that
+another model wrote.
+
 A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
 planes under the names that mlx-lm gives them, the texts that were held back, and the drafting file made of these.
 While it is made, each block's planes are kept in a file of their own: an interrupted calibration goes on from there.
@@ -8,30 +12,33 @@ While it is made, each block's planes are kept in a file of their own: an interr
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import platformdirs
+from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import CalibratedBase, calibrate_base, steps
+from ..conversion.calibrated_base import LONGEST, CalibratedBase, calibrate_base, steps
 from ..decoding.draft_plans import CALIBRATED
 from ..decoding.draft_trials import draft_files, record_along
-from ..errors import GearbxError
+from ..decoding.stream import batch_generator
+from ..errors import GearbxError, GearbxWarning
+from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing_arrays
-from ..formats import get_format
 from ..formats.base import Format
 from ..gears.discovery import discover, is_quantized
 from ..gears.gearbox import Gearbox, model_fingerprint
 from ..gears.ladder import DENSE
 from ..kernels.bit_planes import Planes
+from ..loading import DEMO_MODEL
 from ..ranks.place import current
 from ..routing.acceptance import DraftFile, parse_draft_file
-from .base_texts import BaseText, answered, text_of
 from .resolved import LOSSLESS, Resolved
 from .terminal import note, progress_bar, spinner
 
@@ -39,6 +46,117 @@ HELD_BACK = 4  # of so many texts one is left for the curve: along the others, t
 READ = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
 VERSION = "3"
 NAMES = ("weight", "scales", "biases")
+SHIPPED = Path(DEMO_MODEL) / "calibration"
+MOST = 16_384  # tokens of a text that are read
+ANSWER = 128  # tokens of an answer at most
+TOGETHER = 24  # answers that are written at a time
+TEMPERATURE = 0.7
+AGAIN = "install the package again"
+
+
+class ShippedAnswer(msgspec.Struct, frozen=True):
+    """A line of answers.jsonl."""
+
+    prompt: str
+    answer: str
+
+
+class BaseText(NamedTuple):
+    """What calibrates a base, as tokens. texts: to be read. requests: that the model is to answer, and then to read."""
+
+    texts: list[list[int]]
+    requests: list[list[int]]
+
+
+def text_of(tokenizer: Any, file: str | None) -> BaseText:
+    """The text to calibrate with, `LONGEST` tokens at most in each piece.
+
+    Args:
+        file: text, or JSON Lines as in GSM8K; None or "": what ships, and requests if the tokenizer has a template.
+
+    Raises:
+        GearbxError: a file that cannot be read or is empty, or that is shorter than two tokens.
+
+    Warns:
+        GearbxWarning: a file that is shorter than one such piece.
+    """
+    from ..evaluation.text import read_documents  # few runs need it
+
+    encoded = [tokenizer.encode(text) for text in read_documents(Path(file) if file else SHIPPED / "text.jsonl")]
+    requests = [] if file else requests_of(tokenizer)
+    if not file and not requests:
+        place = SHIPPED / "answers.jsonl"
+        lines = json_lines(place, read_text(place, "text", AGAIN), ShippedAnswer, AGAIN)
+        encoded += [tokenizer.encode(f"{line.prompt}\n\n{line.answer}\n") for _, line in lines]
+    pieces = [list(text[i : i + LONGEST]) for text in encoded for i in range(0, len(text), LONGEST)]
+    texts, left = [], MOST
+    for piece in pieces:
+        if len(piece) > 1 and left > 0:
+            texts.append(piece[:left])
+            left -= len(piece)
+    if not texts:
+        raise GearbxError(f"{file}: has no two tokens to calibrate with; give more text")
+    tokens = sum(map(len, texts))
+    if tokens < LONGEST:
+        said = f"{file}: has {tokens} tokens; drafts agree more often after thousands: give more text"
+        warnings.warn(said, GearbxWarning, stacklevel=2)
+    return BaseText(texts, requests)
+
+
+def requests_of(tokenizer: Any) -> list[list[int]]:
+    """The requests that ship, in the model's own chat template; none if it has no template that takes them."""
+    if not getattr(tokenizer, "has_chat_template", False):
+        return []
+    lines = read_text(SHIPPED / "requests.txt", "text", AGAIN).splitlines()
+    try:
+        return [in_template(tokenizer, line)[:LONGEST] for line in lines]
+    except Exception:  # templates are programs, and some want other messages
+        return []
+
+
+def in_template(tokenizer: Any, request: str) -> list[int]:
+    """The tokens of a request, up to where the answer begins."""
+    message = [{"role": "user", "content": request}]
+    return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+
+
+def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
+    """The requests with the answers that the model writes to them: the same at every run on this machine.
+
+    Args:
+        model: not quantized; a gearbox is put on it, if there are requests.
+        progress: a bar (`progress_bar`).
+    """
+    if not requests:
+        return []
+    task = progress.add_task("writing text", total=len(requests))
+    made = [list(request) for request in requests]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the gearbox that is made with the base warns of the same
+        gearbox = Gearbox(model, "4,16")
+    generator = batch_generator(
+        model,
+        tokenizer,
+        mode="static",
+        gearbox=gearbox,
+        sampler=make_sampler(TEMPERATURE),
+        completion_batch_size=TOGETHER,
+    )
+    try:
+        lengths = [min(ANSWER, LONGEST - len(request)) for request in made]
+        uids = generator.insert([*map(list, requests)], lengths, seeds=[*range(len(made))])
+        texts, left = dict(zip(uids, made)), len(made)
+        while left:
+            for response in generator.next_generated():
+                if response.error is not None:
+                    raise response.error
+                texts[response.uid].append(response.token)
+                if response.finish_reason is not None:
+                    left -= 1
+                    progress.advance(task)
+    finally:
+        generator.close()
+    return made
 
 
 @dataclass
@@ -212,15 +330,15 @@ def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[Bas
         raise GearbxError("--calibrate-base is for an original model in one process, without floors and other codes")
     if not able or not uses:
         return None
-    text, format = None if file is None else text_of(tokenizer, file), get_format(resolved.format)
-    key = key_of(model, format, ladder, resolved.manage, resolved.group_size, text)
+    text = None if file is None else text_of(tokenizer, file)
+    key = key_of(model, resolved.format, ladder, resolved.manage, resolved.group_size, text)
     base = key.find()
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, format, texts, progress)
+            base = make_base(model, key, resolved.format, texts, progress)
         note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
         show_rounded(base)
     return None if base is None else (key, base)

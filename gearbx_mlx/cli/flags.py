@@ -5,12 +5,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from ..decoding.modes import MODES
-from ..errors import GearbxError, about
+from ..errors import GearbxError, numbers
 from ..files.writing import check_writable
 from ..gears.ladder import (
     DTYPES,
@@ -38,8 +39,7 @@ from ..routing.pair import (
     scaled,
 )
 from ..routing.rounds import COSTS
-from .gate import AUTO, GateSettings, RoutingSettings
-from .gears import FloorSettings, GearFlags, LayoutSettings
+from .gears import AUTO, FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from .settings import Settings, flag, flag_of, parse_bytes
 
 COLDEST = 0.001  # divided by less, logits of half precision overflow
@@ -186,10 +186,7 @@ SLOWEST = 0.001  # tokens per second
 
 def parse_widths(text: str) -> tuple[int, ...]:
     """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""
-    try:
-        widths = tuple(int(part) for part in text.split(","))
-    except ValueError as error:
-        raise GearbxError(f"--cap-bits is '{text}'; give whole numbers with commas between") from error
+    widths = numbers("--cap-bits", text, int, "5,6")
     unknown = [bits for bits in widths if bits not in WIDTHS]
     if unknown:
         raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
@@ -238,7 +235,7 @@ class ControllerSettings(Settings):
         super().__post_init__()
         if not self.wanted and self.cap_bits:
             raise GearbxError("--cap-bits goes with --target-tps or --watch-machine; give one")
-        self.limit()
+        _ = self.limit  # raises now what is wrong with it
         if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
             raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
         if self.machine is not None:
@@ -249,12 +246,10 @@ class ControllerSettings(Settings):
         watching = self.watch_machine or self.machine is not None or self.max_memory is not None
         return self.target_tps is not None or watching
 
+    @cached_property
     def limit(self) -> int | None:
-        """--max-memory in bytes. Raises GearbxError for what is not a size."""
-        if self.max_memory is None:
-            return None
-        with about("--max-memory"):
-            return parse_bytes(self.max_memory)
+        """--max-memory in bytes, read once. Raises GearbxError for what is not a size."""
+        return None if self.max_memory is None else parse_bytes(self.max_memory, "--max-memory")
 
     def widths(self, model: str | None, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
         """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.

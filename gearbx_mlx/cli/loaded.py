@@ -24,10 +24,9 @@ from ..decoding.pair import Pair, bytes_read
 from ..decoding.sampling import sampler_for
 from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
-from ..files.model_directory import context_length
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
-from ..formats import DEFAULT_FORMAT, get_format, with_cache
+from ..formats import DEFAULT_FORMAT
 from ..gears.activations import compute_in, stored_dtype
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
@@ -53,8 +52,7 @@ from .flags import (
     Turns,
     check_sampling,
 )
-from .gate import initial_gear, route_fields, routing_for
-from .gears import LayoutSettings
+from .gears import LayoutSettings, initial_gear, route_fields, routing_for
 from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
@@ -166,7 +164,7 @@ class Geared:
         order: dict[str, Any] = {}  # of the layers to cap
         if precision is not None:
             order = {"sensitivity": precision.sensitivity, "bounds": precision.bounds}
-        own = [] if (limit := settings.limit()) is None else [own_memory(limit)]
+        own = [] if settings.limit is None else [own_memory(settings.limit)]
         with make_watch(settings, own, verbose) as watch:
             yield Governor(self.gearbox, settings.target_tps, watch=watch, **order)
 
@@ -266,7 +264,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
     gearbox = Gearbox(
         model,
         resolved.ladder,
-        format=with_cache(resolved.format) if resolved.dequant_cache else resolved.format,
+        format=resolved.format,
         group_size=resolved.group_size,
         low_model=low_model,
         residency=resolved.residency,
@@ -303,7 +301,7 @@ def predicate_of_floors(model: nn.Module, resolved: Resolved, floors: Floors) ->
     from ..bit_selection.codebook_selection import select_bits, selection_lines  # codebooks: few runs need them
 
     with progress_bar() as progress:
-        selection = select_bits(model, resolved.format, resolved.manage, floors, progress)
+        selection = select_bits(model, resolved.format.name, resolved.manage, floors, progress)
     for line in selection_lines(selection):
         note(line)
     return selection.predicate
@@ -439,15 +437,15 @@ def files_of(model: str | None) -> ModelFiles | None:
 
 def memory_with(files: ModelFiles, resolved: Resolved) -> int:
     """Bytes that a model in these gears needs."""
-    bits, format = [gear.bits for gear in resolved.ladder], get_format(resolved.format)
-    return needed_memory(files, bits, format, resolved.group_size, resolved.residency == "resident")
+    bits = [gear.bits for gear in resolved.ladder]
+    return needed_memory(files, bits, resolved.format, resolved.group_size, resolved.residency == "resident")
 
 
 def fitting(files: ModelFiles, resolved: Resolved, most: int) -> list[str]:
     """Changes that make it fit: the most gears from the lowest on, and the residency that has one gear in memory."""
     found = []
     bits = [gear.bits for gear in resolved.ladder]
-    can_drop = not get_format(resolved.format).ladders or files.manifest is not None
+    can_drop = not resolved.format.ladders or files.manifest is not None
     for count in range(len(bits) - 1, 0, -1) if can_drop else ():
         fewer = replace(resolved, ladder=Ladder(bits[:count]))
         needed = memory_with(files, fewer)
@@ -610,32 +608,6 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
     return PromptCache(file, made_with, entries, begun)
-
-
-def room_for(
-    config: Mapping[str, Any],
-    prompt_tokens: int,
-    max_tokens: int,
-    max_kv_size: int | None = None,
-    what: str = "the prompt",
-    remedy: str = "shorten the prompt",
-) -> int:
-    """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
-
-    `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
-
-    Raises:
-        GearbxError: the prompt leaves no room in the model's context.
-    """
-    context = context_length(dict(config))
-    if context is None:
-        return max_tokens
-    if prompt_tokens >= context:
-        raise GearbxError(f"{what} is {prompt_tokens} tokens, and the model's context {context}; {remedy}")
-    if max_kv_size is not None:
-        return max_tokens
-    room = context - prompt_tokens
-    return room if max_tokens == -1 else min(max_tokens, room)
 
 
 @dataclass(frozen=True)

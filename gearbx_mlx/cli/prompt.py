@@ -4,7 +4,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn
 from msgspec import Struct
 
 from ..errors import GearbxError, about, one_line
+from ..files.model_directory import context_length
 from ..files.reading import json_lines, parse_json, read_text, typed
 from .settings import Settings, flag
 
@@ -164,6 +165,40 @@ def encode_prompt(
     if not tokens:
         raise GearbxError(f"the prompt becomes no token; {remedy}")
     return tokens
+
+
+def room_for(
+    config: Mapping[str, Any],
+    prompt_tokens: int,
+    max_tokens: int,
+    max_kv_size: int | None = None,
+    what: str = "the prompt",
+    remedy: str = "shorten the prompt",
+) -> int:
+    """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
+
+    `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
+
+    Raises:
+        GearbxError: the prompt leaves no room in the model's context.
+    """
+    context = context_length(dict(config))
+    if context is None:
+        return max_tokens
+    if prompt_tokens >= context:
+        raise GearbxError(f"{what} is {prompt_tokens} tokens, and the model's context {context}; {remedy}")
+    if max_kv_size is not None:
+        return max_tokens
+    room = context - prompt_tokens
+    return room if max_tokens == -1 else min(max_tokens, room)
+
+
+def encoded(
+    texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: Mapping[str, Any]
+) -> list[tuple[list[int], int]]:
+    """The tokens of each prompt, and how many tokens may follow it. Raises GearbxError as `room_for`."""
+    tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
+    return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
 
 def check_untemplated(settings: PromptSettings, prefill: str | None = None) -> None:

@@ -13,7 +13,8 @@ from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.mode import SAME
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
-from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, split_name
+from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name, with_cache
+from ..formats.base import Format
 from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
@@ -21,8 +22,16 @@ from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of,
 from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
-from .gate import AUTO, GateSettings, RoutingSettings, check_routing
-from .gears import FloorSettings, GearFlags, LayoutSettings, quality_ladder
+from .gears import (
+    AUTO,
+    FloorSettings,
+    GateSettings,
+    GearFlags,
+    LayoutSettings,
+    RoutingSettings,
+    check_routing,
+    quality_ladder,
+)
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS, STATIC = "route", "kickdown", "lossless", "static"
@@ -73,7 +82,7 @@ class Resolved:
     model: ModelSettings
     saved: Manifest | None
     ladder: Ladder
-    format: str
+    format: Format
     manage: str
     group_size: int
     residency: str
@@ -99,7 +108,7 @@ class Resolved:
 
     def in_whole_weights(self) -> "Resolved":
         """The same with format exact: one copy of the weights that has its low gear inside."""
-        return replace(self, format=WHOLE, ladder=Ladder.parse(WHOLE_LADDER))
+        return replace(self, format=get_format(WHOLE), ladder=Ladder.parse(WHOLE_LADDER))
 
     def check_mode(self) -> None:
         """Raises GearbxError for thresholds or gears of the mode that the ladder does not have."""
@@ -110,7 +119,7 @@ class Resolved:
         return {
             **model_inputs(self.model),
             "gears": str(self.ladder),
-            "format": self.format,
+            "format": self.format.name,
             "manage": self.manage,
             "q_group_size": self.group_size,
             "kernels": self.kernels,
@@ -191,7 +200,7 @@ def resolve_gears(
         filled = layout.filled(precision, f"{flags.manifest} was measured with")
     else:
         filled = layout.filled(None, "")
-    format = filled["format"]
+    format = filled.pop("format")
     if flags.dequant_cache:
         check_dequant_cache(None if saved is None else name, format)
     ladder = ladder or quality_ladder(format, floors.wanted, default)
@@ -199,6 +208,7 @@ def resolve_gears(
         model=model,
         saved=saved,
         ladder=ladder,
+        format=with_cache(format) if flags.dequant_cache else get_format(format),
         **filled,
         **vars(flags),
         floors=floors.floors(format),

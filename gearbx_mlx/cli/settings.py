@@ -25,8 +25,8 @@ from ..errors import GearbxError, check_range
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
-def parse_bytes(text: str) -> int:
-    """Bytes of "3GB", "3 GiB", "500M" or "1e9".
+def parse_bytes(text: str, shown: str) -> int:
+    """Bytes of "3GB", "3 GiB", "500M" or "1e9". shown: what the message calls it, such as a flag.
 
     Raises:
         GearbxError: anything else, or less than one byte.
@@ -37,7 +37,7 @@ def parse_bytes(text: str) -> int:
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
-        raise GearbxError(f"'{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
+        raise GearbxError(f"{shown}: '{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
     return round(count)
 
 
@@ -173,7 +173,7 @@ def as_text(value: Any) -> str:
     """The text that a flag's value was parsed of."""
     if isinstance(value, float) and float(f"{value:g}") == value:
         return f"{value:g}"
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ",".join(map(as_text, value)) if isinstance(value, tuple) else str(value)
 
 
 class ShowAndExit(argparse.Action):

@@ -3,6 +3,7 @@
 import argparse
 import re
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,7 +27,7 @@ class BudgetSettings(Settings):
         None,
         "Find the floors whose model fits this memory, such as 3GB, while it is encoded too, and makes sense.",
         metavar="SIZE",
-        parse=parse_bytes,
+        parse=partial(parse_bytes, shown="--memory-budget"),
     )
     target_bpw: float | None = flag(
         None, "The same for bits per weight of the layers that change gear.", metavar="BITS"
@@ -67,7 +68,7 @@ class BudgetSettings(Settings):
         if found and found[2]:
             reserved = float(found[1]) / 100 * self.memory_budget
         else:
-            reserved = 0.0 if found and float(found[1]) == 0 else parse_bytes(self.reserve)
+            reserved = 0.0 if found and float(found[1]) == 0 else parse_bytes(self.reserve, "--reserve")
         if not 0 <= reserved < self.memory_budget:
             raise GearbxError(f"--reserve is {self.reserve}; give less than --memory-budget: 2GB, 20% or 0")
         return round(reserved)

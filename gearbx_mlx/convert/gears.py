@@ -14,8 +14,7 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.base_texts import answered, text_of
-from ..cli.bases import Base, drafting_along, key_of, make_base, show_rounded
+from ..cli.bases import Base, answered, drafting_along, key_of, make_base, show_rounded, text_of
 from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..cli.flags import SMALL_MODEL, ModelSettings, turns_of
-from ..cli.gate import GateSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
 from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import call, command
-from ..errors import LARGEST_SHOWN, GearbxError
+from ..errors import LARGEST_SHOWN, GearbxError, numbers
 from ..gears.ladder import KV_BITS, kv_ladder, parse_schedule
 
 SCHEDULED = "schedule", "schedule-route"
@@ -27,13 +26,10 @@ REFERENCE_DTYPES = ("float32", "float16")
 
 def parse_shares(text: str) -> tuple[float, ...]:
     """--share as numbers, ascending. Raises GearbxError for anything but parts of 1."""
-    try:
-        shares = sorted({float(part) for part in text.split(",")})
-    except ValueError as error:
-        raise GearbxError(f"--share '{text}' are not numbers with commas between, such as 0.25,0.5") from error
+    shares = {*numbers("--share", text, float, "0.25,0.5")}
     if not all(0 < share < 1 for share in shares):
         raise GearbxError(f"--share '{text}': give parts of 1, more than 0 and less than 1")
-    return tuple(shares)
+    return tuple(sorted(shares))
 
 
 @dataclass(frozen=True)

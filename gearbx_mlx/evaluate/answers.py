@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
-from ..cli.gate import RoutingSettings, routing_for
-from ..cli.loaded import Loaded, room_for
-from ..cli.prompt import PromptSettings, encode_prompt
+from ..cli.gears import RoutingSettings, routing_for
+from ..cli.loaded import Loaded
+from ..cli.prompt import PromptSettings, encoded
 from ..cli.resolved import resolve_gears
 from ..decoding.route import Route
 from ..errors import GearbxError
@@ -98,6 +98,5 @@ def prompts_of(
         texts = [row["question"] + answers.TASKS[task].instruction for row in problems]
     else:
         texts = [answers.prompt_of(row, examples) for row in problems]
-    tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
-    room = [room_for(config, len(prompt), settings.max_tokens) for prompt in tokens]
-    return list(zip(tokens, room, (row["answer"] for row in problems)))
+    prompts = encoded(texts, settings, tokenizer, config)
+    return [(tokens, room, row["answer"]) for (tokens, room), row in zip(prompts, problems)]

@@ -38,7 +38,7 @@ def about(settings: EvaluateSettings, resolved: Resolved, gearbox: Gearbox) -> d
     return {
         "model": model_name(settings.model.model),
         "data": settings.task.data,
-        "format": resolved.format,
+        "format": resolved.format.name,
         "manage": resolved.manage,
         "group_size": resolved.group_size,
         "kernels": "native" if gearbox.kernels.native else "mlx",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import GearbxError, about
+from ..errors import GearbxError, about, numbers
 
 QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
 DENSE = 16  # the weights as they are, in the type of the checkpoint
@@ -97,12 +97,7 @@ class Ladder(Sequence[Gear]):
     @classmethod
     def parse(cls, text: str) -> "Ladder":
         """A ladder from text such as "4,8,16"."""
-        try:
-            return cls([int(part) for part in text.split(",")])
-        except GearbxError:
-            raise
-        except ValueError as error:
-            raise GearbxError(f"gears '{text}' are not whole numbers with commas between, such as 4,8,16") from error
+        return cls(numbers("gears", text, int, "4,8,16"))
 
     def __getitem__(self, index):
         return self.gears[index]

@@ -14,8 +14,7 @@ from ..cli.flags import (
     SamplingSettings,
     check_pair,
 )
-from ..cli.gate import GateSettings, RoutingSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.prompt import PromptSettings
 from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..cli import terminal
 from ..cli.flags import OutputSettings, turns_of
-from ..cli.gate import AUTO
+from ..cli.gears import AUTO
 from ..cli.loaded import (
     Geared,
     Loaded,
@@ -22,10 +22,9 @@ from ..cli.loaded import (
     generation_keywords,
     load_cache,
     load_pair,
-    room_for,
     show_kernels,
 )
-from ..cli.prompt import encode_prompt, read_prompt
+from ..cli.prompt import encode_prompt, read_prompt, room_for
 from ..cli.resolved import KICKDOWN, ROUTE, resolve
 from ..cli.settings import flag_of, next_command
 from ..cli.tables import layers_table, pair_table, summary_table

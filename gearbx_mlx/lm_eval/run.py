@@ -5,6 +5,7 @@ mlx_lm's class scores a whole span in one pass and generates in batches: no gear
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import lm_eval.models  # noqa: F401 - before gearbx is registered: lm-eval loads its own only into an empty registry
@@ -17,24 +18,24 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from ..cli.flags import ModelSettings
+from ..cli.gears import GearFlags, LayoutSettings, RoutingSettings
+from ..cli.loaded import Loaded
+from ..cli.resolved import KICKDOWN, LOSSLESS, ROUTE, STATIC, ModeChoice, resolve_gears
 from ..decoding.kickdown import GearedModel, Kickdown
-from ..decoding.lossless import Lossless
-from ..decoding.mode import Mode
-from ..decoding.route import Route, Static
+from ..decoding.route import Route
 from ..decoding.stream import stream_generate
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, about, one_line
 from ..evaluation.policies import RoutePolicy, StaticPolicy
 from ..evaluation.replay import Policy, computed, next_logprobs
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
+from ..gears.ladder import Ladder
 from ..kernels import DEVICES
 from ..kernels.device import use_device
-from ..loading import load
-from ..routing.gates import Monitor, ThresholdGate, check_thresholds, default_thresholds
+from ..routing.gates import Monitor
 
-STATIC, ROUTE, KICKDOWN, LOSSLESS = MODES = ("static", "route", "kickdown", "lossless")
-
-
+MODES = STATIC, ROUTE, KICKDOWN, LOSSLESS
 ARGUMENTS = (
     *("path", "gears", "mode", "gear", "thresholds", "max_tokens", "use_chat_template", "trust_remote_code"),
     *("kernels", "format", "manage", "group_size"),
@@ -56,7 +57,7 @@ class GearbxLM(MLXLM):
         gears: bits with colons between, since lm-eval splits its arguments at commas.
         mode: "static", "route", "kickdown" or "lossless", whose scores are those of the top gear.
         gear: name or bits; "static": the only gear, or the top one. "route": the gear to begin in, or the lowest one.
-        thresholds: bits, with colons between.
+        thresholds: bits, with colons between; a file from calibrate; for route "auto": found on short prompts.
         max_tokens: most tokens to generate; the task's own number if not given.
         kernels, format, manage, group_size: of the Gearbox.
         batch_size, max_batch_size: taken since lm-eval gives them; a token is computed at a time.
@@ -89,24 +90,24 @@ class GearbxLM(MLXLM):
             raise GearbxError(f"mode '{mode}' does not exist; choose from {', '.join(MODES)}")
         if device in DEVICES:
             use_device(device)
-        self._model, self.tokenizer = load(as_text(path), trust_remote_code=trust_remote_code)
-        self.gearbox = Gearbox(
-            self._model,
-            None if gears is None else str(gears).replace(":", ","),
-            kernels=str(kernels),
+        layout = LayoutSettings(
+            gears=None if gears is None else Ladder.parse(with_commas(gears)),
             format=as_text(format),
             manage=as_text(manage),
-            group_size=whole("group_size", group_size),
+            q_group_size=whole("group_size", group_size),
         )
+        flags = GearFlags(kernels=str(kernels))
+        resolved = resolve_gears(ModelSettings(as_text(path), trust_remote_code), layout, flags)
+        geared = Loaded.of(replace(resolved, mode=ModeChoice(mode))).in_gears()
+        assert isinstance(geared.gearbox, Gearbox)  # ranks alone have models without gears
+        self._model, self.tokenizer, self.gearbox = geared.loaded.model, geared.loaded.tokenizer, geared.gearbox
         ladder = self.gearbox.ladder
-        self.mode = mode
         self.first = (ladder[0] if mode == ROUTE else ladder.top) if gear is None else ladder.find(gear)
-        self.vocabulary = vocabulary(self._model)
-        self.thresholds = default_thresholds(len(ladder), self.vocabulary)
-        if thresholds is not None:
-            self.thresholds = bits_of(thresholds)
-        check_thresholds(self.thresholds, len(ladder))
-        self.kickdown = GearedModel(self.gearbox, self.thresholds)
+        routing = RoutingSettings(None if thresholds is None else with_commas(thresholds), self.first.name)
+        choice = ModeChoice(mode, routing=routing, gear=self.first.name)
+        with about(f"--model_args thresholds={thresholds}, bits such as 1.8:3.5 or a file"):
+            self.mode = geared.mode("", choice).settled(self.gearbox, self.tokenizer, None)
+        self.kickdown = GearedModel(self.gearbox, self.mode.thresholds) if isinstance(self.mode, Kickdown) else None
         self._max_tokens = whole("max_tokens", max_tokens)
         self._batch_size = 1
         self._sampler = None
@@ -114,20 +115,12 @@ class GearbxLM(MLXLM):
 
     def policy(self) -> Policy:
         """A new one, at the beginning of a sequence. Kickdown needs none: its model decides."""
-        if self.mode != ROUTE:
+        if not isinstance(self.mode, Route):
             return StaticPolicy(self.first)
-        ladder = self.gearbox.ladder
-        policy = RoutePolicy(ladder, ThresholdGate(self.thresholds), Monitor(self.vocabulary), self.first.index)
+        gate, monitor = self.mode.gate_for(self.gearbox), Monitor(vocabulary(self._model), self.mode.window)
+        policy = RoutePolicy(self.gearbox.ladder, gate, monitor, self.first.index)
         policy.begin()
         return policy
-
-    def generation_mode(self) -> Mode:
-        """The mode in which a continuation is written."""
-        if self.mode == ROUTE:
-            return Route(self.thresholds, initial_gear=self.first.name)
-        if self.mode == KICKDOWN:
-            return Kickdown(self.thresholds)
-        return Static(self.first.name) if self.mode == STATIC else Lossless()
 
     def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> tuple[mx.array, Read]:
         """Log-probabilities (1, V) after the prompt, whose last token is the first that the policy has a say in: what
@@ -141,7 +134,7 @@ class GearbxLM(MLXLM):
         return mx.array(self._next(read, prompt[-1]))[None], read
 
     def _next(self, read: Read, token: int) -> np.ndarray:
-        if self.mode == KICKDOWN:
+        if self.kickdown is not None:
             return next_logprobs(self.kickdown, [int(token)], read)[0]
         return computed(self.gearbox, read.policy, 0, int(token), read)[0]
 
@@ -177,7 +170,7 @@ class GearbxLM(MLXLM):
                 tokens,
                 self._max_tokens or options.get("max_gen_toks", DEFAULT_MAX_TOKENS),
                 gearbox=self.gearbox,
-                mode=self.generation_mode(),
+                mode=self.mode,
             ):
                 text += response.text
                 if any(stop in text for stop in until):
@@ -208,12 +201,9 @@ def whole(name: str, value: Any) -> int | None:
     return number
 
 
-def bits_of(thresholds: object) -> tuple[float, ...]:
-    """Raises GearbxError for anything but numbers with colons between."""
-    try:
-        return tuple(float(part) for part in str(thresholds).split(":"))
-    except ValueError as error:
-        raise GearbxError(f"--model_args thresholds={thresholds}: give bits with colons between: 1.8:3.5") from error
+def with_commas(value: object) -> str:
+    """What a flag would have in the place of an argument: lm-eval splits its arguments at commas."""
+    return str(value).replace(":", ",")
 
 
 def main() -> None:

@@ -10,12 +10,20 @@ from ..cli.gears import FormatSettings
 from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError
-from ..gears.ladder import DENSE, Ladder
+from ..gears.ladder import Ladder
 
 DESCRIPTION = (
     "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
     "alone is reduced. To continue an interrupted run, give the same command again."
 )
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
+    """--bits as numbers. Raises GearbxError for bits that make no ladder, or include 16."""
+    ladder = Ladder.parse(text)
+    if ladder.top.dense:
+        raise GearbxError(f"--bits {text}: 16 is full precision, which the others are compared with; leave it out")
+    return ladder.quantized_bits
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class MeasurementSettings(Settings):
 
     title: ClassVar[str] = "sensitivity"
 
-    bits: str = flag("3,4,5,6,8", "Widths, ascending.")
+    bits: tuple[int, ...] = flag((3, 4, 5, 6, 8), "Widths, ascending. Default: 3,4,5,6,8", parse=parse_widths)
     accuracy_threshold: float = flag(
         ACCURACY_THRESHOLD,
         "Percent that one layer alone may add to the perplexity: its fewest bits are those that stay below.",
@@ -33,16 +41,6 @@ class MeasurementSettings(Settings):
     )
     out: str = flag("manifest.json", "File to write.", named=True)
     fast: bool = flag(False, "Estimate to first order, from one backward pass, as in mlx_lm.dynamic_quant.")
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Raises GearbxError for bits that make no ladder, or include 16."""
-        widths = tuple(gear.bits for gear in Ladder.parse(self.bits))
-        if DENSE in widths:
-            raise GearbxError(
-                f"--bits {self.bits}: 16 is full precision, which the others are compared with; leave it out"
-            )
-        return widths
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows)
         "calibration": hash_of_tokens(windows),
         "tokens": sum(len(window) - 1 for window in windows),
         **settings.layout.filled(None, ""),
-        "bits": settings.measurement.widths,
+        "bits": settings.measurement.bits,
     }
 
 
@@ -87,7 +87,7 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
     Args:
         file: the journal, which an interrupted run is continued from, if there is one.
     """
-    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
+    inputs, bits = inputs_of(settings, model, windows), settings.measurement.bits
     dtype, threshold = settings.model.dtype, settings.measurement.accuracy_threshold
     show_compiling()
     gearbox = single_layer_gearbox(
@@ -111,7 +111,7 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
 
 def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:
     """The manifest to first order."""
-    inputs, bits = inputs_of(settings, model, windows), settings.measurement.widths
+    inputs, bits = inputs_of(settings, model, windows), settings.measurement.bits
     layout = settings.layout.filled(None, "")
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
     check_floors(layers, bits)

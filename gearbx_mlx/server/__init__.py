@@ -4,11 +4,11 @@ import argparse
 import math
 import os
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gate import GateSettings, RoutingSettings
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError, about
@@ -89,12 +89,6 @@ def parse_span(text: str) -> float:
     if math.isnan(seconds):
         raise GearbxError(f"--keep-alive: '{text}' is not a time; give seconds, 5m or 1h")
     return math.inf if seconds < 0 else seconds
-
-
-def parse_cache(text: str) -> int:
-    """--prompt-cache-bytes. Raises GearbxError for what is not a size."""
-    with about("--prompt-cache-bytes"):
-        return parse_bytes(text)
 
 
 @dataclass(frozen=True)
@@ -178,7 +172,9 @@ class ConcurrencySettings(Settings):
     batch_policy: str = batch_policy_flag()
     prompt_cache_size: int = flag(10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1)
     prompt_cache_bytes: int | None = flag(
-        None, "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit", parse=parse_cache
+        None,
+        "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit",
+        parse=partial(parse_bytes, shown="--prompt-cache-bytes"),
     )
 
     def __post_init__(self) -> None:

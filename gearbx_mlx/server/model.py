@@ -10,7 +10,7 @@ from functools import partial
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
-from ..cli.gate import RoutingSettings
+from ..cli.gears import RoutingSettings
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.resolved import Resolved, resolve
 from ..decoding.lossless import Lossless

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
 from ..cli.flags import turns_of
-from ..cli.gate import GateSettings, RoutingSettings
+from ..cli.gears import GateSettings, RoutingSettings
 from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
 from ..serving import is_loopback

@@ -87,7 +87,7 @@ def test_without_metal_is_one_line_and_status_2(bench, tmp_path, flags):
         (["--shapes", "64x100"], "multiple of 128"),
         (["--shapes", "0x128"], "give 1 to"),
         (["--vectors", "17"], "give 1 to 16"),
-        (["--vectors", "1,x"], "not a list of numbers"),
+        (["--vectors", "1,x"], "are not whole numbers"),
         (["--trials", "0"], "--trials is 0"),
         (["--group-size", "16"], "choose from 32, 64, 128"),
     ],
@@ -144,7 +144,7 @@ def test_table_and_rows(short, monkeypatch):
     assert result.status == 0, result.out + result.err
     report = written()
     assert report["machine"] in result.out
-    assert (report["settings"]["shapes"], report["complete"]) == ("32x128", True)
+    assert (report["settings"]["shapes"], report["complete"]) == ([[32, 128]], True)
     rows = report["kernels"]
     paths = {name: [row["path"] for row in rows if row["format"] == name] for name in ("rowwise", "dense float32")}
     assert paths == {"rowwise": VARIANTS, "dense float32": ["metal", "mlx"]}
