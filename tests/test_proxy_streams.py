@@ -7,7 +7,7 @@ import pytest
 from fake_server import Answer, answer, chat_entry, chat_event, events, fake_server, refused
 from proxies import CHAT, EASY, HARD, LINGERING, STREAM, SURE, always, chunks, error_of, good, proxy, word, written
 
-from gearbx_mlx.serving import remote
+from gearbx_mlx.serving import peer
 
 
 @pytest.fixture(scope="module")
@@ -155,19 +155,19 @@ class TestStreamsThatHaveBegun:
 def split(parts):
     """The events of a stream that comes in these parts."""
     rest = bytearray()
-    return [event for part in parts for event in remote.events_in(rest, part)]
+    return [event for part in parts for event in peer.events_in(rest, part)]
 
 
 def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length(monkeypatch):
     """The test counts the work: searching everything again at each part would read 2000 times as many bytes."""
-    looked_at, end = [], remote.EVENT_END
+    looked_at, end = [], peer.EVENT_END
 
     class Counting:
         def search(self, text, start):
             looked_at.append(len(text) - start)
             return end.search(text, start)
 
-    monkeypatch.setattr(remote, "EVENT_END", Counting())
+    monkeypatch.setattr(peer, "EVENT_END", Counting())
     parts = [b"x" * 1000] * 2000
     assert split([*parts, b"\n", b"\n", b"rest"]) == [b"".join(parts) + b"\n\n"]
     assert sum(looked_at) < 2 * 2_000_000
