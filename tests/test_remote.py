@@ -50,6 +50,17 @@ def test_a_stream_of_chat():
     assert server.way.api == "openai"
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_events_come_in_any_parts_with_other_ends_fields_and_comments(size):
+    event = json.dumps(chat_event(chat_entry(PAIR, ["caf\u00e9\u0085", "x"])), ensure_ascii=False)
+    head, tail = event.split(", ", 1)
+    lines = [": hello", "", "id: 1", "event: message", f"data:{head},", f"data: {tail}", "", "retry: 5", ""]
+    sent = "\r\n".join([*lines, f"data: {event}", "", "data:  [DONE] ", "", ""]).encode()
+    parts = [sent[i : i + size] for i in range(0, len(sent), size)]
+    with fake_server(chatting(lambda body: Answer(parts, kind="text/event-stream; charset=utf-8"))) as fake:
+        assert tokens(ask(fake)[0]) == [("caf\u00e9\u0085", (-0.1, -2.5))] * 2
+
+
 def test_text_completions_have_lists_and_objects():
     def answers(path, body):
         return path == "/v1/completions" and events(

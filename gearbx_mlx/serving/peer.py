@@ -71,28 +71,28 @@ def said_in(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
-# Server-sent events
+# Streams
 
-EVENT_END = re.compile(rb"\r?\n\r?\n")
+LINE_END, EVENT_END = re.compile(rb"\n"), re.compile(rb"\r?\n\r?\n")
 LONGEST_END = 4  # bytes
 BYTES = {"Content-Type": f"{EVENTS}; charset=latin-1"}  # in which each byte is a character
 
 
-def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
-    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`.
+def pieces_in(rest: bytearray, part: bytes, end: re.Pattern[bytes]) -> Iterator[bytes]:
+    """The lines or events that a part of a stream completes, each with its end; what has no end yet stays in `rest`.
 
-    httpx_sse does not keep the bytes of an event, nor comments, which the proxy sends on as they came.
+    httpx_sse keeps neither the bytes of an event nor comments, which the proxy sends on as they came.
     """
     searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
     rest += part
-    while found := EVENT_END.search(rest, searched):
+    while found := end.search(rest, searched):
         yield bytes(rest[: found.end()])
         del rest[: found.end()]
         searched = 0
 
 
 def data_of(event: bytes) -> bytes:
-    """The data of an event; nothing where it is a comment."""
+    """The data of an event; nothing where it is a comment, or has no end."""
     source = EventSource(httpx.Response(200, headers=BYTES, content=event))
     return "\n".join(found.data for found in source.iter_sse()).encode("latin-1").strip()
 

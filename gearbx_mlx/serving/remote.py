@@ -16,7 +16,7 @@ from msgspec import Struct
 from ..errors import GearbxError
 from ..files.reading import parse_json, parse_python_json, typed
 from . import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI, is_loopback
-from .peer import DONE, Peer, Reply, brief, data_of, events_in, hidden, parsed_url, said_in
+from .peer import DONE, EVENT_END, LINE_END, Peer, Reply, brief, data_of, hidden, parsed_url, pieces_in, said_in
 
 # What servers answer, as chunks of text with the log-probabilities of their tokens
 
@@ -297,21 +297,17 @@ def text_of(reply: Iterable[bytes]) -> str:
     return b"".join(reply).decode("utf-8", "replace")
 
 
-def lines_of(reply: Iterable[bytes]) -> Iterator[str]:
-    """The lines of an answer that are not empty, each as soon as it is there."""
-    rest = b""
-    for part in reply:
-        *lines, rest = (rest + part).split(b"\n")
-        yield from (line.decode("utf-8", "replace") for line in lines if line.strip())
-    if rest.strip():
-        yield rest.decode("utf-8", "replace")
-
-
-def events_of(reply: Iterable[bytes]) -> Iterator[str]:
-    """The data of the server-sent events of an answer."""
-    rest = bytearray()
-    for part in reply:
-        yield from (data.decode("utf-8", "replace") for data in map(data_of, events_in(rest, part)) if data)
+def texts_of(reply: Reply, lines: bool) -> Iterator[str]:
+    """The lines of an answer, or the data of its events, as soon as each is there; all of it where it has no events."""
+    if not (lines or reply.streams):
+        yield text_of(reply)
+        return
+    rest, end = bytearray(), LINE_END if lines else EVENT_END
+    pieces = (piece for part in reply for piece in pieces_in(rest, part, end))
+    for piece in chain(pieces, [rest]):  # the last line may have no end
+        data = bytes(piece) if lines else data_of(bytes(piece))
+        if data.strip():
+            yield data.decode("utf-8", "replace")
 
 
 def refusal(text: str) -> str:
@@ -382,12 +378,10 @@ class Way:
 
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
         """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
-        ollama, streamed = self.form == OLLAMA, reply.streams
+        ollama = self.form == OLLAMA
         kind, unit = (OllamaAnswer, "line") if ollama else (OpenAIAnswer, "event")
-        # Without events it is a whole answer, asked for or not; or a page.
-        parts = lines_of(reply) if ollama else events_of(reply) if streamed else [text_of(reply)]
-        finished = not (ollama or streamed)
-        for part in parts:
+        finished = not (ollama or reply.streams)
+        for part in texts_of(reply, ollama):
             if part.strip() == DONE:
                 return
             chunk = reply.parsed(part, lambda text: chunk_of(text, kind, self.asked))

@@ -15,7 +15,7 @@ import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..peer import DONE, JSON, Peer, Reply, brief, data_of, events_in, hidden, parsed_url, said_in
+from ..peer import DONE, EVENT_END, JSON, Peer, Reply, brief, data_of, hidden, parsed_url, pieces_in, said_in
 from ..web import Refused
 
 CONNECTIONS = 256  # as many as the proxy's own clients can be
@@ -157,7 +157,7 @@ class Upstream(Peer):
         """
         rest = bytearray()
         async for part in reply:
-            for raw in events_in(rest, part):
+            for raw in pieces_in(rest, part, EVENT_END):
                 event = self.event(reply, raw)
                 yield event
                 if event.chunk is not None or event.is_end:
