@@ -1,5 +1,6 @@
 """A server's streams that break or go wrong on their way through the proxy."""
 
+import itertools
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 from fake_server import Answer, answer, chat_entry, chat_event, events, fake_server, refused
 from proxies import CHAT, EASY, HARD, LINGERING, STREAM, SURE, always, chunks, error_of, good, proxy, word, written
 
+from gearbx_mlx.serving import peer
 from gearbx_mlx.serving.peer import EVENT_END, pieces_in
 
 
@@ -150,6 +152,16 @@ class TestStreamsThatHaveBegun:
         ):
             found = chunks(client.post(CHAT, json=EASY | {"stream": True}, timeout=5).text)[0]["gearbx"]
             assert "for 0.4 s" in found["reason"]
+
+
+@pytest.mark.parametrize("part", [b": ping\n\n", b"x"])
+def test_a_stream_of_too_many_bytes_without_a_chunk_is_a_failure(part, well, monkeypatch):
+    monkeypatch.setattr(peer, "LARGEST_EVENT", 1000)
+    endless = Answer(itertools.repeat(part * 50), kind=STREAM)
+    with fake_server(always(endless)) as small, proxy(small.url, well.url, thresholds="inf") as client:
+        got = client.post(CHAT, json=EASY | {"stream": True}).text
+        assert chunks(got)[0]["gearbx"]["reason"] == "the small server sends more than 1000 bytes"
+        assert written(got) == "W0 W1 W2 "
 
 
 def split(parts, end=EVENT_END):

@@ -1,5 +1,6 @@
 """Other servers as sources of tokens with log-probabilities: the requests, and how answers are read."""
 
+import itertools
 import json
 import math
 
@@ -21,6 +22,7 @@ from fake_server import (
 )
 
 from gearbx_mlx import GearbxError
+from gearbx_mlx.serving import peer
 from gearbx_mlx.serving.remote import Connection, Question, RemoteError, RemoteServer
 
 PAIR = [-0.1, -2.5]
@@ -279,6 +281,13 @@ def test_an_answer_in_place_of_a_stream_is_taken():
     whole = {"choices": [{"message": {"content": "t0"}, "logprobs": {"content": [chat_entry(PAIR)]}}]}
     with fake_server(chatting(lambda body: Answer([json.dumps(whole).encode()], kind=JSON))) as fake:
         assert tokens(ask(fake)[0]) == [("t0", (-0.1, -2.5))]
+
+
+def test_an_answer_without_an_end_is_one_of_too_many_bytes(monkeypatch):
+    monkeypatch.setattr(peer, "LARGEST_ANSWER", 1000)
+    endless = Answer(itertools.repeat(b"x" * 100), kind=JSON)
+    with fake_server(chatting(lambda body: endless)) as fake, pytest.raises(RemoteError, match="more than 1000 bytes"):
+        ask(fake)
 
 
 def test_a_key_is_sent_and_never_shown():

@@ -17,6 +17,7 @@ from httpx_sse import EventSource
 
 from ..errors import GearbxError, one_line
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
@@ -195,10 +196,10 @@ class Reply:
             raise self.peer.failed(f"sends more than {self.most} bytes")
         return part
 
-    def parsed(self, content: str | bytes, parse: Callable[[Any], T]) -> T:
-        """What `parse` makes of a part of the answer; its GearbxError becomes the peer's error."""
+    def parsed(self, content: S, parse: Callable[[S], T]) -> T:
+        """What `parse` makes of a part of the answer; the peer's error where that fails."""
         try:
             return parse(content)
-        except GearbxError as error:
+        except (GearbxError, UnicodeError) as error:
             what = f"answers {self.kind or 'something'} that is not an answer of this API ({error})"
             raise self.peer.failed(what) from error

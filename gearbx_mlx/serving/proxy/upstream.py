@@ -110,7 +110,7 @@ class Upstream(Peer):
 
     async def answer(self, reply: Reply) -> dict[str, Any]:
         """A whole answer. Raises Failed for anything else."""
-        answer = self.object_in(reply, await text_of(reply), parse_python_json)
+        answer = self.object_in(reply, await whole(reply), parse_python_json)
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
         return answer
@@ -143,7 +143,7 @@ class Upstream(Peer):
             return
         if status < 400:
             raise self.failed(f"redirects ({status}), which is not followed; give the address where it leads")
-        said = hidden(await text_of(reply), self.key)
+        said = hidden((await whole(reply)).decode("utf-8", "replace"), self.key)
         if status in NOT_OURS or status >= 500 or reply.kind == "text/html":
             raise self.failed(f"answers {status}" + (", so check its key" if status in NOT_OURS else ""))
         later = hidden(reply.response.headers.get("retry-after", ""), self.key)
@@ -173,9 +173,9 @@ class Upstream(Peer):
             raise self.failed("streams no answer")
         return Event(raw, chunk)
 
-    def object_in(self, reply: Reply, content: str | bytes, parse: Callable[[Any], Any]) -> dict[str, Any]:
+    def object_in(self, reply: Reply, content: bytes, parse: Callable[[str], Any]) -> dict[str, Any]:
         """The JSON object that a text is. Raises Failed for anything else, or one that reports an error."""
-        found = reply.parsed(content, parse)
+        found = reply.parsed(content, lambda content: parse(content.decode("utf-8")))
         if not isinstance(found, dict):
             raise self.failed("answers what is not a JSON object")
         if found.get("error") and not found.get("choices"):
@@ -189,7 +189,7 @@ class Upstream(Peer):
     async def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises Failed."""
         async with self.replying(self.base + "/models", timeout=HEALTH_PATIENCE) as reply:
-            content, status = await text_of(reply, HEALTH_PATIENCE), reply.response.status_code
+            content, status = await whole(reply, HEALTH_PATIENCE), reply.response.status_code
         if status != 200:
             raise Failed(f"the {self.name} server answers {status} where its models are", status)
         rows = self.object_in(reply, content, parse_python_json).get("data")
@@ -199,18 +199,18 @@ class Upstream(Peer):
         """Why the server is not well; None if it answers. One that has no /health, and says so, is well."""
         try:
             async with self.replying(self.base.removesuffix("/v1") + "/health", timeout=HEALTH_PATIENCE) as reply:
-                await text_of(reply, HEALTH_PATIENCE)
+                await whole(reply, HEALTH_PATIENCE)
         except Failed as error:
             return error.message
         status = reply.response.status_code
         return f"the {self.name} server answers {status}" if status >= 500 else None
 
 
-async def text_of(reply: Reply, seconds: float = math.inf) -> str:
+async def whole(reply: Reply, seconds: float = math.inf) -> bytes:
     """A whole answer, which may take so many seconds."""
     reply.patience = seconds
     reply.heard()
-    return b"".join([part async for part in reply]).decode("utf-8", "replace")
+    return b"".join([part async for part in reply])
 
 
 async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
