@@ -45,6 +45,7 @@ BAD = {
     "redirect": (always(answer({}, 302)), "redirects"),
     "cut": (always(Answer([b'{"choices": [{"mess'], length=400)), "short"),
     "no JSON": (always(Answer([b"{"])), "not JSON"),
+    "no UTF-8": (always(Answer([b'{"choices": [], "id": "\xff"}'])), "not an answer of this API"),
     "a list": (always(answer([1])), "not a JSON object"),
     "no choices": (always(answer({"choices": None})), "without choices"),
     "an error with 200": (

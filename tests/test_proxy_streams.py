@@ -1,5 +1,6 @@
 """A server's streams that break or go wrong on their way through the proxy."""
 
+import itertools
 import threading
 import time
 
@@ -7,7 +8,8 @@ import pytest
 from fake_server import Answer, answer, chat_entry, chat_event, events, fake_server, refused
 from proxies import CHAT, EASY, HARD, LINGERING, STREAM, SURE, always, chunks, error_of, good, proxy, word, written
 
-from gearbx_mlx.serving import remote
+from gearbx_mlx.serving import peer
+from gearbx_mlx.serving.peer import EVENT_END, pieces_in
 
 
 @pytest.fixture(scope="module")
@@ -152,24 +154,33 @@ class TestStreamsThatHaveBegun:
             assert "for 0.4 s" in found["reason"]
 
 
-def split(parts):
+@pytest.mark.parametrize("part", [b": ping\n\n", b"x"])
+def test_a_stream_of_too_many_bytes_without_a_chunk_is_a_failure(part, well, monkeypatch):
+    monkeypatch.setattr(peer, "LARGEST_EVENT", 1000)
+    endless = Answer(itertools.repeat(part * 50), kind=STREAM)
+    with fake_server(always(endless)) as small, proxy(small.url, well.url, thresholds="inf") as client:
+        got = client.post(CHAT, json=EASY | {"stream": True}).text
+        assert chunks(got)[0]["gearbx"]["reason"] == "the small server sends more than 1000 bytes"
+        assert written(got) == "W0 W1 W2 "
+
+
+def split(parts, end=EVENT_END):
     """The events of a stream that comes in these parts."""
     rest = bytearray()
-    return [event for part in parts for event in remote.events_in(rest, part)]
+    return [event for part in parts for event in pieces_in(rest, part, end)]
 
 
-def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length(monkeypatch):
+def test_a_long_event_in_small_parts_is_read_in_proportion_to_its_length():
     """The test counts the work: searching everything again at each part would read 2000 times as many bytes."""
-    looked_at, end = [], remote.EVENT_END
+    looked_at = []
 
     class Counting:
         def search(self, text, start):
             looked_at.append(len(text) - start)
-            return end.search(text, start)
+            return EVENT_END.search(text, start)
 
-    monkeypatch.setattr(remote, "EVENT_END", Counting())
     parts = [b"x" * 1000] * 2000
-    assert split([*parts, b"\n", b"\n", b"rest"]) == [b"".join(parts) + b"\n\n"]
+    assert split([*parts, b"\n", b"\n", b"rest"], Counting()) == [b"".join(parts) + b"\n\n"]
     assert sum(looked_at) < 2 * 2_000_000
 
 

@@ -1,5 +1,6 @@
 """Other servers as sources of tokens with log-probabilities: the requests, and how answers are read."""
 
+import itertools
 import json
 import math
 
@@ -21,6 +22,7 @@ from fake_server import (
 )
 
 from gearbx_mlx import GearbxError
+from gearbx_mlx.serving import peer
 from gearbx_mlx.serving.remote import Connection, Question, RemoteError, RemoteServer
 
 PAIR = [-0.1, -2.5]
@@ -48,6 +50,17 @@ def test_a_stream_of_chat():
     assert (body["stream"], body["logprobs"], body["top_logprobs"], body["max_tokens"]) == (True, True, 20, 7)
     assert (body["temperature"], body["chat_template_kwargs"], body["model"]) == (0.0, {"thinking": False}, "m")
     assert server.way.api == "openai"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_events_come_in_any_parts_with_other_ends_fields_and_comments(size):
+    event = json.dumps(chat_event(chat_entry(PAIR, ["caf\u00e9\u0085", "x"])), ensure_ascii=False)
+    head, tail = event.split(", ", 1)
+    lines = [": hello", "", "id: 1", "event: message", f"data:{head},", f"data: {tail}", "", "retry: 5", ""]
+    sent = "\r\n".join([*lines, f"data: {event}", "", "data:  [DONE] ", "", ""]).encode()
+    parts = [sent[i : i + size] for i in range(0, len(sent), size)]
+    with fake_server(chatting(lambda body: Answer(parts, kind="text/event-stream; charset=utf-8"))) as fake:
+        assert tokens(ask(fake)[0]) == [("caf\u00e9\u0085", (-0.1, -2.5))] * 2
 
 
 def test_text_completions_have_lists_and_objects():
@@ -268,6 +281,13 @@ def test_an_answer_in_place_of_a_stream_is_taken():
     whole = {"choices": [{"message": {"content": "t0"}, "logprobs": {"content": [chat_entry(PAIR)]}}]}
     with fake_server(chatting(lambda body: Answer([json.dumps(whole).encode()], kind=JSON))) as fake:
         assert tokens(ask(fake)[0]) == [("t0", (-0.1, -2.5))]
+
+
+def test_an_answer_without_an_end_is_one_of_too_many_bytes(monkeypatch):
+    monkeypatch.setattr(peer, "LARGEST_ANSWER", 1000)
+    endless = Answer(itertools.repeat(b"x" * 100), kind=JSON)
+    with fake_server(chatting(lambda body: endless)) as fake, pytest.raises(RemoteError, match="more than 1000 bytes"):
+        ask(fake)
 
 
 def test_a_key_is_sent_and_never_shown():

@@ -239,7 +239,7 @@ class RunThere(AnalyzedRun):
             return entropy_bounds(token.logprobs, self.vocab_size, rounding_of(token.logprobs), token.unlisted)
         except GearbxError as error:
             remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if that is right, use another server"
-            raise self.server.connection.error(f"{place}: {error}", remedy) from error
+            raise self.server.connection.failed(f"{place}: {error}", remedy) from error
 
     def summed_up(self) -> dict[str, Any]:
         """The object of summary.json."""
@@ -315,7 +315,7 @@ def tokens_of(server: RemoteServer, question: Question, max_tokens: int) -> Iter
     with contextlib.closing(server.answer(question, max_tokens)) as chunks:
         for chunk in chunks:
             if chunk.text and not chunk.tokens and not chunk.finished:
-                raise server.connection.error(f"gives no log-probabilities for {chunk.text!r}", "use another server")
+                raise server.connection.failed(f"gives no log-probabilities for {chunk.text!r}", "use another server")
             for token in chunk.tokens:
                 yield token
                 count += 1

@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import h11
@@ -38,8 +38,7 @@ class PatientProtocol(H11Protocol):
         self.wait(True, self.let_go)
         self.since = self.loop.time()
         if len(self.connections) > MOST_CONNECTIONS - ROOM:
-            idle = [each for each in self.connections if isinstance(each, PatientProtocol) and each.is_idle]
-            min(idle, key=lambda each: each.since).transport.close()
+            close_oldest(self.connections)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -108,6 +107,12 @@ class PatientProtocol(H11Protocol):
         body = json.dumps(refused.body()).encode()
         headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close"
         self.transport.write(f"HTTP/1.1 {refused.status_code} \r\n{headers}\r\n\r\n".encode() + body)
+
+
+def close_oldest(connections: Iterable[Any]) -> None:
+    """Close the connection that has been idle for the longest time."""
+    idle = [each for each in connections if isinstance(each, PatientProtocol) and each.is_idle]
+    min(idle, key=lambda each: each.since).transport.close()
 
 
 class Server:

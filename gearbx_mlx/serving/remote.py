@@ -4,105 +4,19 @@ A `Connection` makes requests; every way in which they fail is one line that nam
 how to ask a server for log-probabilities; which one it understands is found out with the first tokens of an answer.
 """
 
-import json
-import re
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import chain, islice, repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 from msgspec import Struct
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError
 from ..files.reading import parse_json, parse_python_json, typed
 from . import AUTO, DEFAULT_TIMEOUT, OLLAMA, OPENAI, is_loopback
-
-T = TypeVar("T")
-
-# What requests to other servers have in common: addresses, keys, and how they fail.
-
-HIDDEN = "***"
-SUCH_AS = "give one such as http://127.0.0.1:8080/v1"
-
-
-@contextmanager
-def failures(described: Callable[[Exception], Exception]) -> Iterator[None]:
-    """Turns what httpx raises inside into what `described` makes of it.
-
-    A UnicodeError is among it: of a name that no host can have.
-    """
-    try:
-        yield
-    except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
-        raise described(error) from error
-
-
-class Clock:
-    """Notices that nothing of worth has come for so many seconds."""
-
-    def __init__(self, seconds: float):
-        self.seconds, self._since = seconds, time.monotonic()
-
-    def heard(self) -> None:
-        """Something came: the time begins again."""
-        self._since = time.monotonic()
-
-    @property
-    def over(self) -> bool:
-        return time.monotonic() - self._since > self.seconds
-
-
-def hidden(text: str, key: str | None) -> str:
-    """The text without the key, which a server may repeat, also as JSON or a URL escapes it."""
-    return spellings(key).sub(HIDDEN, text) if key else text
-
-
-@cache
-def spellings(key: str) -> re.Pattern[str]:
-    """The ways to write a key of ASCII, each character as itself or escaped; JSON may stand inside JSON."""
-    ways = ((re.escape(char), f"{ord(char):02x}") for char in key)
-    return re.compile("".join(rf"(?:\\{{0,7}}{char}|(?i:\\{{1,7}}u00{code}|%{code}))" for char, code in ways))
-
-
-def brief(text: str) -> str:
-    """A server's words on one line, shortened."""
-    return " ".join(text.split())[:300]
-
-
-def said_in(error: Any) -> str:
-    """The words of OpenAI's error object, or of what stands in its place."""
-    return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def about_logprobs(status: int, said: str) -> bool:
-    """Whether a server refused a request for the number or the kind of its log-probabilities."""
-    return status in (400, 422) and any(word in said for word in ("logprobs", "n_probs"))
-
-
-def parsed_url(url: str, flag: str) -> httpx.URL:
-    """A server's URL, which has a host and a path alone.
-
-    Raises:
-        GearbxError: no such URL; without what may be a password.
-    """
-    url = url.strip()
-    shown = flag if set("@?#") & set(url) else f"{flag} {url[:100]!a}"
-    try:
-        parts = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}") from error
-    if parts.port is not None and not 0 < parts.port < 2**16:
-        raise GearbxError(f"{shown} is not a URL; {SUCH_AS}")
-    if parts.scheme not in ("http", "https") or not parts.host:
-        raise GearbxError(f"{shown} is not an http or https URL; {SUCH_AS}")
-    if set("?#\\ ") & set(url):
-        raise GearbxError(f"{shown} has more than an address and a path; {SUCH_AS}")
-    return parts
-
+from .peer import DONE, EVENT_END, LINE_END, Peer, Reply, brief, data_of, hidden, parsed_url, pieces_in, said_in
 
 # What servers answer, as chunks of text with the log-probabilities of their tokens
 
@@ -301,48 +215,20 @@ def descending(values: Iterable[float]) -> tuple[float, ...]:
 
 # Requests to a server
 
-EVENT_END = re.compile(rb"\r?\n\r?\n")
-LONGEST_END = 4  # bytes
-
-
-def events_in(rest: bytearray, part: bytes) -> Iterator[bytes]:
-    """The events that a part of a stream completes, each with its end; what has no end yet stays in `rest`."""
-    searched = max(0, len(rest) - LONGEST_END)  # what came before has no end
-    rest += part
-    while found := EVENT_END.search(rest, searched):
-        yield bytes(rest[: found.end()])
-        del rest[: found.end()]
-        searched = 0
-
-
-def data_of(event: bytes) -> bytes:
-    """The data of an event; nothing where it is a comment."""
-    return b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-
-
-LARGEST = 2**26  # bytes of one line, or of an answer that is not streamed
-BEGINNING = 2**16  # bytes that show what an answer is
-SENT = {"Content-Type": "application/json"}
-
 
 class RemoteError(GearbxError):
     """A server cannot be used: the message is one line with its URL and the remedy."""
 
 
 class RefusedError(RemoteError):
-    """A server answered with a status of 400 or more.
-
-    Attributes:
-        status: of HTTP.
-        reason: the server's words.
-    """
+    """A server answered with a `status` of 300 or more; `reason`: its words."""
 
     def __init__(self, message: str, status: int, reason: str):
         super().__init__(message)
         self.status, self.reason = status, reason
 
 
-class Connection:
+class Connection(Peer):
     """Requests to one server; a context that closes its sockets.
 
     Args:
@@ -354,15 +240,15 @@ class Connection:
         GearbxError: what is not a URL, or a key that no header can have.
     """
 
+    absent, silent = "no connection ({})", "no token for {:g} s"
+
     def __init__(self, url: str, api_key: str | None = None, timeout: float = DEFAULT_TIMEOUT):
         parts = parsed_url(url, "--server")
-        self.base = str(parts).rstrip("/")
-        self.shown = str(parts.copy_with(userinfo=b"")).rstrip("/")
-        self.api_key, self.timeout = api_key or "", timeout
-        if not (self.api_key.isascii() and self.api_key.isprintable()):
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise GearbxError("the API key has characters that no HTTP header can have; check it")
-        headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
-        self.client = httpx.Client(timeout=timeout, headers=headers, trust_env=not is_loopback(parts.host))
+        self.shown = str(parts.copy_with(userinfo=b"")).rstrip("/")
+        super().__init__(str(parts).rstrip("/"), api_key, timeout, timeout)
+        self.client = httpx.Client(**self.options, trust_env=not is_loopback(parts.host))
 
     def __enter__(self) -> "Connection":
         return self
@@ -376,111 +262,52 @@ class Connection:
         return self.base.removesuffix("/v1")
 
     @contextmanager
-    def opened(self, url: str, body: Mapping[str, Any] | None = None) -> Iterator["Reply"]:
+    def opened(self, url: str, body: Mapping[str, Any] | None = None) -> Iterator[Reply]:
         """The answer to a request: POST with a JSON body, or GET without one.
 
         Raises:
             RemoteError: no answer, or one that ends early; also while it is read inside.
-            RefusedError: a status of 400 or more.
+            RefusedError: a status of 300 or more.
         """
-        content = None if body is None else json.dumps(body).encode()  # ASCII: a name may have half of a surrogate pair
-        with (
-            failures(self.described),
-            self.client.stream("GET" if body is None else "POST", url, content=content, headers=SENT) as response,
-        ):
+        with self.failures(), self.client.stream(**self.request(url, body)) as response:
             reply = Reply(self, response)
             if response.status_code >= 300:
-                raise self.refused(response.status_code, reply)
+                raise self.refused(response.status_code, text_of(reply))
             yield reply
 
     def json(self, url: str, body: Mapping[str, Any] | None = None) -> Any:
         """The JSON that a request is answered with. Raises as `opened`, and RemoteError for what is not JSON."""
         with self.opened(url, body) as reply:
-            return reply.parsed(reply.text(), parse_json)
+            return reply.parsed(text_of(reply), parse_json)
 
-    def error(self, what: str, remedy: str = "check the address, which usually ends in /v1") -> RemoteError:
-        return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.api_key))
+    def failed(self, what: str, remedy: str = "check the address, which usually ends in /v1") -> RemoteError:
+        return RemoteError(hidden(f"{self.shown}: {what}; {remedy}", self.key))
 
-    def refused(self, status: int, reply: "Reply") -> RefusedError:
-        reason = refusal(hidden(reply.text(BEGINNING), self.api_key))
+    def refused(self, status: int, said: str) -> RefusedError:
+        """The error for a request that is refused with these words."""
+        reason = refusal(hidden(said, self.key))
         key = "give --server-api-key"
         remedies = {401: key, 403: key, 404: "check --server-model and the URL", 429: "wait, and ask for less"}
         remedy = remedies.get(status, "look at the server's log" if status >= 500 else "change what it refuses")
         return RefusedError(f"{self.shown}: answers {status} ({reason}); {remedy}", status, reason)
 
-    def described(self, error: Exception) -> RemoteError:
-        """Why a request came to nothing."""
-        start = "start the server, or check --server"
-        match error:
-            case httpx.ConnectTimeout():
-                return self.error(f"no connection within {self.timeout:g} s", start)
-            case httpx.TimeoutException():
-                return self.silent()
-            case httpx.ConnectError() | UnicodeError():
-                return self.error(f"no connection ({one_line(error)})", start)
-        return self.cut(one_line(error))
 
-    def silent(self) -> RemoteError:
-        return self.error(f"no token for {self.timeout:g} s", "give it more time with --server-timeout")
-
-    def cut(self, why: str) -> RemoteError:
-        return self.error(f"cut its answer short ({why})", "look at the server's log and run this again")
+def text_of(reply: Iterable[bytes]) -> str:
+    """A whole answer."""
+    return b"".join(reply).decode("utf-8", "replace")
 
 
-class Reply:
-    """An answer while it comes: its bytes, as long as there are tokens among them."""
-
-    def __init__(self, connection: Connection, response: httpx.Response):
-        self.connection, self.response = connection, response
-        self.kind = brief(response.headers.get("content-type", "")).partition(";")[0].lower()
-        self.clock, self.unheard = Clock(connection.timeout), 0
-
-    def heard(self) -> None:
-        """A token came: the time to wait begins again."""
-        self.clock.heard()
-        self.unheard = 0
-
-    def parts(self) -> Iterator[bytes]:
-        """The bytes as they come. Raises RemoteError where they come, but no token among them."""
-        for part in self.response.iter_bytes():
-            self.unheard += len(part)
-            if self.clock.over:
-                raise self.connection.silent()
-            if self.unheard > LARGEST:
-                raise self.connection.error(f"sends more than {LARGEST} bytes")
-            yield part
-
-    def text(self, most: int = LARGEST) -> str:
-        """The whole answer, or about so many bytes of it."""
-        found = bytearray()
-        for part in self.parts():
-            found += part
-            if len(found) >= most:
-                break
-        return found.decode("utf-8", "replace")
-
-    def lines(self) -> Iterator[str]:
-        """The lines of the answer that are not empty, each as soon as it is there."""
-        rest = b""
-        for part in self.parts():
-            *lines, rest = (rest + part).split(b"\n")
-            yield from (line.decode("utf-8", "replace") for line in lines if line.strip())
-        if rest.strip():
-            yield rest.decode("utf-8", "replace")
-
-    def events(self) -> Iterator[str]:
-        """The data of its server-sent events."""
-        rest = bytearray()
-        for part in self.parts():
-            yield from (data.decode("utf-8", "replace") for data in map(data_of, events_in(rest, part)) if data)
-
-    def parsed(self, text: str, parse: Callable[[str], T]) -> T:
-        """What `parse` makes of a part of the answer; a GearbxError of it becomes a RemoteError with the URL."""
-        try:
-            return parse(text)
-        except GearbxError as error:
-            what = f"answers {self.kind or 'something'} that is not an answer of this API ({error})"
-            raise self.connection.error(what) from error
+def texts_of(reply: Reply, lines: bool) -> Iterator[str]:
+    """The lines of an answer, or the data of its events, as soon as each is there; all of it where it has no events."""
+    if not (lines or reply.streams):
+        yield text_of(reply)
+        return
+    rest, end = bytearray(), LINE_END if lines else EVENT_END
+    pieces = (piece for part in reply for piece in pieces_in(rest, part, end))
+    for piece in chain(pieces, [rest]):  # the last line may have no end
+        data = bytes(piece) if lines else data_of(bytes(piece))
+        if data.strip():
+            yield data.decode("utf-8", "replace")
 
 
 def refusal(text: str) -> str:
@@ -495,7 +322,6 @@ def refusal(text: str) -> str:
 # How to ask for log-probabilities
 
 ASK = (20, 11, 10, 5, 1)  # OpenAI's most, mlx_lm.server's, and what others stop at
-DONE = "[DONE]"
 
 
 @dataclass(frozen=True)
@@ -552,19 +378,22 @@ class Way:
 
     def chunks(self, reply: Reply) -> Iterator[Chunk]:
         """The parts of an answer. Raises RemoteError for what is not an answer, or a stream without an end."""
-        ollama, streamed = self.form == OLLAMA, "event-stream" in reply.kind
+        ollama = self.form == OLLAMA
         kind, unit = (OllamaAnswer, "line") if ollama else (OpenAIAnswer, "event")
-        # Without events it is a whole answer, asked for or not; or a page.
-        parts = reply.lines() if ollama else reply.events() if streamed else [reply.text()]
-        finished = not (ollama or streamed)
-        for part in parts:
+        finished = not (ollama or reply.streams)
+        for part in texts_of(reply, ollama):
             if part.strip() == DONE:
                 return
             chunk = reply.parsed(part, lambda text: chunk_of(text, kind, self.asked))
             finished = finished or chunk.finished
             yield chunk
         if not finished:
-            raise reply.connection.cut(f"the stream ends without its last {unit}")
+            raise httpx.RemoteProtocolError(f"the stream ends without its last {unit}")
+
+
+def about_logprobs(status: int, said: str) -> bool:
+    """Whether a server refused a request for the number or the kind of its log-probabilities."""
+    return status in (400, 422) and any(word in said for word in ("logprobs", "n_probs"))
 
 
 def ways_to_ask(chat: bool, openai: bool = True, ollama: bool = False) -> list[Way]:
@@ -614,7 +443,7 @@ class RemoteServer:
             self.listed = {}
         if model is None and len(self.listed) != 1:
             shown = ", ".join(list(self.listed)[:10]) or "none"
-            raise connection.error(f"its models are {shown}", "name one with --server-model")
+            raise connection.failed(f"its models are {shown}", "name one with --server-model")
         self.model: str = next(iter(self.listed)) if model is None else model
         self.way: Way | None = None
 
@@ -647,7 +476,7 @@ class RemoteServer:
                 if not about_logprobs(error.status, error.reason):
                     raise
                 ways, words = others(ways), f" ({error.reason})"
-        raise self.connection.error(
+        raise self.connection.failed(
             f"gives no log-probabilities for {self.model}{words}", "start it with them, or use another server"
         )
 
@@ -687,7 +516,7 @@ def is_ollama(connection: Connection) -> bool:
     """Whether a server is Ollama, which says so at its root. Raises RemoteError if it is not there."""
     try:
         with connection.opened(connection.root + "/") as reply:
-            return "Ollama is running" in reply.text(BEGINNING)
+            return "Ollama is running" in text_of(reply)
     except RefusedError:
         return False
 

@@ -24,8 +24,9 @@ from ...files.reading import typed
 from ...routing.bounds import BoundedRouting, entropy_bounds, rounding_of
 from ...routing.gates import first_gear
 from ...routing.pair import LARGE, NAMES, SMALL, pair_gate, pair_monitor
-from ..remote import Clock, Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
-from .upstream import LARGEST_ANSWER, Declined, Event, Failed, Upstream
+from ..peer import LARGEST_ANSWER
+from ..remote import Logprobs, Way, about_logprobs, after_silence, others, tokens_of, ways_to_ask
+from .upstream import Declined, Event, Failed, Upstream
 
 CHAT, TEXT = "/chat/completions", "/completions"
 FORGET = 60.0  # seconds after which what a server could not do is tried again: it may be another one by then
@@ -351,7 +352,7 @@ class ProxyRoute:
             Failed: log-probabilities that no distribution has, too many events, no token for too long, a stream's end.
         """
         small, first = self.between.servers[SMALL], FirstTokens(self.between.rule, way.asked)
-        clock, size, seen = Clock(small.timeout), 0, 0
+        until, size, seen = time.monotonic() + small.timeout, 0, 0
         async for event in events:
             held.append(event)
             size += len(event.raw)
@@ -364,11 +365,11 @@ class ProxyRoute:
             if first.seen > seen:
                 self.between.proven.add((self.path, way))
                 seen = first.seen
-                clock.heard()
+                until = time.monotonic() + small.timeout
             if event.is_end or first.finish is not None or first.complete:
                 return self.by(first)
-            if clock.over:
-                raise small.failed(f"sent no token for {clock.seconds:g} s")
+            if time.monotonic() > until:
+                raise small.failed(f"sent no token for {small.timeout:g} s")
             if size > LARGEST_ANSWER:
                 raise small.failed(f"sends more than {LARGEST_ANSWER} bytes before its first tokens are there")
         raise small.failed("cut its stream short")

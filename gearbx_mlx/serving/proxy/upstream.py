@@ -8,22 +8,19 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
 from ...errors import GearbxError
 from ...files.reading import parse_json, parse_python_json
-from ..remote import Clock, brief, data_of, events_in, failures, hidden, parsed_url, said_in
+from ..peer import DONE, EVENT_END, JSON, Peer, Reply, brief, data_of, hidden, parsed_url, pieces_in, said_in
 from ..web import Refused
 
-LARGEST_ANSWER, LARGEST_EVENT = 2**26, 2**24  # bytes
 CONNECTIONS = 256  # as many as the proxy's own clients can be
 NOT_OURS = (401, 403, 407)  # the proxy's key is wrong, which a client cannot mend
 HEALTH_PATIENCE = 2.0  # seconds
-EVENTS, JSON = "text/event-stream", "application/json"
-DONE = b"[DONE]"
 
 
 class Failed(Refused):
@@ -72,34 +69,30 @@ class Event:
     is_end: bool = False
 
 
-@dataclass(eq=False)
-class Upstream:
+class Upstream(Peer):
     """Requests to a server, over connections that are kept open; those whose client leaves are cancelled.
 
-    name: "small" or "large". base: URL of the API, up to /v1. model: its name for the server; None: as clients say.
-    key: sent as a bearer token. connect_timeout, timeout: seconds for the connection, and between two bytes. software:
-    what the server calls itself, lower case; "" before its first answer.
+    Args:
+        name: "small" or "large".
+        base: URL of the API, up to /v1.
+        model: its name for the server; None: as clients say.
+        key, connect_timeout, timeout: as a Peer's.
+
+    software: what the server calls itself, lower case; "" before its first answer.
     """
 
-    name: str
-    base: str
-    model: str | None
-    key: str | None = field(repr=False)
-    connect_timeout: float
-    timeout: float
-    software: str = ""
+    absent, silent = "is not there (no connection)", "sent nothing for {:g} s"
 
-    def __post_init__(self) -> None:
-        headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx"}
-        if self.key:
-            headers["Authorization"] = f"Bearer {self.key}"
+    def __init__(
+        self, name: str, base: str, model: str | None, key: str | None, connect_timeout: float, timeout: float
+    ):
+        super().__init__(base, key, connect_timeout, timeout)
+        self.name, self.model, self.software = name, model, ""
         self.client = httpx.AsyncClient(
-            headers=headers,
-            timeout=httpx.Timeout(self.timeout, connect=self.connect_timeout),
+            **self.options,
             limits=httpx.Limits(max_connections=CONNECTIONS, max_keepalive_connections=CONNECTIONS),
             verify=httpx.create_ssl_context(trust_env=False),
             trust_env=False,
-            follow_redirects=False,
         )
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,12 +105,12 @@ class Upstream:
             Failed: no answer, or no JSON object with choices.
             Declined: the server refuses the request.
         """
-        async with self.opened(path, body) as response:
-            return self.answer(await self.whole(response))
+        async with self.opened(path, body) as reply:
+            return await self.answer(reply)
 
-    def answer(self, content: bytes) -> dict[str, Any]:
+    async def answer(self, reply: Reply) -> dict[str, Any]:
         """A whole answer. Raises Failed for anything else."""
-        answer = self.parsed(content, parse_python_json, "answers")
+        answer = self.object_in(reply, await whole(reply), parse_python_json)
         if not isinstance(answer.get("choices"), list):
             raise self.failed("answers without choices")
         return answer
@@ -125,134 +118,99 @@ class Upstream:
     @asynccontextmanager
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[Event]]:
         """The server-sent events of an answer, each as soon as it is there, or of a whole one. Raises as `ask`."""
-        async with self.opened(path, body) as response:
-            streams = kind_of(response) == EVENTS
-            yield self.split(response) if streams else as_events(self.answer(await self.whole(response)))
+        async with self.opened(path, body) as reply:
+            yield self.split(reply) if reply.streams else as_events(await self.answer(reply))
 
     @asynccontextmanager
-    async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
-        sent = {**body, "model": self.model} if self.model else body
-        content = json.dumps(sent).encode()  # as ASCII: a text may contain half of a surrogate pair
-        request = self.client.stream("POST", self.base + path, content=content, headers={"Content-Type": JSON})
-        with failures(self.described):
-            async with request as response:
-                await self.check(response)
-                yield response
+    async def opened(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Reply]:
+        """The answer to a request, which is not refused."""
+        async with self.replying(self.base + path, {**body, "model": self.model} if self.model else body) as reply:
+            await self.check(reply)
+            yield reply
 
-    async def check(self, response: httpx.Response) -> None:
+    @asynccontextmanager
+    async def replying(self, url: str, body: Mapping[str, Any] | None = None, **options: Any) -> AsyncIterator[Reply]:
+        """The answer to a request, of whatever status."""
+        with self.failures():
+            async with self.client.stream(**self.request(url, body), **options) as response:
+                self.software = response.headers.get("server", "").lower()
+                yield Reply(self, response)
+
+    async def check(self, reply: Reply) -> None:
         """Raises Failed or Declined for what is not an answer."""
-        status = response.status_code
-        self.software = response.headers.get("server", "").lower()
+        status = reply.response.status_code
         if status < 300:
             return
         if status < 400:
             raise self.failed(f"redirects ({status}), which is not followed; give the address where it leads")
-        content = await self.whole(response)
-        if status in NOT_OURS or status >= 500 or kind_of(response) == "text/html":
+        said = hidden((await whole(reply)).decode("utf-8", "replace"), self.key)
+        if status in NOT_OURS or status >= 500 or reply.kind == "text/html":
             raise self.failed(f"answers {status}" + (", so check its key" if status in NOT_OURS else ""))
-        said = hidden(content.decode("utf-8", "replace"), self.key)
-        later = hidden(response.headers.get("retry-after", ""), self.key)
+        later = hidden(reply.response.headers.get("retry-after", ""), self.key)
         raise Declined(status, said, later if later.isascii() and later.isprintable() else "")
 
-    async def parts(self, response: httpx.Response) -> AsyncIterator[bytes]:
-        """The bytes of an answer as they come. Raises Failed where they end early."""
-        with failures(self.described):
-            async for part in response.aiter_raw():
-                yield part
-
-    async def whole(self, response: httpx.Response, seconds: float = math.inf) -> bytes:
-        content, clock = bytearray(), Clock(seconds)
-        async for part in self.parts(response):
-            if clock.over:
-                raise self.failed(f"takes more than {seconds:g} s")
-            content += part
-            if len(content) > LARGEST_ANSWER:
-                raise self.failed(f"sends more than {LARGEST_ANSWER} bytes")
-        return bytes(content)
-
-    async def split(self, response: httpx.Response) -> AsyncIterator[Event]:
+    async def split(self, reply: Reply) -> AsyncIterator[Event]:
         """The events of a stream; what has no blank line at its end when the stream ends is dropped.
 
         Raises:
             Failed: an event does not belong to this API or is too long, or only comments came in time.
         """
-        clock, rest, comments = Clock(self.timeout), bytearray(), 0
-        async for part in self.parts(response):
-            if clock.over:
-                raise self.failed(f"sent no data for {clock.seconds:g} s")
-            for raw in events_in(rest, part):
-                event = self.event(raw)
+        rest = bytearray()
+        async for part in reply:
+            for raw in pieces_in(rest, part, EVENT_END):
+                event = self.event(reply, raw)
                 yield event
-                comments += len(raw)
                 if event.chunk is not None or event.is_end:
-                    clock.heard()
-                    comments = 0
-            if max(comments, len(rest)) > LARGEST_EVENT:
-                raise self.failed(f"sends an event of more than {LARGEST_EVENT} bytes")
+                    reply.heard()
 
-    def event(self, raw: bytes) -> Event:
+    def event(self, reply: Reply, raw: bytes) -> Event:
         """An event by its bytes. Raises Failed for one that reports an error, or has no chunk."""
         data = data_of(raw)
-        if not data or data == DONE:
-            return Event(raw, is_end=data == DONE)
-        chunk = self.parsed(data, parse_json, "streams")
+        if not data or data == DONE.encode():
+            return Event(raw, is_end=bool(data))
+        chunk = self.object_in(reply, data, parse_json)
         if "choices" not in chunk:
             raise self.failed("streams no answer")
         return Event(raw, chunk)
 
-    def parsed(self, content: bytes, parse: Callable[[str], Any], does: str) -> dict[str, Any]:
-        """Raises Failed for what is not a JSON object, or one that reports an error."""
-        try:
-            found = parse(content.decode("utf-8"))
-        except (GearbxError, UnicodeError) as error:
-            raise self.failed(f"{does} what is not JSON") from error
+    def object_in(self, reply: Reply, content: bytes, parse: Callable[[str], Any]) -> dict[str, Any]:
+        """The JSON object that a text is. Raises Failed for anything else, or one that reports an error."""
+        found = reply.parsed(content, lambda content: parse(content.decode("utf-8")))
         if not isinstance(found, dict):
-            raise self.failed(f"{does} what is not a JSON object")
+            raise self.failed("answers what is not a JSON object")
         if found.get("error") and not found.get("choices"):
             raise self.failed(f"reports an error: {brief(hidden(said_in(found['error']), self.key))}")
         return found
 
-    def failed(self, why: str) -> Failed:
-        return Failed(f"the {self.name} server {why}")
-
-    def described(self, error: Exception) -> Failed:
-        """Why a request came to nothing."""
-        match error:
-            case httpx.ConnectTimeout():
-                return self.failed(f"takes no connection within {self.connect_timeout:g} s")
-            case httpx.TimeoutException():
-                return self.failed(f"sent nothing for {self.timeout:g} s")
-            case httpx.ConnectError() | UnicodeError():
-                return self.failed("is not there (no connection)")
-        return self.failed(f"cut its answer short ({type(error).__name__})")
+    def failed(self, what: str, remedy: str = "") -> Failed:
+        """The error for the client, which can mend nothing."""
+        return Failed(hidden(f"the {self.name} server {what}", self.key))
 
     async def models(self) -> list[dict[str, Any]]:
         """The models that the server lists. Raises Failed."""
-        status, content = await self.get(self.base + "/models")
+        async with self.replying(self.base + "/models", timeout=HEALTH_PATIENCE) as reply:
+            content, status = await whole(reply, HEALTH_PATIENCE), reply.response.status_code
         if status != 200:
             raise Failed(f"the {self.name} server answers {status} where its models are", status)
-        rows = self.parsed(content, parse_python_json, "answers").get("data")
+        rows = self.object_in(reply, content, parse_python_json).get("data")
         return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
     async def why_not_well(self) -> str | None:
         """Why the server is not well; None if it answers. One that has no /health, and says so, is well."""
         try:
-            status, _ = await self.get(self.base.removesuffix("/v1") + "/health")
+            async with self.replying(self.base.removesuffix("/v1") + "/health", timeout=HEALTH_PATIENCE) as reply:
+                await whole(reply, HEALTH_PATIENCE)
         except Failed as error:
             return error.message
+        status = reply.response.status_code
         return f"the {self.name} server answers {status}" if status >= 500 else None
 
-    async def get(self, url: str) -> tuple[int, bytes]:
-        """Status and content. Raises Failed."""
-        with failures(self.described):
-            async with self.client.stream("GET", url, timeout=HEALTH_PATIENCE) as response:
-                self.software = response.headers.get("server", "").lower()
-                return response.status_code, await self.whole(response, HEALTH_PATIENCE)
 
-
-def kind_of(response: httpx.Response) -> str:
-    """The media type of an answer."""
-    return str(response.headers.get("content-type", "")).partition(";")[0].strip().lower()
+async def whole(reply: Reply, seconds: float = math.inf) -> bytes:
+    """A whole answer, which may take so many seconds."""
+    reply.patience = seconds
+    reply.heard()
+    return b"".join([part async for part in reply])
 
 
 async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
@@ -261,7 +219,7 @@ async def as_events(answer: dict[str, Any]) -> AsyncIterator[Event]:
     streamed = [{"delta" if name == "message" else name: value for name, value in one.items()} for one in choices]
     chunk = answer | {"choices": streamed}
     yield Event(b"data: " + json.dumps(chunk).encode() + b"\n\n", chunk)
-    yield Event(b"data: " + DONE + b"\n\n", is_end=True)
+    yield Event(f"data: {DONE}\n\n".encode(), is_end=True)
 
 
 def checked_url(url: str, flag: str) -> str:
