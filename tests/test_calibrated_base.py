@@ -1,5 +1,7 @@
 """A calibrated base: codes of the lowest gear, chosen for the inputs of its layers; the original keeps every bit."""
 
+import json
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -368,3 +370,22 @@ def test_a_converted_base_agrees_more_often_and_restores(cache, tmp_path):
         Gearbox(model).shift("low")
         divergences.append(float((mx.argmax(model(mx.array([text])), axis=-1) != wanted).mean()))
     assert divergences[1] <= divergences[0]
+
+
+@pytest.mark.slow
+def test_a_base_that_is_kept_changes_no_measurement(command, cache, tmp_path):
+    """Mode lossless takes it without being asked, whose text is the top gear's; what measures the low gear does not."""
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time a little fox lived in a wood. It had three friends and a red hat.\n" * 24)
+    gears = "--gears", "4,16", "--format", "planes"
+    reports = []
+    for name in ("before", "after"):
+        out = tmp_path / name
+        flags = "--data", text, "--context", 32, "--tokens", 24, "--policy", "static", "--out", out
+        done = command("evaluate", *gears, *flags)
+        assert done.status == 0, done.err
+        reports.append(json.loads((out / "evaluation.json").read_text())["policies"])
+        calibrated = command("generate", *gears, "-p", "Once", "-m", 2, "--calibrate-base", text)
+        assert calibrated.status == 0, calibrated.err
+    assert reports[0] == reports[1]
+    assert "calibrated earlier" in command("generate", *gears, "-p", "Once", "-m", 2).err

@@ -216,6 +216,7 @@ def resolve_gears(
         cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
         controller=controller,
         asked=layout,
+        mode=ModeChoice(STATIC),  # what measures gears takes no base that happens to be kept
     )
 
 
