@@ -142,6 +142,7 @@ class TestGenerate:
         assert "\x1b" not in plain.out
         assert "\x1b[38;2;" in tinted.out
 
+    @pytest.mark.slow
     def test_a_quantized_checkpoint_can_be_watched_alone(self, command, four_bit, tmp_path):
         command("generate", "--model", four_bit, "-m", 30, "--summary", tmp_path / "s.json", "--telemetry-only")
         summary = read_json(tmp_path / "s.json")

@@ -125,6 +125,7 @@ def test_a_wrong_flag_is_an_error(flags, said, monkeypatch):
         llama_cpp.compare_llama_cpp(**flags)
 
 
+@pytest.mark.processes
 def test_a_missing_package_is_one_line(tmp_path):
     code = "import sys; sys.modules['llama_cpp'] = None; sys.argv = ['x', 'compare-llama-cpp', '--json', sys.argv[1]]\n"
     code += "from research.__main__ import main; main()"

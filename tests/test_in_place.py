@@ -98,7 +98,7 @@ def test_so_they_do_in_every_ladder(ladder, native):
     same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
 def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):
@@ -196,7 +196,7 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
     assert not mx.array_equal(model(PROMPT), stock)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "6"), (5, "5")])
 def test_lossless_has_a_lower_gear_where_its_drafts_pay(command, tmp_path, bits, ladder):
     mlx_lm.convert(str(DEMO_MODEL), str(tmp_path / "model"), quantize=True, q_bits=bits, q_group_size=32)

@@ -45,7 +45,7 @@ def long(demo) -> list[int]:
     return tokens
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("ladder", ["16", "4,16", "4,8,16", "4,8", "8"])
 def test_lossless_writes_the_text_of_both_top_gears(demo, gearbox, long, ladder):
     alone = text(gearbox, demo.tokenizer, long, Static(), 12, kv_gears=ladder)

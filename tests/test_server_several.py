@@ -97,6 +97,7 @@ def test_a_stream_has_the_same_texts(client, path, body):
     assert [sum(report["gear_tokens"].values()) for report in reports] == [chunks[-1]["usage"]["completion_tokens"]]
 
 
+@pytest.mark.slow
 def test_more_texts_than_are_in_the_making_at_once():
     with served(gears="16", decode_concurrency=2, log_level="ERROR") as client:
         whole = complete(client, n=5, **WARM)

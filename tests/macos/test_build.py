@@ -20,7 +20,7 @@ pytestmark = pytest.mark.native
 
 NOT_CHECKED = "macOS WAS NOT CHECKED"
 MACOS = 1  # as Mach-O numbers systems
-QUICK = ["-O0", "-g0"]  # what nothing runs, need not be fast
+QUICK = ["-O0", "-g0", "-fno-sanitize=undefined"]  # what nothing runs, need not be fast, or check itself as zig has it
 # zig would compile its own C++ library, which takes it a minute. A Mac has one.
 WITHOUT_STANDARD = ["-nostdlib++"]
 STANDARD = re.compile(r"__Z(NK?|TI|TV)?(N?St|N10__cxxabiv1|n[aw]|d[al])|___(cxa|gxx)_")  # names in that library
