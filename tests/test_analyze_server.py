@@ -252,6 +252,7 @@ def test_a_server_that_stalls_in_the_midst(asked):
     assert "no token for 0.4 s" in errors(result)[0]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("noise", [b": ping\n\n", b"x", b'data: {"choices": []}\n\n'])
 def test_a_server_that_sends_and_sends_and_no_token_among_it(asked, noise):
     endless = Answer(slowly(itertools.repeat(noise), 0.02), kind=EVENTS)

@@ -235,6 +235,7 @@ class TestCache:
             assert found.held_back == made.held_back == TEXTS[::4]
             assert all(mx.array_equal(found.layers[p].weights[0], made.layers[p].weights[0]) for p in made.layers)
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize("change", [{"format": "planes"}, {"ladder": (3, 16)}, {"group_size": 64}, {"seed": 1}])
     def test_nothing_is_found_for_anything_else(self, model, cache, change):
         own = {"format": "exact", "ladder": (4, 16), "group_size": GROUP, "seed": 0}

@@ -438,6 +438,7 @@ class TestWhatToDoNext:
         result = command(name, *arguments, "-p", "Once", "-m", 2)
         assert result.status == 0, result.err
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         ("flags", "name"),
         [
@@ -454,6 +455,7 @@ class TestWhatToDoNext:
         assert sys.argv[0] == name
         import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings()
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "flags",
         [
@@ -511,18 +513,21 @@ class TestWhatToDoNext:
     def test_after_convert(self, command, tmp_path):
         self.run_next(command, command("convert", "--mlx-path", tmp_path / "out", "--gears", "3,16").err)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("mode", ["route", "lossless", "kickdown"])
     def test_after_calibrate(self, command, tmp_path, mode):
         out = tmp_path / "file with a space.json"
         shared = ["--num-prompts", 1, "-m", 12, "--out", out]
         self.run_next(command, command("calibrate", "--mode", mode, "--gears", "4,16", *shared).err)
 
+    @pytest.mark.slow
     def test_after_evaluate(self, command, tmp_path):
         text = tmp_path / "text.txt"
         text.write_text("Once upon a time there was a king who had three sons. " * 20)
         shared = ["--tokens", 20, "--context", 16, "--policy", "static", "--gears", "4,16"]
         self.run_next(command, command("evaluate", "--data", text, "--out", tmp_path / "out", *shared).err)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("gears", ["4,8,16", "4,16"])
     def test_after_sensitivity_and_allocate(self, command, tmp_path, monkeypatch, gears):
         monkeypatch.chdir(tmp_path)

@@ -258,6 +258,7 @@ class TestCommands:
             assert done.status == 0, done.err
             assert json.loads(out.read_text())["gears"][-1] == 16
 
+    @pytest.mark.slow
     def test_the_hub_is_asked_for_the_gears_too(self, geared, monkeypatch):
         asked = {}
 

@@ -63,6 +63,7 @@ class TestLoading:
         mx.save_safetensors(str(geared / "model.safetensors"), model | {name: model[name] * 1.01})
         self.refused(geared, "model.safetensors: changed since the gears beside it were made")
 
+    @pytest.mark.slow
     def test_a_base_that_is_gone(self, geared):
         (geared / "model.safetensors").rename(geared / "model-00001-of-00001.safetensors")
         self.refused(geared, "model.safetensors: missing")
@@ -136,6 +137,7 @@ class TestConverting:
         assert contents(out) == contents(whole)
         assert contents(DEMO_MODEL) == before
 
+    @pytest.mark.some(1)
     @pytest.mark.parametrize("after", [0, 1, 30])
     def test_a_disk_that_fills_up(self, whole, tmp_path, command, monkeypatch, after):
         flushes, flush = iter(range(after)), journal.TensorFile.flush

@@ -111,7 +111,7 @@ class TestEveryFormat:
         assert str(directory) in message
         assert len(message) < 1000
 
-    @pytest.mark.some(16)
+    @pytest.mark.some(5)
     @pytest.mark.parametrize("other", FORMATS)
     def test_another_format(self, checkpoints, tmp_path, format, other):
         directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))

@@ -275,6 +275,7 @@ class TestRouting:
 
 
 class TestTelemetryOnly:
+    @pytest.mark.slow
     def test_is_chosen_for_a_quantized_model_and_touches_no_module(self, fresh_demo):
         nn.quantize(fresh_demo.model, 64, 4)
         modules = dict(fresh_demo.model.named_modules())

@@ -234,6 +234,7 @@ class TestAFullDisk:
         session.EvaluationSession(tmp_path, {"model": "a"})
         assert [file.name for file in (tmp_path / "recordings").iterdir()] == ["static-4.npz"]
 
+    @pytest.mark.some(1)
     @pytest.mark.parametrize("name", ["route", "target", "final numbers"])
     def test_a_command_goes_on_when_there_is_room(self, command, flags, tmp_path, monkeypatch, name):
         once, out, add = tmp_path / "once", tmp_path / "out", Journal.add

@@ -91,6 +91,7 @@ def test_native_kernels_compute_the_same_weights(group_size, dtype, native):
     same_weights(8, "4,8", group_size, dtype)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     "ladder", ["2,8", "3,8", "5,8", "6,8", "3,5,8", "4,5,6,8", "2,6", "3,6", "4,6", "5,6", "2,5", "4,5"]
 )
@@ -149,6 +150,7 @@ def same_weights(bits, ladder, group_size, dtype):
         assert mx.array_equal(dense_weight(module), mx.dequantize(codes, *wide, group_size, bits))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_lossless_writes_the_text_of_static(kernels, architecture, request):
@@ -313,7 +315,7 @@ QUIET = "--ignore-chat-template", "-m", 6
 MODES = "lossless", "route", "kickdown", "static", "telemetry-only"
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
     flags = "--mode", mode, "-p", "Once upon a time", "--summary", tmp_path / "s.json", "--kernels", "mlx"
@@ -328,7 +330,7 @@ def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
         assert expected in done.out
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "kickdown"])
 def test_batches_in_every_mode(eight_bits, mode):
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
@@ -344,7 +346,7 @@ def test_batches_in_every_mode(eight_bits, mode):
         assert together.texts == alone
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_chat_in_every_mode(eight_bits, mode, capsys):
     with chat(model=str(eight_bits / "model"), mode=mode, max_tokens=6) as session:
@@ -361,7 +363,7 @@ def test_chat_in_every_mode(eight_bits, mode, capsys):
             assert "low 100%" in capsys.readouterr().err
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_server_in_every_mode(eight_bits, mode):
     with served(model=str(eight_bits / "model"), mode=mode, log_level="ERROR") as client:

@@ -46,6 +46,7 @@ def tokens_of(done):
 
 
 class TestTexts:
+    @pytest.mark.some(1)
     @pytest.mark.parametrize("length", [1, 4, 15])
     def test_are_those_of_the_top_gear_alone(self, demo, geared_demo, texts, length):
         done = together(geared_demo, demo.tokenizer, mode=Lossless(draft_length=length))

@@ -60,6 +60,7 @@ class TestDtype:
 
 
 class TestResidency:
+    @pytest.mark.some(1)
     @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
     def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
         gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL, kernels="mlx")

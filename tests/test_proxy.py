@@ -52,6 +52,7 @@ def asked(fake, path=CHAT) -> list[dict]:
     return [body for where, body in fake.requests if where == path]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     ("tops", "server", "why"),

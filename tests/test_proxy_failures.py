@@ -102,6 +102,7 @@ class TestOneServerFails:
         assert "sk-secret" not in got.text
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("logprobs", [(0.5, -1.0), (math.log(0.9), math.log(0.8)), ("x",), (-1.0, None, [])])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_impossible_logprobs_are_a_failure_of_the_small_server(logprobs, streamed, well):

@@ -65,6 +65,7 @@ class TestOtherPaths:
             assert client.get("/health").status_code == 200
             assert client.post(CHAT, json=EASY, headers={"Authorization": "Bearer secret"}).status_code == 200
 
+    @pytest.mark.some(2)
     @pytest.mark.parametrize(
         "body",
         [

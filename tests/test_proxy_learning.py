@@ -43,6 +43,7 @@ def large():
         yield fake
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize(
     "said", [{"tool_calls": [{"index": 0}]}, {"reasoning_content": "Hm"}], ids=["calls", "thoughts"]

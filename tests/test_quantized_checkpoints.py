@@ -103,6 +103,7 @@ def run(model):
     return model(DATA[:1, :6])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_is_the_low_gear(made, name):
     quantized, _ = gearbx_mlx.load(made / name)
@@ -169,6 +170,7 @@ class TestNoLowGear:
         assert "is not quantized" in refused.err
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", MAKERS)
 def test_it_takes_turns_with_the_original(made, name):
     large, tokenizer = gearbx_mlx.load(made / "original")

@@ -225,7 +225,7 @@ def test_models_and_health(client):
     assert client.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_work_stops_when_the_client_goes_away(client, gearbx, stream):

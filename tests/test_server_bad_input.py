@@ -61,7 +61,7 @@ BODIES = {
 }
 
 
-@pytest.mark.some(15)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("path", BOTH)
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in BODIES for value in BODIES[field]])
 def test_a_field_that_is_wrong_is_named(client, path, field, value):
@@ -193,6 +193,7 @@ def test_a_client_that_sends_slowly_is_let_go(client):
     assert b" 408 " in raw(client, slow_body)
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
@@ -242,7 +243,7 @@ def test_every_record_is_escaped_with_its_traceback():
     assert all(line.startswith("  ") for line in others)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("key", ["sch\u00fcssel", "voil\u00e0", "\u00c5ngstr\u00f6m\u00c5", "\u93587"])
 def test_a_key_may_have_any_letters(key):
     with served(gears="16", api_key=key, log_level="ERROR") as client:

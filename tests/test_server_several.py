@@ -55,6 +55,7 @@ def test_a_prompt_of_several_texts_counts_once(client):
     assert three["total_tokens"] == three["prompt_tokens"] + three["completion_tokens"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("gearbx", MODES, ids=str)
 def test_every_prompt_of_a_list_gets_what_it_gets_alone(client, gearbx):
     alone = [complete(client, prompt, gearbx=gearbx) for prompt in PROMPTS]

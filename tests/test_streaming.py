@@ -124,7 +124,7 @@ class TestTheSameAsResident:
         for _ in range(3):
             assert mx.array_equal(logits(streamed), logits(kept)).item()
 
-    @pytest.mark.some(2)
+    @pytest.mark.some(1)
     @pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
     def test_texts(self, checkpoint, mode):
         path = checkpoint()
