@@ -10,7 +10,7 @@ from test_bad_input import assert_refused
 
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
-from gearbx_mlx.bit_selection.sensitivity import ExactSensitivity, first_order, intercepted
+from gearbx_mlx.bit_selection.sensitivity import Cost, ExactSensitivity, first_order, intercepted
 from gearbx_mlx.evaluation.session import Journal
 
 BITS = (3, 8)
@@ -277,3 +277,8 @@ class TestBadInput:
         words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
         assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
         assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
+
+
+def test_what_was_computed_is_a_share_of_passes_that_compute_everything():
+    cost = Cost(blocks=1.5, calls=2, multiplications=30, full_blocks=3, full_calls=8, full_multiplications=40)
+    assert cost.shares() == {"blocks": 0.5, "layer_calls": 0.25, "multiplications": 0.75}
