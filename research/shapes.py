@@ -10,6 +10,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
+from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.draft_trials import GearRecord, draft_times, record_agreement
 from gearbx_mlx.kernels.dispatch import on_cpu
 from gearbx_mlx.routing.acceptance import (
@@ -91,7 +92,8 @@ def larger_shapes(
         context: Tokens in the KV cache before a pass.
         drafts: A file for SmolLM2's drafts: recorded where it is missing, read where it is there.
     """
-    known = {}
+    known, every = {}, SHAPES | LARGE
+    check_choice("shapes", shapes, tuple(every))
     if drafts is not None and drafts.exists():
         known = msgspec.json.decode(drafts.read_bytes(), type=dict[str, Drafts])
     else:
@@ -102,7 +104,7 @@ def larger_shapes(
             drafts.write_bytes(msgspec.json.encode(known))
     rows, figures = [], []
     for shape in shapes:
-        box = Gearbox(random_model(COMMON | dict(zip(FIELDS, (SHAPES | LARGE)[shape]))), gears, kernels="native")
+        box = Gearbox(random_model(COMMON | dict(zip(FIELDS, every[shape]))), gears, kernels="native")
         times = draft_times(box, box.ladder.top, box.ladder[0], context, known["nearest codes"], LearnedAgreement())
         costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
         faster = [times.alone / predicted_cost(each, LearnedAgreement(), costs) for each in known.values()]

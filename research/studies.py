@@ -79,8 +79,18 @@ def study(*pages: str, writes: str = "", minutes: float = 1) -> Callable[[Callab
 
 
 def load_all() -> None:
-    for name in MODULES:
-        import_module(f"research.{name}")
+    for module in MODULES:
+        import_module(f"research.{module}")
+
+
+def load(name: str) -> None:
+    """Import the module that has a study, and not what others need; all modules where none has it."""
+    declared = f"\ndef {name.replace('-', '_')}("
+    for module in MODULES:
+        if declared in (ROOT / "research" / f"{module}.py").read_text("utf-8"):
+            import_module(f"research.{module}")
+            return
+    load_all()
 
 
 def listed() -> Iterator[str]:
@@ -94,7 +104,7 @@ def listed() -> Iterator[str]:
 
 def start(name: str, arguments: Sequence[str]) -> None:
     """Run a study with flags. Raises GearbxError for an unknown name."""
-    load_all()
+    load(name)
     if name not in STUDIES:
         raise GearbxError(f"{name}: no such study; choose from {', '.join(STUDIES)}")
     chosen = STUDIES[name]
