@@ -165,6 +165,8 @@ class TestLowGears:
         arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
         assert made.bytes_read == arrays
         assert 8 * arrays / (64 * 4096) <= most
+        bits = tuple(int(part) for part in ladder.split(","))
+        assert get_format("exact").bytes_read((64, 4096), 16, bits, 64, 2) == pytest.approx(arrays, rel=0.01)
 
 
 @pytest.mark.some(1)

@@ -42,7 +42,7 @@ from .native import Native, NativeMultiLinear, for_kernels, native_rounding, sto
 from .planes import NestedPlanes, planes_module, split
 
 WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
-NEAR_ZERO = {(3,): 0.24, (4,): 0.123, (4, 4): 0.0675}  # share of Gaussian weights that have a byte beside the others
+NEAR_ZERO = {(3,): 0.228, (4,): 0.123, (4, 4): 0.128}  # share of Gaussian weights that have a byte beside the others
 
 RANGES = {3: (0.9, 0.8), 4: ()}  # bits to parts of a group's range that are tried beside all of it
 FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
