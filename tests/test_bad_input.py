@@ -200,6 +200,14 @@ def test_a_file_as_model(command, copied):
     assert_refused(command("generate", "--model", copied / "config.json"), "is a file")
 
 
+@pytest.mark.parametrize(
+    "flag", ["--model", "--adapter-path", "--draft-model", "--small-model", "--trace", "--summary"]
+)
+def test_a_name_that_is_empty(command, flag):
+    result = command("generate", flag, " ")
+    assert_refused(result, f"{flag} is empty; name something, or leave the flag out")
+
+
 @pytest.mark.parametrize("prompt", ["", "  ", "\\n"])
 def test_an_empty_prompt(command, prompt):
     assert_refused(command("generate", "--prompt", prompt), "the prompt is empty")
