@@ -98,7 +98,7 @@ class Resolved:
     controller: ControllerSettings
     asked: LayoutSettings = field(default_factory=LayoutSettings)
     kv_gears: tuple[int, ...] | None = None
-    mode: ModeChoice = field(default_factory=ModeChoice)
+    mode: ModeChoice = ModeChoice(STATIC)  # what measures gears takes no base that happens to be kept
     drafts_best: bool = False
 
     @property
@@ -216,7 +216,6 @@ def resolve_gears(
         cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
         controller=controller,
         asked=layout,
-        mode=ModeChoice(STATIC),  # what measures gears takes no base that happens to be kept
     )
 
 
