@@ -274,14 +274,10 @@ def go_on(args: argparse.Namespace) -> None:
         )
         for defect in draw(args.seed, args.count, args.core)[first::step]:
             record = known.get((defect.file, defect.start))
-            if reached is None:
-                if record is None or record["outcome"] != SURVIVED or record["tests"] is None:
-                    continue
-                tests = None
-            elif record is None:
-                tests = reached.tests(defect, MOST)
-            else:
+            survived = record is not None and record["outcome"] == SURVIVED and record["tests"] is not None
+            if not (survived if args.survivors else record is None):
                 continue
+            tests = None if reached is None else reached.tests(defect, MOST)
             record = try_one(defect, tests, checkout, args.seconds)
             with args.results.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

@@ -136,14 +136,14 @@ class Peer(ABC):
 
     @contextmanager
     def failures(self) -> Iterator[None]:
-        """Turns what httpx raises inside into the error for it; a UnicodeError is of a name that no host can have."""
+        """Raise this peer's error in place of httpx's, and of the UnicodeError for a name that no host can have."""
         try:
             yield
         except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, UnicodeError) as error:
             raise self.described(error) from error
 
     def described(self, error: Exception) -> Exception:
-        """Why a request came to nothing."""
+        """The error that says why a request failed."""
         match error:
             case httpx.ConnectTimeout():
                 return self.failed(f"takes no connection within {self.connect_timeout:g} s", START)
