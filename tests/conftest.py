@@ -4,6 +4,7 @@ import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
 import atexit
 import dataclasses
 import functools
+import gc
 import json
 import os
 import re
@@ -66,6 +67,12 @@ MANY_VECTORS = pytest.mark.skipif(
 
 
 NO_KERNELS = "THE NATIVE KERNELS WERE NOT CHECKED: {}"
+
+
+def active_memory() -> int:
+    """Bytes of MLX's arrays, without those of earlier tests that wait for Python's collector."""
+    gc.collect()
+    return mx.get_active_memory()
 
 
 def up_to(vectors: int) -> int:

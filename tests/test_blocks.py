@@ -1,13 +1,12 @@
 """A transformer block as one native operation: the same bits as its operations, and only for known blocks."""
 
 import copy
-import gc
 from types import SimpleNamespace
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, PROMPT, normal, tiny_model
+from conftest import MANY_VECTORS, PROMPT, active_memory, normal, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -154,7 +153,7 @@ class TestCache:
             _, heads, _, width = part.keys.shape
             part.keys, part.values = (mx.zeros((1, heads, 20000, width)) for _ in range(2))
             mx.eval(part.keys, part.values)
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         for token in range(5):
             evaluate(box.model(mx.array([[token]]), cache=cache))
@@ -295,13 +294,12 @@ class TestModules:
         for gear in (16, 4, 16, 4):
             box.shift(gear)
             mx.eval(box.model(PROMPT))
-        gc.collect()  # memory of earlier tests
-        low = mx.get_active_memory()
+        low = active_memory()
         box.shift(16)
         mx.eval(box.model(PROMPT))
-        high = mx.get_active_memory()
+        high = active_memory()
         box.shift(4)
-        assert mx.get_active_memory() <= low  # less, if the pass before held its results a moment longer
+        assert active_memory() <= low  # less, if the pass before held its results a moment longer
         assert high > low
         assert calls.native == 5 * len(box.model.layers)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import PROMPT, save_model, tiny_model, weights_of
+from conftest import PROMPT, active_memory, save_model, tiny_model, weights_of
 from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
@@ -131,17 +131,17 @@ class TestGearsFromDisk:
         out = tmp_path / "geared"
         command("convert", "--mlx-path", out)
         mx.clear_cache()
-        before = mx.get_active_memory()
+        before = active_memory()
         model, _ = gearbx_mlx.load(out)
         gearbox = Gearbox(model, residency="disk", kernels="native")
         mx.eval(model.parameters())
-        low = mx.get_active_memory() - before
+        low = active_memory() - before
         held = sum(array.nbytes for array in {id(a): a for a in weights_of(model).values()}.values())
         assert low <= 1.05 * held  # and nothing of the other models
         gearbox.shift("high")
-        assert mx.get_active_memory() - before > 1.5 * low
+        assert active_memory() - before > 1.5 * low
         gearbox.shift("low")
-        assert mx.get_active_memory() - before <= 1.05 * held
+        assert active_memory() - before <= 1.05 * held
 
 
 class TestTheBase:

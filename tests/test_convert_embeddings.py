@@ -7,7 +7,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from architectures import as_initialised
-from conftest import PROMPT, save_model, tiny_model, weights_of
+from conftest import PROMPT, active_memory, save_model, tiny_model, weights_of
 from mlx_lm.models import llama
 
 import gearbx_mlx
@@ -193,12 +193,12 @@ class TestGears:
     def test_the_lowest_one_leaves_exact_rows_in_the_file(self, convert):
         _, out = convert("untied", change={"vocab_size": 16384})
         mx.clear_cache()
-        before = mx.get_active_memory()
+        before = active_memory()
         gearbox = gearbox_of(out)
-        low = mx.get_active_memory() - before
+        low = active_memory() - before
         assert low <= 1.05 * sum(array.nbytes for array in weights_of(gearbox.model).values())
         gearbox.shift("high")
-        assert mx.get_active_memory() - before > low + gearbox.model.model.embed_tokens.weight.nbytes
+        assert active_memory() - before > low + gearbox.model.model.embed_tokens.weight.nbytes
 
     def test_some_of_them_may_be_chosen(self, convert):
         source, out = convert("untied")

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import GROUP, tiny
-from conftest import PROMPT, normal, weights_of
+from conftest import PROMPT, active_memory, normal, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -179,7 +179,7 @@ def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
         module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)), ladder)[16]
         x = normal(32, 256)
         mx.eval(x, module.parameters())
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         mx.eval(module(x))
         return mx.get_peak_memory() - before - 2 * 32 * rows * 4  # without the result and its parts
@@ -265,15 +265,14 @@ def test_native_kernels_compute_what_they_do_with_dense_weights(native, ladder, 
 class TestMemory:
     @pytest.mark.slow
     def test_is_that_of_the_format_and_of_what_stays_dense(self):
-        gc.collect()
-        before = mx.get_active_memory()
+        before = active_memory()
         gearbox = boxed(model=model_of(hidden_size=512, intermediate_size=1024, head_dim=256), dtype="bfloat16")
         arrays = {id(a): a.nbytes for m in all_modules(gearbox) for _, a in tree_flatten(m.parameters())}
         kept = {id(a): a.nbytes for a in weights_of(gearbox.model).values()}
         weights = sum(np.prod(layer.module.weight.shape) for layer in gearbox.layers)
         gc.collect()
         assert sum((kept | arrays).values()) < 1.95 * weights  # bfloat16 alone takes 2 bytes for each
-        assert mx.get_active_memory() - before <= 1.02 * sum((kept | arrays).values())
+        assert active_memory() - before <= 1.02 * sum((kept | arrays).values())
 
     def test_layers_that_would_be_larger_stay_as_they_are(self):
         model = model_of()

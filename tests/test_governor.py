@@ -7,7 +7,7 @@ import warnings
 
 import mlx.core as mx
 import pytest
-from conftest import tiny_model
+from conftest import active_memory, tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.formats.tied import linear_of
@@ -211,12 +211,12 @@ class TestGoverned:
         for position in range(last + 1):  # each table once: planes are made when they are first used
             change(position)
         mx.clear_cache()
-        before = mx.get_active_memory()
+        before = active_memory()
         held = []
         for number in range(1000):
             change(number)
             if number % 100 == 99:
-                held.append(mx.get_active_memory())
+                held.append(active_memory())
         assert max(held) <= before
 
 

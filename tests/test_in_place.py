@@ -7,7 +7,7 @@ import mlx_lm
 import platformdirs
 import pytest
 from chats import chat
-from conftest import save_model, tiny_model
+from conftest import active_memory, save_model, tiny_model
 from http_server import complete, served
 from mlx_lm.utils import quantize_model
 
@@ -229,7 +229,7 @@ def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
     (folder / "config.json").write_text(json.dumps(config))
     size = (folder / "model.safetensors").stat().st_size
     model, _ = gearbx_mlx.load(folder, lazy=True)
-    before = mx.get_active_memory()
+    before = active_memory()
     mx.reset_peak_memory()
     lazily = Gearbox(model, "4,8", kernels="native").fingerprint
     assert mx.get_peak_memory() - before < 1.06 * size
@@ -240,13 +240,13 @@ def test_no_second_copy_is_kept():
     model = quantized(8, 64, hidden_size=512, intermediate_size=1024)
     stored = sum(array.nbytes for arrays in codes_of(model).values() for array in arrays)
     gearbox = Gearbox(model)
-    before = mx.get_active_memory()
+    before = active_memory()
     for gear in gearbox.ladder:
         gearbox.shift(gear)
         model(PROMPT)
     made = {id(a): a.nbytes for g in gearbox._modules.made.values() for m in g.values() for a in arrays_of(m)}
     assert sum(made.values()) < 1.1 * stored  # biases of the lower gear, and zeros
-    assert mx.get_active_memory() < before + stored
+    assert active_memory() < before + stored
 
 
 def arrays_of(module):

@@ -1,6 +1,5 @@
 """What a gearbox does to types and memory, and which bytes it counts."""
 
-import gc
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import ARCHITECTURES, PROMPT, linear_layers, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, active_memory, linear_layers, same_weights, tiny_model, weights_of
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
@@ -65,8 +64,7 @@ class TestResidency:
     def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
         gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL, kernels="mlx")
         dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
-        gc.collect()  # memory of earlier tests
-        before = mx.get_active_memory()
+        before = active_memory()
         gearbox.shift("low")
         # Held in float32 here: 4 bits and two numbers per group, or both planes and three numbers.
         packed = dense * (5 if residency == "host" else 9.5) / 32
@@ -74,7 +72,7 @@ class TestResidency:
         leaves = dense - fresh_demo.model.model.embed_tokens.weight.nbytes  # whose rows go in as they are
         assert gained == pytest.approx(packed if residency == "resident" else packed - leaves, abs=0.02 * dense)
         gearbox.shift("high")
-        gained = mx.get_active_memory() - before
+        gained = active_memory() - before
         assert gained == pytest.approx(0 if residency == "host" else packed, abs=0.02 * dense)
 
     def test_host_keeps_shared_planes_shared(self):

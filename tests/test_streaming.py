@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import PROMPT, save_model, tiny_model
+from conftest import PROMPT, active_memory, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from mutations import sign_arrays
 
@@ -146,13 +146,12 @@ class TestMemory:
         path = checkpoint()
         peaks, active = [], []
         for residency in ("resident", "stream"):
-            gc.collect()
-            before = mx.get_active_memory()
+            before = active_memory()
             box = gearbox_of(path, residency)
             logits(box)
             mx.reset_peak_memory()
             logits(box, PROMPT[:, :1])
-            active.append(mx.get_active_memory() - before)
+            active.append(active_memory() - before)
             peaks.append(mx.get_peak_memory() - before)
             remainder = box.disk_bytes_per_token(box.ladder.top)
             del box
@@ -349,8 +348,7 @@ class TestReader:
         large = [Strip(0, 10, whole, none) for _ in range(4)]
         wanted = large + strips
         size = sum(strip.size for strip in wanted)
-        gc.collect()
-        before = mx.get_active_memory()
+        before = active_memory()
         mx.reset_peak_memory()
         for _ in range(3):
             mx.eval(reader.over(wanted, first_byte))
