@@ -21,6 +21,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import object_store
+import platformdirs
 import pytest
 from architectures import CONFIGS, as_initialised
 from architectures import VOCABULARY as VOCABULARY
@@ -173,6 +174,14 @@ def afresh(monkeypatch):
     yield monkeypatch
     monkeypatch.undo()
     cpu._kernels_or_reason.cache_clear()
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path) -> Path:
+    """The user's cache is empty. The kernels, which take most of a minute to compile, come from the other one."""
+    cpu.why_not()
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 
 import mlx.core as mx
 import mlx_lm
-import platformdirs
 import pytest
 from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.utils import quantize_model, save_config
@@ -168,8 +167,7 @@ def test_it_goes_on_where_it_stopped(convert, tmp_path, monkeypatch, command):
     assert "are what was written" in verified.out
 
 
-def test_a_gguf(convert, tmp_path, monkeypatch):
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
+def test_a_gguf(convert, tmp_path, own_cache):
     source = write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0)
     stock, _ = gearbx_mlx.load(source)
     expected = stock(PROMPT)

@@ -11,17 +11,15 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding import draft_trials
 from gearbx_mlx.decoding.draft_trials import DEPTHS, default_depth, depth_here, round_times, shallowest
 from gearbx_mlx.decoding.drafting import Drafter
-from gearbx_mlx.kernels import tuner
 from gearbx_mlx.routing.acceptance import FixedLength, default_rule
 
 
 @pytest.fixture
-def on_gpu(monkeypatch, tmp_path) -> Path:
+def on_gpu(monkeypatch, own_cache) -> Path:
     """The device claims to be a GPU; returns the tuner's file."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
     monkeypatch.setattr(draft_trials, "on_cpu", lambda: False)
-    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
-    return tmp_path / "tuning.json"
+    return own_cache / "tuning.json"
 
 
 def depth(gearbox: Gearbox) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
-import platformdirs
 import pytest
 from conftest import tiny_model, weights_of
 from test_gguf import F16, F32, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, gguf, random_k_blocks, text
@@ -21,10 +20,7 @@ WORDS = [chr(0x100 + n) if n < 33 else chr(n) if n < 127 else chr(0x100 + n - 94
 UNSIGNED, FLOAT, STRING, ARRAY = 4, 6, 8, 9
 
 
-@pytest.fixture(autouse=True)
-def cache(monkeypatch, tmp_path):
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path / "cache")
-
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 CLASSES = {"gemma3": "gemma3_text"}  # of mlx-lm, by the name of llama.cpp
 CHANGES = {"smollm3": {"num_hidden_layers": 4, "no_rope_layers": None}, "gemma3": {"num_hidden_layers": 7}}

@@ -4,7 +4,6 @@ import json
 
 import mlx.core as mx
 import mlx_lm
-import platformdirs
 import pytest
 from chats import chat
 from conftest import active_memory, save_model, tiny_model
@@ -119,16 +118,15 @@ def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, reque
         assert [response.token for response in made] == expected
 
 
-def test_no_kernel_is_refused_for_a_lower_gear(native, tmp_path, monkeypatch):
+def test_no_kernel_is_refused_for_a_lower_gear(native, own_cache, monkeypatch):
     """Its product is compared with MLX's, which must not round the bias in the middle to the scales' type."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     shape = {"hidden_size": 512, "intermediate_size": 512, "head_dim": 128}
     gearbox = Gearbox(quantized(8, 64, **shape), "4,8")
     for gear in gearbox.ladder:
         gearbox.shift(gear)
         mx.eval(gearbox.model(PROMPT[:, :1]))
-    compared = json.loads((tmp_path / "tuning.json").read_text())["differences"].values()
+    compared = json.loads((own_cache / "tuning.json").read_text())["differences"].values()
     assert {name.split(",")[0] for products in compared for name in products} == {"affine 4", "planes 4+4"}
     assert gearbox.kernel_choices.tuner.wrong == {}
 

@@ -9,17 +9,15 @@ from conftest import tiny_model
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
 from gearbx_mlx.decoding.draft_trials import few_pass_times
-from gearbx_mlx.kernels import tuner
 from gearbx_mlx.routing.acceptance import default_rule
 from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL, UNMADE
 
 
 @pytest.fixture
-def file(monkeypatch, tmp_path):
+def file(monkeypatch, own_cache):
     """Where times are kept: the tuner's file."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
-    return tmp_path / "tuning.json"
+    return own_cache / "tuning.json"
 
 
 class Start:

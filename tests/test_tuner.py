@@ -28,11 +28,10 @@ ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
+def cache(own_cache, monkeypatch) -> Path:
     """The file of an empty cache, with measurements switched on."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
-    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
-    return tmp_path / "tuning.json"
+    return own_cache / "tuning.json"
 
 
 def two_layers() -> nn.Module:
