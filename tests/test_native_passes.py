@@ -131,6 +131,16 @@ def test_says_by_how_much_a_sampled_token_won(filters):
         assert margin == pytest.approx(temp * (sums.max() - second), abs=1e-4)
 
 
+def test_keeps_the_cache_where_it_writes():
+    box = boxed()
+    cache = begun(box)
+    expected = drafted(box, cache).best(3, 0)
+    step = drafted(box, begun(box))
+    taken = [mx.full(part.keys.shape, mx.nan) for part in cache for _ in range(2)]  # the memory of a cache that is gone
+    mx.eval(taken)
+    assert step.best(3, 0) == expected
+
+
 def test_leaves_the_cache_as_it_was():
     box = boxed()
     cache = begun(box)

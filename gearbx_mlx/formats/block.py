@@ -318,11 +318,13 @@ def pass_logits(model: nn.Module, tokens: mx.array, cache: Any) -> mx.array | No
 class NativeDraft:
     """A draft behind the entries of a text's KV cache, which count as before. Not to be kept when others write there.
 
+    cache: the text's, which lives as long as the draft that writes there.
     room: the most tokens that it may read.
     """
 
     parts: PassParts
     passes: Any
+    cache: Any
     entries: int
     room: int
 
@@ -362,7 +364,7 @@ def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
     if passes is None:
         return None
     before = entries(cache[0])
-    return NativeDraft(parts, passes, before, cache[0].keys.shape[2] - before)
+    return NativeDraft(parts, passes, cache, before, cache[0].keys.shape[2] - before)
 
 
 def is_plain_table(embedding: nn.Module) -> bool:
