@@ -48,15 +48,16 @@ def build(
         kernels: the sources that it needs. further: flags of some of them.
     """
     linker = [*GCC, "-static"] if compiler == CLANG else [*compiler, *flags]
-    common = ["-fno-sanitize-recover=all", "-ffp-contract=off", f"-I{SOURCES}", *flags]
+    common = ["-fno-sanitize-recover=all", "-ffp-contract=off", *flags]
     # The plain loops that a check compares with take most of its time.
     language = ["-O2", *(["-x", "c", "-std=c11"] if check.suffix == ".c" else ["-std=c++20"])]
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
-    made_of = [version, processor_features(), compiler, common, *sorted(SOURCES.glob("*.h"))]
+    said = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
+    version = [line for line in said.splitlines() if not line.startswith("InstalledDir")]  # differs from clone to clone
+    made_of = [*version, processor_features(), common, *sorted(SOURCES.glob("*.h"))]
 
     def compiled(source: Path, own: Sequence[str]) -> Path:
         def make(folder: Path) -> None:
-            run_compiler([*compiler, *common, *own, "-c", str(source), "-o", str(folder / "object.o")])
+            run_compiler([*compiler, *common, f"-I{SOURCES}", *own, "-c", str(source), "-o", str(folder / "object.o")])
 
         return object_store.kept([*made_of, own, source], make) / "object.o"
 

@@ -123,10 +123,12 @@ def _version(clang: str) -> str:
 @functools.cache
 def _load_runtime(clang: str) -> None:
     """Loads one runtime for all kernels, which find its functions in the process."""
-    command = [clang, "-std=c++17", "-O2", "-fPIC", "-Wall", "-shared", str(SHIM / "runtime.cpp"), "-o"]
-    made = object_store.kept(
-        [_version(clang), command, SHIM / "runtime.cpp"], lambda folder: _run([*command, str(folder / "runtime.so")])
-    )
+    source, flags = SHIM / "runtime.cpp", ["-std=c++17", "-O2", "-fPIC", "-Wall", "-shared"]
+
+    def make(folder: Path) -> None:
+        _run([clang, *flags, str(source), "-o", str(folder / "runtime.so")])
+
+    made = object_store.kept([_version(clang), flags, source], make)
     ctypes.CDLL(str(made / "runtime.so"), mode=ctypes.RTLD_GLOBAL)
 
 
