@@ -2,6 +2,7 @@ import chosen_device  # noqa: F401 - mlx-lm keeps the device that it finds
 
 # isort: split
 import atexit
+import copy
 import dataclasses
 import functools
 import gc
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import ssl
 import sys
 import tempfile
 from collections import defaultdict
@@ -44,6 +46,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A command ends at a signal that comes before it has begun. Here a signal is for the tests' process.
 signals.end_at_once = lambda: None
+
+# The certificates that a client trusts are the same for all clients, and take 20 ms to read.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 # What a test writes need not survive a power failure.
 os.fsync = lambda descriptor: None
@@ -263,6 +268,12 @@ def pytest_sessionstart(session):
         cpu.why_not()
 
 
+def pytest_collection_finish():
+    """Python's collector need not look at the thousands of tests again, each time that it runs."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_terminal_summary(terminalreporter):
     """Skips are quiet under -q; this names those that leave a kind of machine unchecked."""
     reasons = {report.longrepr[2] for report in terminalreporter.stats.get("skipped", []) if report.longrepr}
@@ -291,6 +302,25 @@ def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
     own = {item.name for item in dataclasses.fields(Pair)} & settings.keys()
     mode = Pair(small, **{name: settings.pop(name) for name in own})
     return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
+
+
+def read_once(load):
+    """mlx-lm's `load` of tokenizers, which reads each file once; tests get copies."""
+    found = {}
+
+    def load_again(path, *args, **keywords):
+        files = [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jinja", ".model", ".txt", ".py")]
+        key = repr((args, keywords)), *((file.name, file.read_bytes()) for file in files)
+        if key not in found:
+            found[key] = load(path, *args, **keywords)
+        tokenizer = copy.copy(found[key])
+        tokenizer._tokenizer, tokenizer._eos_token_ids = copy.copy(tokenizer._tokenizer), {*tokenizer._eos_token_ids}
+        return tokenizer
+
+    return load_again
+
+
+mlx_lm.utils._load_tokenizer = read_once(mlx_lm.utils._load_tokenizer)
 
 
 @pytest.fixture
