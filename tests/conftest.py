@@ -309,7 +309,7 @@ def read_once(load):
     found = {}
 
     def load_again(path, *args, **keywords):
-        files = [file for file in sorted(path.iterdir()) if file.suffix in (".json", ".jinja", ".model", ".txt", ".py")]
+        files = [file for file in sorted(path.iterdir()) if file.is_file() and file.suffix != ".safetensors"]
         key = repr((args, keywords)), *((file.name, file.read_bytes()) for file in files)
         if key not in found:
             found[key] = load(path, *args, **keywords)
