@@ -8,8 +8,9 @@
 // whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
 //
 // Buffers: x (VECTORS, columns) T; those that the macros name; low (all rows, columns * LOW_BITS / 8) bytes; high
-//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; sizes: rows,
-//     columns, high_bytes, and from_row, the first row of `rows`; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
+//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; chosen (rows),
+//     which of all rows, if VECTORS is 0; sizes: rows, columns, high_bytes, and how many all rows are; out (VECTORS, rows)
+//     T, or (rows, columns), bits of bf16.
 // Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
 // Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py:
 //     PLANES(DO), as in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
@@ -18,17 +19,21 @@
 const int rows = sizes[0];
 const int columns = sizes[1];
 const int high_bytes = sizes[2];
-const int from_row = sizes[3];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
-uint next[ROWS];  // where the row's next byte is in `high`, and where its bytes end
+uint row_of[ROWS];  // among all rows
+uint next[ROWS];    // where the row's next byte is in `high`, and where its bytes end
 uint end[ROWS];
 UNROLL for (int r = 0; r < ROWS; r++) {
     const bool there = first_row + r < rows;
-    const int row = from_row + first_row + r;
-    next[r] = there ? offsets[row] : 0;
-    end[r] = there ? min(offsets[row + 1], uint(high_bytes)) : 0;
+#if VECTORS
+    row_of[r] = first_row + r;
+#else
+    row_of[r] = there ? min(uint(chosen[first_row + r]), uint(sizes[3] - 1)) : 0;
+#endif
+    next[r] = there ? offsets[row_of[r]] : 0;
+    end[r] = there ? min(offsets[row_of[r] + 1], uint(high_bytes)) : 0;
 }
 
 #if VECTORS
@@ -49,7 +54,7 @@ for (int step = 0; step < columns; step += LANES * CODES) {
 #endif
     UNROLL for (int r = 0; r < ROWS; r++) {
         if (first_row + r < rows) {
-            const size_t unit = (size_t(from_row + first_row + r) * columns + k) / CODES;
+            const size_t unit = (size_t(row_of[r]) * columns + k) / CODES;
             float values[CODES];
             UNROLL for (int i = 0; i < CODES; i++) {
                 values[i] = 0.0f;

@@ -28,7 +28,6 @@ from ..kernels.exact import (
     ExactMatrix,
     PanelExactMatrix,
     Prediction,
-    decode,
     decoded_by_tiles,
     low_mask,
     predict,
@@ -36,7 +35,7 @@ from ..kernels.exact import (
     upper_bits,
     weight_bits,
 )
-from ..kernels.products import decoded, exact_experts, exact_product
+from ..kernels.products import decoded, exact_experts, exact_product, exact_rows
 from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, for_kernels, native_rounding, stored_planes, with_expert_bias
 from .planes import NestedPlanes, planes_module, split
@@ -266,7 +265,7 @@ class ExactModule(nn.Module):
 
     def rows(self, chosen: mx.array) -> mx.array:
         """Rows of the weight (O, I), (..., I) bfloat16. chosen: (...)."""
-        return decode(self.matrix.taken(chosen.flatten())).reshape(*chosen.shape, -1)
+        return exact_rows(self.matrix, chosen)
 
     def _extra_repr(self) -> str:
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"

@@ -54,7 +54,7 @@ class ExactSpec(Spec):
 
     @property
     def input_names(self) -> list[str]:
-        return super().input_names if self.vectors else [*self.layout.arrays, "sizes"]
+        return super().input_names if self.vectors else [*self.layout.arrays, "chosen", "sizes"]
 
     @property
     def header(self) -> str:
@@ -83,30 +83,30 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
     variant = variant_named("registers", layout.bits, vectors)
     spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype)
     inputs = [x, *matrix.arrays, *([] if bias is None else [bias])]
-    return product_launch(spec, inputs, [rows, columns, matrix.high.size, 0])
+    return product_launch(spec, inputs, [rows, columns, matrix.high.size, rows])
 
 
-def decode_launch(matrix: ExactMatrix, first_row: int = 0, rows: int | None = None) -> Launch:
-    """The launch that decodes exact weights (..., O, I) to bfloat16, bit for bit.
+def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch:
+    """The launch that decodes rows of exact weights to bfloat16, bit for bit.
 
     Args:
-        matrix: as for `exact_launch`, or stacked experts.
-        first_row, rows: which rows to decode, (rows, I), counted over all experts. By default (None) all that follow
-            the first; all rows have the shape (..., O, I).
+        matrix: (..., O, I), as for `exact_launch`, or stacked experts.
+        chosen: (n,) the rows to decode, counted over all experts, for a result (n, I). By default (None) all of them,
+            (..., O, I). A number beyond the last row counts as the last one.
 
     Raises:
-        GearbxError: the arguments do not fit each other, or there are no such rows.
+        GearbxError: the arguments do not fit each other.
     """
     layout = _checked_layout(matrix)
-    total, columns = math.prod(matrix.shape[:-1]), matrix.shape[-1]
-    count = total - first_row if rows is None else rows
-    if first_row < 0 or count < 0 or first_row + count > total:
-        raise GearbxError(f"rows {first_row} to {first_row + count} are not among the {total} rows of the weights")
+    *leading, columns = matrix.shape
+    total = math.prod(leading)
+    which = mx.arange(total) if chosen is None else chosen
+    shape = matrix.shape if chosen is None else (which.size, columns)
     spec = ExactSpec(layout, 0, DECODER, False, mx.bfloat16)
-    shape = matrix.shape if count == total else (count, columns)
-    how = options(*threads(DECODER, count), shape, mx.uint16)
-    sizes = mx.array([count, columns, matrix.high.size, first_row], mx.int32)
-    return Launch(Prepared(spec, how, (sizes,), places_of_few(matrix.arrays), mx.bfloat16), matrix.arrays)
+    how = options(*threads(DECODER, which.size), shape, mx.uint16)
+    sizes = mx.array([which.size, columns, matrix.high.size, total], mx.int32)
+    inputs = (*matrix.arrays, which.astype(mx.uint32))
+    return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
 
 
 def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx.array:
@@ -127,7 +127,7 @@ def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx
     for first in range(0, total, height):
         # MLX may order what does not depend on each other as it likes: all tiles first would be the whole matrix.
         after = mx.depends([matrix.offsets], parts[-1:])[0] if parts else matrix.offsets
-        launch = decode_launch(matrix._replace(offsets=after), first, min(height, total - first))
+        launch = decode_launch(matrix._replace(offsets=after), mx.arange(first, min(first + height, total)))
         parts.append((x @ launch.run().T).astype(x.dtype))
     return mx.concatenate(parts, axis=-1)
 

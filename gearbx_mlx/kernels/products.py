@@ -13,7 +13,7 @@ import mlx.core as mx
 from . import cpu, metal
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
 from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, is_metal, on_cpu
-from .exact import ExactMatrix, decoded_by_tiles, product_by_tiles
+from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
     codebook_launch,
@@ -154,6 +154,13 @@ def decoded(matrix: ExactMatrix) -> mx.array:
         return decode_launch(matrix).run()
     module = cpu_kernels(1)
     return decoded_by_tiles(matrix) if module is None else module.exact_decode(*matrix)
+
+
+def exact_rows(matrix: ExactMatrix, chosen: mx.array) -> mx.array:
+    """The rows `chosen` (...) of a weight (O, I), (..., I) bfloat16."""
+    which = chosen.flatten()
+    rows = decode_launch(matrix, which).run() if metal.available() else decode(matrix.taken(which))
+    return rows.reshape(*chosen.shape, -1)
 
 
 def stack_experts(

@@ -99,8 +99,8 @@ class Product:
     def launch(self) -> Launch:
         return exact_launch(self.x, self.packed.matrix, self.bias)
 
-    def decoder(self, first_row: int = 0, rows: int | None = None) -> Launch:
-        return decode_launch(self.packed.matrix, first_row, rows)
+    def decoder(self, chosen: mx.array | None = None) -> Launch:
+        return decode_launch(self.packed.matrix, chosen)
 
 
 def product(case: ExactCase, seed: int = 0) -> Product:

@@ -6,8 +6,10 @@ import itertools
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import tiny_model
 from exact_reference import as_float
 
+from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_matmul_tiles
 
 from .cases import run_launch
@@ -20,8 +22,8 @@ WIDTHS = [(4,), (3,), (4, 4)]
 DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 
 
-def decoded(p: Product, **rows: int) -> np.ndarray:
-    report = run_launch(p.decoder(**rows))
+def decoded(p: Product, chosen: mx.array | None = None) -> np.ndarray:
+    report = run_launch(p.decoder(chosen))
     assert report.error == ""
     return report.out[0]
 
@@ -122,9 +124,25 @@ def test_the_codes_below_do_not_change_a_bit_of_the_product():
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_some_rows_are_decoded(widths):
     p = product(ExactCase(widths, 13, 576))
-    for first, rows in ((0, 13), (0, 1), (12, 1), (5, 6), (3, None)):
-        end = 13 if rows is None else first + rows
-        assert (decoded(p, first_row=first, rows=rows) == p.bits[first:end]).all()
+    for chosen in ([0], [12], [5, 6, 7, 8, 9, 10], [7, 7, 0, 12, 3, 3, 1, 2, 0]):
+        assert (decoded(p, mx.array(chosen)) == p.bits[chosen]).all()
+
+
+def test_a_number_beyond_the_rows_is_the_last_one():
+    p = product(ExactCase((4,), 13, 576))
+    assert (decoded(p, mx.array([13, 2**32 - 1], mx.uint32)) == p.bits[[12, 12]]).all()
+
+
+@pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
+def test_rows_of_a_table_are_a_launch(ladder, launches):
+    model, chosen = tiny_model(tie_word_embeddings=True, dtype=mx.bfloat16), mx.array([[3, 1, 5]])
+    expected = model.model.embed_tokens(chosen)
+    gearbox = Gearbox(model, ladder, format="exact", kernels="native")
+    gearbox.shift("high")
+    launches.clear()
+    rows = model.model.embed_tokens(chosen)
+    assert [launch.shape for launch in launches] == [(3, 64)]
+    assert mx.array_equal(rows, expected)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
@@ -162,7 +180,7 @@ def test_experts_are_rows_after_rows(launches):
     whole = decode_launch(stacked).run()
     assert (whole.dtype, whole.shape) == (mx.bfloat16, (3, 4, 128))
     assert (np.array(whole.view(mx.uint16)).reshape(12, 128) == p.bits).all()
-    second = decode_launch(stacked, 4, 4).run()
+    second = decode_launch(stacked, mx.arange(4, 8)).run()
     assert (np.array(second.view(mx.uint16)) == p.bits[4:8]).all()
 
 

@@ -89,8 +89,8 @@ def test_mutation_is_caught(name):
 OF_LIES = {
     "end of high forgotten": (
         "past the end",
-        "min(offsets[row + 1], uint(high_bytes))",
-        "offsets[row + 1]",
+        "min(offsets[row_of[r] + 1], uint(high_bytes))",
+        "offsets[row_of[r] + 1]",
         "out-of-bounds",
     ),
     "places not checked": ("past the end", "at <= end[r] && bytes <= end[r] - at", "true", "out-of-bounds"),
