@@ -118,9 +118,10 @@ class NativeLayers(nn.Module):
 
     def __call__(self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None) -> mx.array:
         tokens = inputs if input_embeddings is None else input_embeddings
-        if not _single_operations and runs_in_turn(self, cache, tokens):
+        kernels = None if _single_operations else block_kernels(tokens.shape[0] * tokens.shape[1])
+        if kernels is not None and runs_in_turn(self, cache, tokens):
             x = self.embed_tokens(inputs) if input_embeddings is None else input_embeddings
-            y = run_layers(self, x, cache)
+            y = run_layers(self, x, cache, kernels)
             if y is not None:
                 return y
         given = () if input_embeddings is None else (input_embeddings,)  # Phi 3 takes none
@@ -183,13 +184,12 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
     return in_halves(layer, program.block, kernels, x, causal, seen, cache)
 
 
-def run_layers(model: nn.Module, x: mx.array, cache: Any) -> mx.array | None:
+def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -> mx.array | None:
     """The normed result of all blocks (B, L, D) float32, with keys and values in the caches; None if there is none.
 
     `runs_in_turn` has to hold.
     """
-    kernels = block_kernels(x.shape[0] * x.shape[1])
-    if kernels is None or x.dtype != mx.float32:
+    if x.dtype != mx.float32:
         return None
     chain = programs_of(model).find(model, kernels, chain_of)
     if chain is None:
