@@ -64,7 +64,7 @@ def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[lis
     check(vectors.shape[-1], widths, group_size)
     bits = sum(widths)
     grouped = vectors.astype(mx.float32).reshape(*vectors.shape[:-1], -1, group_size)
-    scales, offsets = fit(grouped, widths, vectors.dtype)
+    scales, offsets = fit(grouped.min(axis=-1), grouped.max(axis=-1), widths, vectors.dtype)
     step, least = finest(scales, offsets, widths)
     codes = mx.clip(mx.round((grouped - least[..., None]) / step[..., None]), 0, 2**bits - 1).astype(mx.uint32)
     planes, unread = [], bits

@@ -23,6 +23,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 from ..compat.classes import bare
 from ..errors import GearbxError
 from ..kernels.bit_planes import (
+    SCALE_FLOOR,
     Planes,
     fit,
     pack_mlx_codes,
@@ -32,7 +33,7 @@ from ..kernels.bit_planes import (
     rounded,
     split_affine,
 )
-from ..kernels.dispatch import Kind
+from ..kernels.dispatch import Kind, cpu_kernels
 from ..kernels.products import stack_experts, stack_product
 from . import CODES
 from .base import Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, kind_for
@@ -49,6 +50,8 @@ from .native import (
     with_expert_bias,
 )
 
+REFITS = 2  # of steps and offsets of a single plane to its codes; more of them gain next to nothing
+LANES = 16  # of a sum
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
 
@@ -57,17 +60,24 @@ def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
     return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
 
 
-def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype | None = None) -> Planes:
+def split(
+    weight: mx.array,
+    widths: Sequence[int],
+    group_size: int,
+    dtype: mx.Dtype | None = None,
+    kernels: ModuleType | None = None,
+) -> Planes:
     """Quantize a matrix (..., O, I) into planes.
 
-    Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the low
-    gear is as good as MLX's own quantization, and the top gear loses nothing to the rounding.
+    Scale and bias of the first plane are rounded to the weight's own type before codes are fitted to them. So the top
+    gear loses nothing to the rounding. Those of a single plane are also fitted to the codes, by least squares.
 
     Args:
         weight: floating; I is a multiple of group_size.
         widths: bits of each plane, most significant first, 8 at most together.
         group_size: 32, 64 or 128.
         dtype: of scales and biases; the weight's own type if not given.
+        kernels: native ones, which make the same planes faster.
 
     Raises:
         GearbxError: the widths add up to more than 8 bits.
@@ -76,35 +86,93 @@ def split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dt
         raise GearbxError(f"planes of {'+'.join(map(str, widths))} bits are more than 8 together")
     blocks = min(weight.shape[-2], math.ceil(weight.size / BLOCK))
     if blocks < 2:
-        return _split(weight, widths, group_size, dtype or weight.dtype)
+        return _split(weight, widths, group_size, dtype or weight.dtype, kernels)
     parts = []
     for rows in mx.split(weight, [weight.shape[-2] * i // blocks for i in range(1, blocks)], axis=-2):
-        parts.append(_split(rows, widths, group_size, dtype or weight.dtype))
+        parts.append(_split(rows, widths, group_size, dtype or weight.dtype, kernels))
         mx.eval(parts[-1].arrays)
     return _join(parts)
 
 
-def _split(weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype) -> Planes:
+def _split(
+    weight: mx.array, widths: Sequence[int], group_size: int, dtype: mx.Dtype, kernels: ModuleType | None
+) -> Planes:
     """`split` for rows that are not too many to be split at once."""
-    bits, rest, own = sum(widths), sum(widths[1:]), weight.dtype
-    w = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
-    scale, first = fit(w, widths, own)
-    step = scale * 2.0**-rest
+    rest, own = sum(widths[1:]), weight.dtype
+    if kernels is None:
+        grouped = weight.astype(mx.float32).reshape(*weight.shape[:-1], -1, group_size)
+        ends = grouped.min(axis=-1), grouped.max(axis=-1)
+    else:
+        weight = mx.contiguous(weight)
+        mx.eval(weight)
+        ends = kernels.group_ends(weight, group_size)
+    scale, first = fit(*ends, widths, own)
     # Planes of one width share a bias.
     others = {width: rounded(-scale * (2**width - 1) / 2, own) for width in widths[1:]}
     offset = first
     for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
         offset = offset + others[width] * 2.0**-shift
-
-    q = mx.clip(mx.round((w - offset[..., None]) / step[..., None]), 0, 2**bits - 1)
-    q = q.astype(mx.uint32).reshape(weight.shape)
-    weights, unread = [], bits
-    for width in widths:
-        unread -= width
-        weights.append(pack_mlx_codes((q >> unread) & (2**width - 1), width))
+    refits = 0 if rest else REFITS
+    if kernels is None:
+        weights, step, offset = quantize(weight, scale * 2.0**-rest, offset, widths, refits)
+    else:
+        grid = scale * 2.0**-rest, offset
+        mx.eval(grid)
+        weights, step, offset = kernels.quantize(weight, *grid, widths, group_size, refits, SCALE_FLOOR[own])
+    if refits:
+        scale, first = step, offset
     stored = {width: bias.astype(dtype) for width, bias in others.items()}
     biases = [first.astype(dtype), *(stored[width] for width in widths[1:])]
     return Planes(weights, scale.astype(dtype), biases, tuple(widths), group_size)
+
+
+def quantize(
+    weight: mx.array, step: mx.array, offset: mx.array, widths: Sequence[int], refits: int
+) -> tuple[list[mx.array], mx.array, mx.array]:
+    """The planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; these, refitted.
+
+    As the native `quantize`, with MLX's own operations.
+    """
+    bits, grouped = sum(widths), weight.astype(mx.float32).reshape(*step.shape, -1)
+    codes = nearest_codes(grouped, step, offset, bits)
+    for _ in range(refits):
+        other_step, other_offset = least_squares(grouped, codes, weight.dtype)
+        others = nearest_codes(grouped, other_step, other_offset, bits)
+        # Rounded to the weight's type, they may be worse.
+        better = error_of(grouped, others, other_step, other_offset) < error_of(grouped, codes, step, offset)
+        step, offset = mx.where(better, other_step, step), mx.where(better, other_offset, offset)
+        codes = mx.where(better[..., None], others, codes)
+    codes, unread, planes = codes.astype(mx.uint32).reshape(weight.shape), bits, []
+    for width in widths:
+        unread -= width
+        planes.append(pack_mlx_codes((codes >> unread) & (2**width - 1), width))
+    return planes, step, offset
+
+
+def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
+    """The codes (..., G, g) of weights in steps of their group (..., G) from an offset, as whole float32 numbers."""
+    return mx.round(mx.clip((grouped - offset[..., None]) / step[..., None], 0, 2**bits - 1))
+
+
+def least_squares(grouped: mx.array, codes: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Step and offset (..., G), rounded to a type, with which codes (..., G, g) come nearest to weights."""
+    count = codes.shape[-1]
+    middle = sums(codes) / count
+    away = codes - middle[..., None]
+    best = sums(away * grouped) / mx.maximum(sums(away * away), 1e-9)
+    step = rounded(mx.maximum(best, SCALE_FLOOR[dtype]), dtype)
+    return step, rounded(sums(grouped) / count - step * middle, dtype)
+
+
+def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.array) -> mx.array:
+    """The sums of squares (..., G) of what codes leave."""
+    return sums((grouped - (codes * step[..., None] + offset[..., None])).square())
+
+
+def sums(grouped: mx.array) -> mx.array:
+    """Sums (..., G) over groups (..., G, g), added up in the order of the native kernel, for the same bits."""
+    lanes = grouped.reshape(*grouped.shape[:-1], -1, LANES).sum(axis=-2)
+    return mx.contiguous(mx.moveaxis(lanes, -1, 0)).sum(axis=0)
 
 
 def _join(parts: Sequence[Planes]) -> Planes:
@@ -277,7 +345,8 @@ class NestedPlanes(Affine):
     scales = Affine.scales | {"plane_biases"}
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
-        planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype))
+        kernels = cpu_kernels(1) if isinstance(dense, Native) else None
+        planes = for_kernels(dense, split(dense.weight, self.widths(bits, ladder), group_size, dtype, kernels))
         return {each: planes_module(dense, planes.gear(each)) for each in ladder}
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:

@@ -244,14 +244,13 @@ def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array
     return pack_mlx_codes(codes, sum(widths))
 
 
-def fit(grouped: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-    """Scale and bias of the first plane for groups of numbers (..., groups, G) float32, rounded to a type.
+def fit(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    """Scale and bias of the first plane for groups of numbers with these ends, (..., groups) float32.
 
     Returns:
-        Two arrays (..., groups) float32.
+        Two arrays (..., groups) float32, rounded to a type.
     """
     bits, rest = sum(widths), sum(widths[1:])
-    low, high = grouped.min(axis=-1), grouped.max(axis=-1)
     scale = rounded(mx.maximum((high - low) / (2**bits - 1) * 2**rest, SCALE_FLOOR[dtype]), dtype)
     return scale, rounded(low + scale * 2.0**-rest * (2**rest - 1) / 2, dtype)
 

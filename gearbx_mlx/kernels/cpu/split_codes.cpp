@@ -1,12 +1,16 @@
-// Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there side by side.
+// Eight codes of any width are moved at a time: to the lower bits of eight bytes, and from there side by side. Codes that
+// are to be found are bytes from the start. Of a group, sums go along 16 lanes, in an order that no compiler changes.
 
 #include "split_codes.h"
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
+#include "matvec.h"
 #include "pool.h"
+#include "simd.h"
 #include "split.h"
 
 namespace gearbx {
@@ -66,6 +70,102 @@ constexpr Unpack UNPACK[] = {unpack_row<1>, unpack_row<2>, unpack_row<3>, unpack
 constexpr Pack PACK[] = {pack_row<1>, pack_row<2>, pack_row<3>, pack_row<4>,
                          pack_row<5>, pack_row<6>, pack_row<7>, pack_row<8>};
 
+constexpr int SUMS = 16;
+constexpr float WHOLE = 12582912.0f;  // added to a number below 2^22, it leaves the nearest whole one, ties to even
+
+float sum_of(const float* lanes) {
+  float sum = lanes[0];
+  for (int lane = 1; lane < SUMS; lane++) sum += lanes[lane];
+  return sum;
+}
+
+template <class T>
+float rounded_to(float value) {
+  if constexpr (std::is_same_v<T, Bf16>) return rounded_to_bf16(value);
+  if constexpr (std::is_same_v<T, Fp16>) return rounded_to_fp16(value);
+  return value;
+}
+
+template <int GROUP>
+void nearest(const float* w, float step, float offset, float most, float* codes) {
+  for (int i = 0; i < GROUP; i++) {
+    const float at = (w[i] - offset) / step, above = at > 0 ? at : 0;  // and 0 for what is no number
+    codes[i] = ((above < most ? above : most) + WHOLE) - WHOLE;
+  }
+}
+
+// The step and the offset with which codes come nearest to the weights, as numbers of a type.
+template <class T, int GROUP>
+void least_squares(const float* w, const float* codes, float least, float* step, float* offset) {
+  float of_codes[SUMS] = {}, of_weights[SUMS] = {}, squares[SUMS] = {}, products[SUMS] = {};
+  for (int i = 0; i < GROUP; i += SUMS)
+    for (int lane = 0; lane < SUMS; lane++) of_codes[lane] += codes[i + lane], of_weights[lane] += w[i + lane];
+  const float count = static_cast<float>(GROUP), middle = sum_of(of_codes) / count;
+  for (int i = 0; i < GROUP; i += SUMS)
+    for (int lane = 0; lane < SUMS; lane++) {
+      const float away = codes[i + lane] - middle;
+      squares[lane] += away * away;
+      products[lane] += away * w[i + lane];
+    }
+  const float square = sum_of(squares), best = sum_of(products) / (square > 1e-9f ? square : 1e-9f);
+  *step = rounded_to<T>(best > least ? best : least);
+  *offset = rounded_to<T>(sum_of(of_weights) / count - *step * middle);
+}
+
+// The sum of squares of what codes leave.
+template <int GROUP>
+float error_of(const float* w, const float* codes, float step, float offset) {
+  float squares[SUMS] = {};
+  for (int i = 0; i < GROUP; i += SUMS)
+    for (int lane = 0; lane < SUMS; lane++) {
+      const float left = w[i + lane] - (codes[i + lane] * step + offset);
+      squares[lane] += left * left;
+    }
+  return sum_of(squares);
+}
+
+template <class T, int GROUP>
+void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
+  const gearbx_grid& grid = *m.grid;
+  const T* from = static_cast<const T*>(grid.weights) + row * m.columns;
+  const auto most = static_cast<float>((1 << m.bits) - 1);
+  const int64_t groups = m.columns / GROUP;
+  float w[GROUP], codes[GROUP], others[GROUP];
+  for (int64_t g = 0; g < groups; g++) {
+    float &step = grid.steps[row * groups + g], &offset = grid.offsets[row * groups + g];
+    for (int i = 0; i < GROUP; i++) w[i] = to_float(from[g * GROUP + i]);
+    nearest<GROUP>(w, step, offset, most, codes);
+    float error = grid.refits ? error_of<GROUP>(w, codes, step, offset) : 0;
+    for (int refit = 0; refit < grid.refits; refit++) {
+      float other_step, other_offset;
+      least_squares<T, GROUP>(w, codes, grid.least, &other_step, &other_offset);
+      nearest<GROUP>(w, other_step, other_offset, most, others);
+      const float left = error_of<GROUP>(w, others, other_step, other_offset);
+      if (!(left < error)) break;  // rounded to T, they may be worse
+      error = left, step = other_step, offset = other_offset;
+      std::copy_n(others, GROUP, codes);
+    }
+    for (int i = 0; i < GROUP; i++) bytes[g * GROUP + i] = static_cast<uint8_t>(codes[i]);
+  }
+}
+
+template <class T>
+void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
+  if (m.grid->group == 32) return find_row<T, 32>(m, row, bytes);
+  if (m.grid->group == 64) return find_row<T, 64>(m, row, bytes);
+  find_row<T, 128>(m, row, bytes);
+}
+
+// The codes of a row, each in a byte.
+void codes_of(const gearbx_splitting& m, int64_t row, uint64_t* bytes) {
+  const int64_t eights = m.columns / 8;
+  if (m.codes) return UNPACK[m.bits - 1](m.codes + row * eights * m.bits, eights, bytes);
+  auto* out = reinterpret_cast<uint8_t*>(bytes);
+  if (m.grid->type == GEARBX_BFLOAT16) return find_row<Bf16>(m, row, out);
+  if (m.grid->type == GEARBX_FLOAT16) return find_row<Fp16>(m, row, out);
+  find_row<float>(m, row, out);
+}
+
 struct Job {
   const gearbx_splitting& m;
   Pieces pieces;
@@ -80,7 +180,7 @@ void piece(const void* context, int number) {
   for (int64_t row = job.pieces.first(number); row < job.pieces.first(number + 1); row += height) {
     int64_t begin = 0;  // of a plane, in side_by_side
     for (int64_t r = 0; r < height; r++) {
-      UNPACK[m.bits - 1](m.codes + (row + r) * eights * m.bits, eights, bytes.data());
+      codes_of(m, row + r, bytes.data());
       begin = 0;
       for (int p = 0, unread = m.bits; p < m.planes; p++) {
         const int64_t words = m.columns / 32 * m.widths[p];
@@ -102,12 +202,50 @@ void piece(const void* context, int number) {
   }
 }
 
+struct Ends {
+  const void* weights;
+  int type, group;
+  float *low, *high;
+  Pieces pieces;
+};
+
+template <class T>
+void group_ends(const Ends& of, int64_t g) {
+  const T* w = static_cast<const T*>(of.weights) + g * of.group;
+  float low[SUMS], high[SUMS];
+  for (int lane = 0; lane < SUMS; lane++) low[lane] = high[lane] = to_float(w[lane]);
+  for (int i = SUMS; i < of.group; i += SUMS)
+    for (int lane = 0; lane < SUMS; lane++) {
+      const float value = to_float(w[i + lane]);
+      low[lane] = value < low[lane] ? value : low[lane];
+      high[lane] = value > high[lane] ? value : high[lane];
+    }
+  of.low[g] = *std::min_element(low, low + SUMS);
+  of.high[g] = *std::max_element(high, high + SUMS);
+}
+
+void ends_piece(const void* context, int number) {
+  const Ends& of = *static_cast<const Ends*>(context);
+  for (int64_t g = of.pieces.first(number); g < of.pieces.first(number + 1); g++) {
+    if (of.type == GEARBX_BFLOAT16) group_ends<Bf16>(of, g);
+    else if (of.type == GEARBX_FLOAT16) group_ends<Fp16>(of, g);
+    else group_ends<float>(of, g);
+  }
+}
+
 }  // namespace
 }  // namespace gearbx
+
+extern "C" void gearbx_group_ends(const void* weights, int type, int64_t groups, int group, float* low, float* high) {
+  using namespace gearbx;
+  const Ends of = {weights, type, group, low, high, Pieces(groups, group * 2, 0)};
+  share_out(of.pieces.count, ends_piece, &of);
+}
 
 extern "C" void gearbx_split_codes(const gearbx_splitting* splitting) {
   using namespace gearbx;
   const int64_t least = splitting->panel_rows ? splitting->panel_rows : 1;
-  const Job job = {*splitting, Pieces(splitting->rows, splitting->columns * splitting->bits / 4, 0, least)};
+  const int64_t row_bytes = splitting->codes ? splitting->columns * splitting->bits / 4 : splitting->columns * 8;
+  const Job job = {*splitting, Pieces(splitting->rows, row_bytes, 0, least)};
   share_out(job.pieces.count, piece, &job);
 }
