@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from conftest import float64
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -18,6 +19,7 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.formats import FORMATS, get_format
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
+from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
@@ -110,10 +112,60 @@ def test_error_is_no_worse_than_stock_quantization(dtype, scale):
         )
 
 
+def plain_errors(weight: mx.array, bits: int) -> np.ndarray:
+    """Squared errors (O, G) of the nearest codes between the ends of each group, in numbers of the weight's type."""
+    grouped = float64(weight).reshape(len(weight), -1, GROUP)
+    floor = {mx.float16: 2.0**-24}.get(weight.dtype, 2.0**-100)
+    low, high = grouped.min(axis=-1, keepdims=True), grouped.max(axis=-1, keepdims=True)
+    step = np.maximum((high - low) / (2**bits - 1), floor)
+    step, offset = (float64(mx.array(a.astype(np.float32)).astype(weight.dtype)) for a in (step, low))
+    codes = np.clip(np.rint((grouped - offset) / step), 0, 2**bits - 1)
+    return ((grouped - (codes * step + offset)) ** 2).sum(axis=-1)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     arrays(np.float32, (2, 128), elements=st.floats(-4, 4, width=32)),
+    st.sampled_from([2, 3, 4, 8]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1e-3, 1.0, 50.0]),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_no_group_of_a_single_plane_is_worse_than_between_its_ends(values, bits, dtype, scale, offset):
+    weight = (mx.array(values) * scale + offset).astype(dtype)
+    left = float64(split(weight, (bits,), GROUP).dequantize()) - float64(weight)
+    errors = (left.reshape(2, -1, GROUP) ** 2).sum(axis=-1)
+    rounding = GROUP * (2.0**-22 * np.abs(float64(weight)).max()) ** 2
+    assert (errors <= plain_errors(weight, bits) * (1 + 1e-4) + rounding).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "share"), [(3, 0.92), (4, 0.95)])
+def test_a_single_plane_leaves_less_than_the_nearest_codes_between_its_ends(dtype, bits, share):
+    weight = matrix(64, 512, dtype=dtype)
+    left = float64(split(weight, (bits,), GROUP).dequantize()) - float64(weight)
+    assert (left**2).sum() < share * plain_errors(weight, bits).sum()
+
+
+@pytest.mark.usefixtures("compiled")
+@settings(deadline=None, max_examples=60)
+@given(
+    arrays(np.float32, (3, 256), elements=st.floats(-4, 4, width=32)),
     st.sampled_from(WIDTHS),
+    st.sampled_from([32, 64, 128]),
+    st.sampled_from(DTYPES),
+    st.sampled_from([1e-3, 1.0, 1e4]),
+)
+def test_native_kernels_make_planes_of_the_same_bits(values, widths, group, dtype, scale):
+    weight = (mx.array(values) * scale).astype(dtype)
+    ours, mlxs = (split(weight, widths, group, kernels=kernels) for kernels in (cpu.native(), None))
+    assert all(mx.array_equal(a, b).item() for a, b in zip(ours.arrays, mlxs.arrays, strict=True))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    arrays(np.float32, (2, 128), elements=st.floats(-4, 4, width=32)),
+    st.sampled_from([widths for widths in WIDTHS if len(widths) > 1]),
     st.sampled_from(DTYPES),
     st.sampled_from([1e-3, 1.0, 50.0]),
     st.sampled_from([0.0, 3.0]),

@@ -50,7 +50,6 @@ from .native import (
     with_expert_bias,
 )
 
-REFITS = 2  # of steps and offsets of a single plane to its codes; more of them gain next to nothing
 LANES = 16  # of a sum
 BLOCK = 2**23  # weights that are split at a time: the temporary memory is several times their size
 
@@ -112,14 +111,13 @@ def _split(
     offset = first
     for width, shift in zip(widths[1:], plane_shifts(widths)[1:]):
         offset = offset + others[width] * 2.0**-shift
-    refits = 0 if rest else REFITS
     if kernels is None:
-        weights, step, offset = quantize(weight, scale * 2.0**-rest, offset, widths, refits)
+        weights, step, offset = quantize(weight, scale * 2.0**-rest, offset, widths)
     else:
         grid = scale * 2.0**-rest, offset
         mx.eval(grid)
-        weights, step, offset = kernels.quantize(weight, *grid, widths, group_size, refits, SCALE_FLOOR[own])
-    if refits:
+        weights, step, offset = kernels.quantize(weight, *grid, widths, group_size, not rest, SCALE_FLOOR[own])
+    if not rest:
         scale, first = step, offset
     stored = {width: bias.astype(dtype) for width, bias in others.items()}
     biases = [first.astype(dtype), *(stored[width] for width in widths[1:])]
@@ -127,15 +125,16 @@ def _split(
 
 
 def quantize(
-    weight: mx.array, step: mx.array, offset: mx.array, widths: Sequence[int], refits: int
+    weight: mx.array, step: mx.array, offset: mx.array, widths: Sequence[int]
 ) -> tuple[list[mx.array], mx.array, mx.array]:
-    """The planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; these, refitted.
+    """The planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; and these.
 
+    Those of a single plane are fitted to its codes once. Fitting them again hardly changes the predictions of SmolLM2.
     As the native `quantize`, with MLX's own operations.
     """
     bits, grouped = sum(widths), weight.astype(mx.float32).reshape(*step.shape, -1)
     codes = nearest_codes(grouped, step, offset, bits)
-    for _ in range(refits):
+    if len(widths) == 1:
         other_step, other_offset = least_squares(grouped, codes, weight.dtype)
         others = nearest_codes(grouped, other_step, other_offset, bits)
         # Rounded to the weight's type, they may be worse.

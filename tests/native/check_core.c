@@ -8,6 +8,7 @@
 
 #include "matvec.h"
 #include "products.h"
+#include "split_codes.h"
 
 static uint64_t state = 1;
 
@@ -398,6 +399,46 @@ static void check_sampled(int64_t count) {
   free(logits);
 }
 
+/* What the codes of a matrix, fitted or not, leave of its groups; and that the words hold the codes. */
+static double left_by(int type, int bits, int group, int64_t rows, int64_t groups, int fit, const void* held,
+                      const double* weights) {
+  const int64_t columns = groups * group, words = columns * bits / 32;
+  float *steps = malloc((size_t)(rows * groups) * 4), *offsets = malloc((size_t)(rows * groups) * 4);
+  uint32_t* packed = malloc((size_t)(rows * words) * 4);
+  gearbx_group_ends(held, type, rows * groups, group, offsets, steps);
+  for (int64_t g = 0; g < rows * groups; g++) {
+    double low = weights[g * group], high = low;
+    for (int i = 1; i < group; i++) low = fmin(low, weights[g * group + i]), high = fmax(high, weights[g * group + i]);
+    failures += offsets[g] != (float)low || steps[g] != (float)high;
+    steps[g] = (steps[g] - offsets[g]) / (float)((1 << bits) - 1);
+  }
+  const gearbx_grid grid = {held, type, group, fit, 1e-30f, steps, offsets};
+  const gearbx_splitting job = {rows, columns, bits, NULL, &grid, 1, &bits, 0, &packed};
+  gearbx_split_codes(&job);
+  double left = 0;
+  for (int64_t i = 0; i < rows * columns; i++) {
+    const int64_t at = i % columns * bits, word = i / columns * words + at / 32;
+    const uint64_t two = packed[word] | (at % 32 + bits > 32 ? (uint64_t)packed[word + 1] << 32 : 0);
+    const double code = (double)(two >> at % 32 & ((1u << bits) - 1));
+    left += pow(weights[i] - (code * steps[i / group] + offsets[i / group]), 2);
+  }
+  free(steps), free(offsets), free(packed);
+  return left;
+}
+
+static void check_codes(int type, int bits, int group, int64_t rows, int64_t groups) {
+  double* weights = malloc((size_t)(rows * groups * group) * sizeof *weights);
+  void* held = random_values((size_t)(rows * groups * group), type, weights);
+  const double plain = left_by(type, bits, group, rows, groups, 0, held, weights);
+  const double fitted = left_by(type, bits, group, rows, groups, 1, held, weights);
+  products++;
+  if (!(fitted <= plain * 1.0001) || !(plain < (double)(rows * groups * group) * pow(4.0 / ((1 << bits) - 1), 2) / 4)) {
+    failures++;
+    printf("codes of %d bits, group %d, type %d: %g and %g are left\n", bits, group, type, plain, fitted);
+  }
+  free(weights), free(held);
+}
+
 int main(void) {
   for (int64_t count = 1; count < 3000; count += 1 + count / 2) check_sampled(count);
   static const int stacks[][5] = {{1, 1},    {1, 2},    {1, 3},    {1, 4},       {1, 5},       {1, 6},
@@ -449,6 +490,8 @@ int main(void) {
     check_several(21, x_bits, 130, 33);
   }
   check_stack(1, &four, 64, GEARBX_BFLOAT16, 20, 150, 1, 8); /* more columns than a row is read of at a time */
+  for (int bits = 1; bits <= 8; bits++)
+    for (int type = 0; type < 3; type++) check_codes(type, bits, 32 << (bits + type) % 3, 1 + 20 * type, 1 + bits);
   check_products(1);
   check_products(17);
   check_products(100);

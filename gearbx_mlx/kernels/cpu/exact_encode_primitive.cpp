@@ -113,18 +113,18 @@ std::tuple<mx::array, mx::array> group_ends(const mx::array& weight, int group) 
   return {low, high};
 }
 
-// weight: (..., O, I); steps, offsets: (..., O, I / group) float32. Returns the planes of the codes, and steps and offsets
-// after so many refits.
+// weight: (..., O, I); steps, offsets: (..., O, I / group) float32. Returns the planes of the codes, and steps and offsets,
+// which are fitted to the codes or not.
 std::tuple<std::vector<mx::array>, mx::array, mx::array> quantize(const mx::array& weight, const mx::array& steps,
                                                                   const mx::array& offsets, const std::vector<int>& widths,
-                                                                  int group, int refits, float least) {
+                                                                  int group, bool fit, float least) {
   const auto groups = groups_of(weight, group);
   require_evaluated(steps, mx::float32, groups, "there must be a step for each group");
   require_evaluated(offsets, mx::float32, groups, "there must be an offset for each group");
   auto made_steps = allocated(groups, mx::float32), made_offsets = allocated(groups, mx::float32);
   std::copy_n(steps.data<float>(), steps.size(), made_steps.data<float>());
   std::copy_n(offsets.data<float>(), offsets.size(), made_offsets.data<float>());
-  const gearbx_grid grid = {weight.data<void>(),        type_of(weight), group, refits, least, made_steps.data<float>(),
+  const gearbx_grid grid = {weight.data<void>(),        type_of(weight), group, fit, least, made_steps.data<float>(),
                             made_offsets.data<float>()};
   gearbx_splitting job = {};
   job.columns = weight.shape(-1);
@@ -141,7 +141,7 @@ void bind_exact_encode(nb::module_& m) {
   m.def("exact_encode", &exact_encode, "values"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
   m.def("split_codes", &split_codes, "codes"_a, "bits"_a, "widths"_a, "in_panels"_a);
   m.def("group_ends", &group_ends, "weight"_a, "group"_a);
-  m.def("quantize", &quantize, "weight"_a, "steps"_a, "offsets"_a, "widths"_a, "group"_a, "refits"_a, "least"_a);
+  m.def("quantize", &quantize, "weight"_a, "steps"_a, "offsets"_a, "widths"_a, "group"_a, "fit"_a, "least"_a);
 }
 
 }  // namespace gearbx

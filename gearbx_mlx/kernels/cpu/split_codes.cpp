@@ -135,15 +135,15 @@ void find_row(const gearbx_splitting& m, int64_t row, uint8_t* bytes) {
     float &step = grid.steps[row * groups + g], &offset = grid.offsets[row * groups + g];
     for (int i = 0; i < GROUP; i++) w[i] = to_float(from[g * GROUP + i]);
     nearest<GROUP>(w, step, offset, most, codes);
-    float error = grid.refits ? error_of<GROUP>(w, codes, step, offset) : 0;
-    for (int refit = 0; refit < grid.refits; refit++) {
+    if (grid.fit) {
       float other_step, other_offset;
       least_squares<T, GROUP>(w, codes, grid.least, &other_step, &other_offset);
       nearest<GROUP>(w, other_step, other_offset, most, others);
-      const float left = error_of<GROUP>(w, others, other_step, other_offset);
-      if (!(left < error)) break;  // rounded to T, they may be worse
-      error = left, step = other_step, offset = other_offset;
-      std::copy_n(others, GROUP, codes);
+      // Rounded to T, they may be worse.
+      if (error_of<GROUP>(w, others, other_step, other_offset) < error_of<GROUP>(w, codes, step, offset)) {
+        step = other_step, offset = other_offset;
+        std::copy_n(others, GROUP, codes);
+      }
     }
     for (int i = 0; i < GROUP; i++) bytes[g * GROUP + i] = static_cast<uint8_t>(codes[i]);
   }

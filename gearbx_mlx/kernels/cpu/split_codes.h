@@ -13,8 +13,8 @@ typedef struct {
   const void* weights;     // (rows, columns)
   int type;                // of weights, as in gearbx_dense; steps and offsets of a single plane are rounded to it
   int group;               // 32, 64 or 128
-  int refits;              // how often steps and offsets are fitted to the codes, by least squares, and codes to these,
-                           // in groups that this brings nearer to their weights
+  int fit;                 // whether steps and offsets are fitted to the codes, by least squares, and codes to these, in
+                           // groups that this brings nearer to their weights
   float least;             // the smallest step after that
   float *steps, *offsets;  // (rows, columns / group)
 } gearbx_grid;
