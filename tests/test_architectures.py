@@ -120,7 +120,7 @@ def test_the_bytes_counted_are_those_of_the_weights_that_a_step_reads(built, req
 WHOLE = ("gemma3n", "gpt_oss", "falcon_h1", "gpt2")  # tables of their own, biases of experts, states, a position table
 
 
-@pytest.mark.some(1)
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.filterwarnings("ignore:the top gear goes on alone")
 def test_one_copy_of_the_weights_has_all_gears(name, demo, request):

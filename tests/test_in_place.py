@@ -98,7 +98,7 @@ def test_so_they_do_in_every_ladder(ladder, native):
     same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 @pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
 def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):

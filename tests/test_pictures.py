@@ -73,6 +73,7 @@ def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
             assert f"docs/{page.name}" in listed
 
 
+@pytest.mark.processes
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("arguments", "words"),

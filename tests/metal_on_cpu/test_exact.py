@@ -32,6 +32,7 @@ def of_bits(bits: np.ndarray, widths: tuple[int, ...], group: int) -> Product:
     return Product(bits, encode(bits, widths, group), mx.zeros((1, bits.shape[1])), None)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 @pytest.mark.parametrize("order", ["shuffled", "ascending"])
 def test_all_patterns_of_bf16_come_back(widths, order):
@@ -46,6 +47,7 @@ def test_all_patterns_of_bf16_come_back(widths, order):
     assert access_fault(p, report) == ""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_what_trained_weights_look_like_comes_back(widths):
     """In groups that all have a scale; few groups of random patterns have one."""
@@ -87,6 +89,7 @@ def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
         assert fault(case, p, run_launch(p.launch(), order, schedule)) == ""
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_any_number_of_rows(widths):
     for rows in range(1, 20):
@@ -212,6 +215,7 @@ def lying(p: Product, lie: str) -> Product:
     return dataclasses.replace(p, packed=dataclasses.replace(p.packed, offsets=offsets))
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_offsets_that_lie_stay_inside_and_give_no_number(widths, lie):
