@@ -9,18 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv", "throttling"),
-    *(
-        "lossless",
-        "shapes",
-        "experts",
-        "batches",
-        "decoding_costs",
-        "hybrids",
-        "launches",
-        "disk",
-        "products",
-        "threads",
-    ),
-    *("conservation", "processes", "servers", "llama_cpp", "owned", "pictures", "evidence", "fidelity"),
+    *("lossless", "shapes", "experts", "batches", "decoding_costs", "hybrids", "disk", "products", "threads"),
+    *("conservation", "processes", "servers", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

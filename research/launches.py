@@ -115,7 +115,7 @@ def counted(model: nn.Module, rows: int) -> Counter[str]:
 
 
 def by_kind(found: Counter[str]) -> list[int]:
-    """How many there are in all, of each kind, and of others."""
+    """The number of all launches, then of each kind, then of those of no kind."""
     kinds = [sum(found[name] for name in names) for names in KINDS.values()]
     return [found.total(), *kinds, found.total() - sum(kinds)]
 

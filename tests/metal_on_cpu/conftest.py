@@ -3,7 +3,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.kernels import metal, tuner
+from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.metal import Prepared
 
 from .cases import run_prepared
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def launches(monkeypatch, tmp_path) -> list[Prepared]:
+def launches(monkeypatch, own_cache) -> list[Prepared]:
     """Metal seems to be here, and the harness runs what a Mac would launch; gives the launches as they come.
 
     Each test finds out which kernels are right, and the result is not kept.
@@ -35,7 +35,6 @@ def launches(monkeypatch, tmp_path) -> list[Prepared]:
         seen.append(self)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
-    monkeypatch.setattr(tuner.platformdirs, "user_cache_path", lambda *_, **__: tmp_path)
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(Prepared, "__call__", run)
     return seen

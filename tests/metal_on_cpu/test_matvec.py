@@ -56,7 +56,6 @@ def test_one_pass_reads_every_packed_byte_once_and_is_right(case):
         assert fault(case, p, report) == ""
 
 
-@pytest.mark.some(1)
 @pytest.mark.some(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("format", ["planes", "rowwise", "groupwise"])
