@@ -55,6 +55,12 @@ os.fsync = lambda descriptor: None
 
 # Only tests of the tuner measure which kernels are fastest; they write to a directory of their own.
 os.environ["GEARBX_TUNE"] = "0"
+# The programs that tests start read startup/sitecustomize.py.
+if "GEARBX_TEST_LISTS" not in os.environ:  # else a worker, which has these from the process that started it
+    os.environ["GEARBX_TEST_LISTS"] = tempfile.mkdtemp(prefix="gearbx-lists-")
+    atexit.register(shutil.rmtree, os.environ["GEARBX_TEST_LISTS"], ignore_errors=True)
+    paths = [str(Path(__file__).with_name("startup")), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 # Bases that were calibrated on this machine would change what drafts choose.
 os.environ["GEARBX_BASES"] = tempfile.mkdtemp(prefix="gearbx-bases-")
 atexit.register(shutil.rmtree, os.environ["GEARBX_BASES"], ignore_errors=True)

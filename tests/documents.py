@@ -226,7 +226,6 @@ class Directory:
     def _typed(self, line: str) -> tuple[int, str]:
         environment = os.environ | {
             "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
             "HF_HUB_OFFLINE": "1",
         }
         done = subprocess.run(

@@ -19,7 +19,6 @@ import httpx
 
 from gearbx_mlx.loading import DEMO_MODEL
 
-ROOT = Path(__file__).parents[1]
 PATIENCE = 120  # seconds until a server listens, on a loaded machine
 
 
@@ -71,7 +70,7 @@ def running(command: Sequence[object], port: int, ready: str = "/v1/models") -> 
     """
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as cache:
         # mlx_lm.server lists the models of the Hub's cache, and fails where there is none.
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": cache}
         process = subprocess.Popen([*map(str, command)], stdout=log, stderr=log, env=environment)
         server = Running(f"http://127.0.0.1:{port}", process, log)
         try:

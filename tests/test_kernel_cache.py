@@ -14,7 +14,6 @@ from gearbx_mlx import GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu
 from gearbx_mlx.kernels.library_cache import BUILDING_LOCK
 
-ROOT = Path(__file__).parents[1]
 NO_BODY = 65534  # a user that owns nothing here
 
 
@@ -30,7 +29,7 @@ def cache(native, afresh, tmp_path):
         encoding="utf-8",
     )
     script.chmod(0o755)
-    environment = {"CXX": str(script), "XDG_CACHE_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT)}
+    environment = {"CXX": str(script), "XDG_CACHE_HOME": str(tmp_path / "home")}
     for name, value in environment.items():
         afresh.setenv(name, value)
     directory = tmp_path / "home" / "gearbx-mlx"

@@ -12,7 +12,6 @@ import pytest
 from gearbx_mlx.kernels import library_cache
 from gearbx_mlx.kernels.library_cache import process_directory, remove_abandoned
 
-ROOT = Path(__file__).parents[1]
 PREFIX = "gearbx-mlx-kernels-"
 NO_BODY = 65534  # a user that owns nothing here
 USE_ONE = """
@@ -38,7 +37,6 @@ def start(tmp_path):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
         )
         processes.append(process)
         return process, Path(process.stdout.readline().strip())

@@ -1,8 +1,10 @@
 // Runs a kernel one threadgroup at a time, every thread of it a fiber, and watches each access to memory.
 // Compiled without instrumentation; the kernel is compiled with clang's load and store tracing, which calls in here.
+#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -17,10 +19,12 @@ const size_t STACK = 128 * 1024, ARENA = 256 * 1024, GAP = 8192, THREADGROUP_LIM
 
 enum State { READY, IN_SIMD, AT_BARRIER, DONE };
 
+// A fiber runs one thread after another, so that only its first one takes a call of the system.
 struct Fiber {
-    ucontext_t context;
+    jmp_buf at;
     char* stack = nullptr;
-    State state = READY;
+    bool begun = false;  // it waits in `at`; else it begins anew
+    State state = DONE;
     const char* operation = "";  // what it waits in, and where
     int line = 0;
     unsigned char value[16];
@@ -56,7 +60,7 @@ namespace {
 
 Job* job;
 std::vector<Fiber> fibers;
-ucontext_t scheduler;
+jmp_buf scheduler;
 int current = -1;
 std::function<void(int)> body;
 unsigned char exchanged[1024 / LANES][LANES][16];
@@ -75,7 +79,13 @@ __attribute__((format(printf, 1, 2))) void fail(const char* format, ...) {
 void leave(State state) {
     Fiber& fiber = fibers[current];
     fiber.state = state;
-    swapcontext(&fiber.context, &scheduler);
+    if (!_setjmp(fiber.at)) _longjmp(scheduler, 1);
+}
+
+// Ends a thread in the midst of the kernel.
+void give_up() {
+    fibers[current].begun = false;
+    leave(DONE);
 }
 
 void wait(State state, const char* operation, int line) {
@@ -85,13 +95,25 @@ void wait(State state, const char* operation, int line) {
 }
 
 void start() {
-    body(current);
-    leave(DONE);
+    for (;;) {
+        body(current);
+        leave(DONE);
+    }
 }
 
 void resume(int thread) {
+    Fiber& fiber = fibers[thread];
     current = thread;
-    swapcontext(&scheduler, &fibers[thread].context);
+    if (!_setjmp(scheduler)) {
+        if (fiber.begun) _longjmp(fiber.at, 1);
+        fiber.begun = true;
+        ucontext_t first;
+        getcontext(&first);
+        first.uc_stack = {fiber.stack, 0, STACK};
+        first.uc_link = nullptr;
+        makecontext(&first, start, 0);
+        setcontext(&first);
+    }
     current = -1;
 }
 
@@ -102,7 +124,7 @@ void touch_threadgroup(size_t at, unsigned size, bool write) {
     for (const Variable& v : variables) inside |= at >= v.offset && at + size <= v.offset + v.size;
     if (!inside) {
         fail("thread %d: %s of %u bytes outside threadgroup memory", current, write ? "write" : "read", size);
-        leave(DONE);
+        give_up();
     }
     for (size_t i = at; i < at + size; i++) {
         Shadow& s = shadow[i];
@@ -123,7 +145,7 @@ void touch_buffer(Buffer& buffer, char* address, unsigned size, bool write) {
     const long at = address - buffer.data;
     if (at < 0 || at + long(size) > long(buffer.size)) {
         fail("thread %d: out-of-bounds %s of %u bytes at byte %ld of buffer %d", current, what, size, at, index);
-        leave(DONE);
+        give_up();
     }
     if (at % size) fail("thread %d: misaligned %s of %u bytes at byte %ld of buffer %d", current, what, size, at, index);
     if (write && !buffer.output) fail("thread %d: write to input buffer %d", current, index);
@@ -134,16 +156,21 @@ void touch(void* pointer, unsigned size, bool write) {
     char* address = static_cast<char*>(pointer);
     if (current < 0) return;
     if (address >= arena && address < arena + ARENA) return touch_threadgroup(address - arena, size, write);
-    for (int i = 0; i < job->buffer_count; i++) {
-        Buffer& b = job->buffers[i];
-        if (address >= b.data - job->guard && address < b.data + b.size + job->guard)
+    static int last = 0;  // most accesses are near the one before
+    const int count = job->buffer_count;
+    for (int i = 0, at = last < count ? last : 0; i < count; i++, at = at + 1 < count ? at + 1 : 0) {
+        Buffer& b = job->buffers[at];
+        if (address >= b.data - job->guard && address < b.data + b.size + job->guard) {
+            last = at;
             return touch_buffer(b, address, size, write);
+        }
     }
 }
 
 // ---- one threadgroup
 
-int find(int from, int to, std::function<bool(const Fiber&)> wanted) {
+template <class Wanted>
+int find(int from, int to, Wanted wanted) {
     for (int i = from; i < to; i++)
         if (wanted(fibers[i])) return i;
     return -1;
@@ -168,9 +195,12 @@ bool release_simd_group(int group, int size) {
     return true;
 }
 
+// Bytes of threadgroup memory that may have been touched.
+size_t used_arena() { return variables.empty() ? 0 : variables.back().offset + variables.back().size; }
+
 bool release_barrier(int size) {
     if (!release(0, size, AT_BARRIER)) return false;
-    for (Shadow& s : shadow) s.writer = s.reader = NOBODY;
+    for (size_t i = 0; i < used_arena(); i++) shadow[i].writer = shadow[i].reader = NOBODY;
     job->barriers++;
     return true;
 }
@@ -201,10 +231,7 @@ void run_threadgroup(int size) {
     const std::vector<int> order = schedule(size);
     for (int i = 0; i < size; i++) {
         Fiber& f = fibers[i];
-        getcontext(&f.context);
-        f.context.uc_stack = {f.stack, 0, STACK};
-        f.context.uc_link = nullptr;
-        makecontext(&f.context, start, 0);
+        if (f.state != DONE) f.begun = false;  // left where another thread failed
         f.state = READY, f.operation = "nothing", f.line = 0;
     }
     for (bool moved = true; moved && !job->errors;) {
@@ -219,10 +246,10 @@ void run_threadgroup(int size) {
 }
 
 void forget_threadgroup_memory() {
-    if (variables.empty() && !shadow.empty()) return;  // nobody used any
+    if (shadow.empty()) shadow.resize(ARENA), memset(arena, 0xFF, ARENA);
+    std::fill_n(shadow.begin(), used_arena(), Shadow{});
+    memset(arena, 0xFF, used_arena());
     variables.clear();
-    shadow.assign(ARENA, Shadow{});
-    memset(arena, 0xFF, ARENA);
 }
 
 void reserve(int size) {
@@ -261,7 +288,7 @@ void* metal_threadgroup_memory(int site, unsigned long size) {
     const size_t offset = (end + GAP + 63) / 64 * 64;
     if (used > THREADGROUP_LIMIT) {
         fail("%zu bytes of threadgroup memory are more than %zu", used, THREADGROUP_LIMIT);
-        leave(DONE);
+        give_up();
     }
     if (used > job->threadgroup_bytes) job->threadgroup_bytes = used;
     variables.push_back({site, offset, size});
