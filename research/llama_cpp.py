@@ -154,7 +154,7 @@ def add_vocabulary(writer: Any, content: dict[str, Any]) -> None:
     writer.add_add_bos_token(True)
 
 
-BATCH = 512  # llama.cpp's default; prompts are as long
+BATCH = 512  # llama.cpp's default
 
 
 def open_model(file: Path, context: int, threads: int) -> Any:
@@ -245,7 +245,6 @@ def rows_of(spent: Mapping[str, list[float]], shared: dict[str, Any]) -> list[di
 
 
 GEARS = ",".join(map(str, TYPES))
-PROMPT_TOKENS = 512
 STEP = 256  # tokens, to which llama.cpp rounds the room for a context
 
 Rows = list[dict[str, Any]]
@@ -322,17 +321,18 @@ def decoding_seconds(peer: Any, read: list[int], tokens: int) -> float:
     return timed(lambda: [*islice(follow(peer), tokens + 1)]) / tokens  # the first one is known already
 
 
-def prompt_rows(models: RandomModels) -> Rows:
-    """A prompt up to the first token of its answer: seconds per token of the prompt."""
-    prompt = models.tokens(PROMPT_TOKENS)
-    ours = partial(first_token_seconds, prompt=prompt)
+def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
+    """Prompts up to the first token of their answers: seconds per token of a prompt."""
     rows: Rows = []
-    for bits, peer in track(models.peers.items(), "prompt"):
+    for length in lengths:
+        prompt = models.tokens(length)
+        ours = partial(first_token_seconds, prompt=prompt)
+        for bits, peer in track(models.peers.items(), f"prompt {length}"):
 
-        def theirs(peer: Any = peer) -> float:
-            return timed(lambda: first_after(peer, prompt)) / PROMPT_TOKENS
+            def theirs(peer: Any = peer, prompt: list[int] = prompt) -> float:
+                return timed(lambda: first_after(peer, prompt)) / len(prompt)
 
-        rows += models.compare(bits, ours, theirs, {"prompt_tokens": PROMPT_TOKENS})
+            rows += models.compare(bits, ours, theirs, {"prompt_tokens": length})
     return rows
 
 
@@ -385,14 +385,15 @@ def compare_llama_cpp(
     subjects: list[Subject] = ["decode", "prompt"],  # noqa: B006 - nothing changes it
     shape: str = "1024x24",
     contexts: list[int] = [1, 1000, 4000],  # noqa: B006
+    prompts: list[int] = [16, 128, 512, 4000],  # noqa: B006
     tokens: int = 16,
     activations: list[Activations] = ["int16", "int8"],  # noqa: B006
     trials: int = 5,
 ) -> Found:
     """Gears beside llama.cpp (pip install llama-cpp-python gguf), in turn within one run.
 
-    decode: tokens of a random Llama after contexts of several lengths. prompt: 512 tokens of the same Llama, up to the
-    first one of the answer.
+    decode: tokens of a random Llama after contexts of several lengths. prompt: prompts of several lengths for the same
+    Llama, up to the first token of the answer.
 
     The model becomes GGUF files in f16, q8_0 and q4_0 in a temporary directory, with the rows of queries and keys in
     the order that llama.cpp rotates. Both sides have as many threads (GEARBX_THREADS, or one per core). llama.cpp keeps
@@ -401,22 +402,24 @@ def compare_llama_cpp(
 
     Args:
         shape: WIDTHxLAYERS.
+        prompts: Their lengths.
         tokens: Decoded in a trial.
         activations: Of our gears, each in turn.
     """
     installed = versions()
     size = parse_shape(shape)
-    for name, value, least in (("trials", trials, 1), ("tokens", tokens, 1), ("contexts", min(contexts), 0)):
+    given = {"trials": (trials, 1), "tokens": (tokens, 1), "contexts": (min(contexts), 0), "prompts": (min(prompts), 1)}
+    for name, (value, least) in given.items():
         if value < least:
             raise GearbxError(f"--{name} {value}: is too few; give {least} or more")
     threads, found = native_kernels().threads(), {}
-    room = max(contexts) + max(tokens, PROMPT_TOKENS) + len(PROMPT)
+    room = max(*contexts, *prompts) + tokens + len(PROMPT)
     with tempfile.TemporaryDirectory() as folder:
         models = RandomModels(size, activations, room, trials, Path(folder), threads)
         if "decode" in subjects:
             found["decode"] = decode_rows(models, contexts, tokens)
         if "prompt" in subjects:
-            found["prompt"] = prompt_rows(models)
+            found["prompt"] = prompt_rows(models, prompts)
     tables = {f"llama_cpp_{subject}": table_of(subject, found[subject]) for subject in found}
     return Found(tables, found | {"threads": threads} | installed)
 

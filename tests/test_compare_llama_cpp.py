@@ -115,6 +115,7 @@ def test_tables_go_to_their_places_in_a_page(tmp_path):
     [
         ({"shape": "1000x2"}, "--shape '1000x2': give a width that is a multiple of 256"),
         ({"contexts": [1, -2]}, "--contexts -2: is too few; give 0 or more"),
+        ({"prompts": [512, 0]}, "--prompts 0: is too few; give 1 or more"),
         ({"trials": 0}, "--trials 0: is too few; give 1 or more"),
         ({"tokens": 0}, "--tokens 0: is too few"),
     ],
