@@ -147,13 +147,18 @@ class Proposals:
         return [[w.token, *w.tokens, *[PADDING] * (longest - len(w.tokens))] for w in self.of]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SecondHead:
-    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`."""
+    """The head of the top gear, a linear layer or an embedding, and where a draft looks for its own: `holder[name]`.
+
+    look: what stands there in drafts. It is one object for all of them, since native programs of a model know its
+    modules by their identity (formats/block.py), and take milliseconds to be made again.
+    """
 
     top: nn.Module
     holder: nn.Module
     name: str
+    look: "SecondLook | None" = None
 
 
 @dataclass(frozen=True)
@@ -455,7 +460,10 @@ def looking(second: SecondHead | None) -> Iterator[None]:
         return
     holder, name = second.holder, second.name
     before = holder.get(name)  # none in a tied embedding, whose rows are looked up in its projection
-    holder[name] = SecondLook(holder["projection"] if before is None else before, rows)
+    head = holder["projection"] if before is None else before
+    if second.look is None or second.look.head is not head:
+        second.look = SecondLook(head, rows)
+    holder[name] = second.look
     try:
         yield
     finally:
