@@ -283,8 +283,10 @@ class RandomModels:
         Args:
             ours: seconds per token of a model.
         """
-        # Beside weights of bfloat16 all activations but `float` are rounded alike.
-        gearboxes = self.gearboxes if bits < 16 else dict([next(iter(self.gearboxes.items()))])
+        gearboxes = self.gearboxes
+        if bits == 16:  # beside weights of bfloat16 all activations but `float` are rounded alike
+            first = next(iter(gearboxes))
+            gearboxes = {"float" if first == "float" else "bfloat16": gearboxes[first]}
         clocks: dict[str, Clock] = {}
         for name, gearbox in gearboxes.items():
             gearbox.shift(bits)
