@@ -210,6 +210,17 @@ class TestDropIn:
             assert (mine[0], mine[2]) == (other[0], other[2])
             assert np.array_equal(mine[1], other[1])
 
+    def test_a_prompt_is_read_in_its_gear_however_it_is_cut(self, demo):
+        gearbox, prompt, found = Gearbox(demo.model, "4,16"), demo.tokenizer.encode(TALE), []
+        for step in (2048, len(prompt) - 2, 3, 1):
+            mode = Kickdown([99.0], prompt_gear="high")
+            text = stream_generate(
+                demo.model, demo.tokenizer, prompt, 1, mode=mode, gearbox=gearbox, prefill_step_size=step
+            )
+            found.append(np.array(next(text).logprobs))
+        for logprobs in found[1:]:
+            np.testing.assert_allclose(logprobs, found[0], atol=1e-3)
+
     def test_input_embeddings_go_to_models_that_take_them(self):
         model = tiny_model("gemma3_text")
         gearbox = Gearbox(model, "4,16")
