@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx import Gearbox, Ladder, load
-from gearbx_mlx.benchmark import measuring, token
+from gearbx_mlx.benchmark import KernelBenchmark, measuring, token
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
@@ -242,6 +242,12 @@ def test_decode(command, tmp_path):
 )
 def test_bad_input_is_one_line(command, arguments, words):
     check_refused(command("benchmark", *arguments), words)
+
+
+def test_the_most_vectors_are_a_thousand():
+    assert KernelBenchmark(vectors=1024).vectors == 1024
+    with pytest.raises(GearbxError, match="vectors"):
+        KernelBenchmark(vectors=1025)
 
 
 def test_a_matrix_that_groups_do_not_divide_is_no_study():

@@ -14,11 +14,13 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import save_model, tiny_model
+from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.analyze import analyze
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli import terminal
+from gearbx_mlx.cli.flags import SamplingSettings
 from gearbx_mlx.cli.gears import GearFlags
 from gearbx_mlx.cli.settings import next_command
 from gearbx_mlx.loading import DEMO_MODEL
@@ -74,6 +76,10 @@ class TestFlags:
         assert len(few) <= 30
         assert {"--model", "--prompt", "--max-tokens", "--gears", "--mode"} <= few < every
         assert {"--xtc-probability", "--window"} <= every - few
+
+    def test_sampling_is_mlx_lms_if_nothing_is_said(self):
+        ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))
+        assert ours == {name: theirs[name] for name in ours}
 
     def test_the_versions(self, command):
         done = command("generate", "--version")

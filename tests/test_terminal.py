@@ -14,7 +14,7 @@ from test_bad_input import assert_refused
 from gearbx_mlx.cli import terminal as progress_module
 from gearbx_mlx.cli.settings import human_bytes
 from gearbx_mlx.cli.tables import layers_table, summary_table
-from gearbx_mlx.cli.terminal import ProgressLines, WrappedText
+from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
 from gearbx_mlx.gears.cost import LayerPath
 from gearbx_mlx.gears.ladder import Ladder
 
@@ -50,6 +50,16 @@ class TestProgress:
 
     def test_a_log_gets_nothing_from_short_work(self, clock):
         assert self.lines(clock, 0.1, 19) == []
+
+    def test_on_a_terminal_stdout_keeps_what_is_printed_beside_a_bar(self, capsys):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        with progress_bar(console=Console(file=terminal, force_terminal=True, force_interactive=True)) as progress:
+            for _ in progress.track(range(3), description="layers"):
+                print("a row")
+        assert capsys.readouterr().out == "a row\n" * 3
+        assert "layers" in terminal.getvalue()
+        assert "a row" not in terminal.getvalue()
 
     def test_bytes_are_written_as_bytes(self, clock):
         console = log()

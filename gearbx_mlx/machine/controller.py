@@ -16,7 +16,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -238,12 +238,12 @@ class CapDecision:
     token: int
     reason: str
     position: int
-    tokens_per_second: float | None = None
-    target: float | None = None
-    share: float = 1.0
-    machine: Mapping[str, Any] = field(default_factory=dict)
-    bits_per_weight: float = 0.0
-    moved: tuple[CapStep, ...] = ()
+    tokens_per_second: float | None
+    target: float | None
+    share: float
+    machine: Mapping[str, Any]
+    bits_per_weight: float
+    moved: tuple[CapStep, ...]
 
     def record(self) -> dict[str, Any]:
         """The decision as a trace shows it."""
