@@ -379,6 +379,7 @@ def reaches_inside(file: Path) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_else_reaches_inside_of_others():
     package = ROOT / "gearbx_mlx"
     files = {path.relative_to(package).as_posix(): reaches_inside(path) for path in package.rglob("*.py")}

@@ -47,8 +47,8 @@ def report(tmp_path_factory):
     return found | {"out": out}
 
 
+@pytest.mark.slow
 class TestReport:
-    @pytest.mark.slow
     def test_every_policy_is_in_it_with_all_its_numbers(self, report):
         names = [row["name"] for row in report["policies"]]
         shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "position", "oracle")]

@@ -79,10 +79,11 @@ def with_pauses(rounds, alone, every, pause, length=1, tokens=4000):
     return ways
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("every", [6, 17, 29, 50, 200])
 @pytest.mark.parametrize("length", [1, 3, 16])
 @pytest.mark.parametrize(("rounds", "alone"), [(1.0, 1.5), (1.5, 1.0)])
-def test_pauses_of_whoever_reads_do_not_decide(rounds, alone, length, every):
+def test_pauses_of_a_reader_do_not_decide(rounds, alone, length, every):
     """A page that is drawn every few tokens, and takes as long as a hundred tokens."""
     ways = with_pauses(rounds, alone, every, 100.0, length)
     faster = sum(ways[1000:]) / 3000
