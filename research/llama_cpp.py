@@ -330,12 +330,13 @@ def prompt_rows(models: RandomModels, lengths: Sequence[int]) -> Rows:
         prompt = models.tokens(length)
         ours = partial(first_token_seconds, prompt=prompt)
         for bits, peer in track(models.peers.items(), f"prompt {length}"):
-
-            def theirs(peer: Any = peer, prompt: list[int] = prompt) -> float:
-                return timed(lambda: first_after(peer, prompt)) / len(prompt)
-
-            rows += models.compare(bits, ours, theirs, {"prompt_tokens": length})
+            rows += models.compare(bits, ours, partial(reading_seconds, peer, prompt), {"prompt_tokens": length})
     return rows
+
+
+def reading_seconds(peer: Any, prompt: list[int]) -> float:
+    """Seconds per token of a prompt, until llama.cpp knows the first token after it."""
+    return timed(lambda: first_after(peer, prompt)) / len(prompt)
 
 
 def first_token_seconds(model: Any, prompt: list[int]) -> float:

@@ -23,7 +23,7 @@ enum State { READY, IN_SIMD, AT_BARRIER, DONE };
 struct Fiber {
     jmp_buf at;
     char* stack = nullptr;
-    bool begun = false;  // it waits in `at`; else it begins anew
+    bool begun = false;  // whether its thread stopped at `at`, where it goes on
     State state = DONE;
     const char* operation = "";  // what it waits in, and where
     int line = 0;
