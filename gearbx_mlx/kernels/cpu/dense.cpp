@@ -34,7 +34,7 @@ void multiply(const gearbx_dense* const* matrices, int count, const float* x, in
 }  // namespace
 
 template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
-template void multiply_rows(const Rows<Bf16>&, const Activations<float>&, float*, int64_t);
+template void multiply_rows(const Rows<Bf16>&, const Activations<ForBf16>&, float*, int64_t);
 #ifdef GEARBX_PAIRS
 template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
 #endif
@@ -45,12 +45,12 @@ extern "C" void gearbx_dense_products(const gearbx_dense* const* matrices, int c
                                       float* const* y) {
   using namespace gearbx;
   multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_dense& m) {
-    if (m.type == GEARBX_BFLOAT16) return m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16>;
+    if (m.type == GEARBX_BFLOAT16) return m.x_bits ? multiply<Bf16, RoundedForBf16> : multiply<Bf16, ForBf16>;
     return m.type == GEARBX_FLOAT16 ? multiply<Fp16> : multiply<float>;
   });
 }
 
-extern "C" int gearbx_rounds_to_bf16(void) { return !std::is_same_v<gearbx::RoundedForBf16, float>; }
+extern "C" int gearbx_rounds_to_bf16(void) { return !std::is_same_v<gearbx::RoundedForBf16, gearbx::ForBf16>; }
 
 extern "C" void gearbx_dense_product(const gearbx_dense* matrix, const float* x, int64_t vectors, float* y) {
   gearbx_dense_products(&matrix, 1, x, vectors, &y);

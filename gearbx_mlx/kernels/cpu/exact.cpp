@@ -26,7 +26,7 @@ template <int GROUP>
 using PlanesDecoder = Planes32<GROUP>;
 #endif
 
-#ifdef GEARBX_AVX512
+#ifdef GEARBX_AVX2
 typedef Bf16 Decoded;  // several vectors are multiplied with decoded rows
 #else
 typedef float Decoded;
@@ -121,14 +121,14 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
 template <class Codes, class X>
 struct Multiply {
   // Else one vector, too, meets decoded rows: that is compiled for both types of activations, and this for one.
-  static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16>;
+  static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16> && ROW_BY_ROW;
 
   static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
     const int64_t stride = m.rows;
     if constexpr (WHILE_DECODING) {
       if (x.vectors == 1)
         return by_rows(m, row, end, m.panel_rows, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
-          multiply_one_vector<Codes>(m, row, end, x.only(), y);
+          multiply_one_vector<Codes>(m, row, end, x.packed, y);
         });
     }
     const int64_t height = rows_at_once(m, x.vectors);
@@ -154,7 +154,7 @@ struct Decode {
 };
 
 template <class Codes>
-using MultiplyFloats = Multiply<Codes, float>;
+using MultiplyFloats = Multiply<Codes, ForBf16>;
 template <class Codes>
 using MultiplyRounded = Multiply<Codes, RoundedForBf16>;
 
@@ -192,7 +192,7 @@ extern "C" void gearbx_exact_products(const gearbx_exact* const* matrices, int c
                                       float* const* y) {
   using namespace gearbx;
   multiply_neighbours(matrices, count, x, vectors, y, [](const gearbx_exact& m) {
-    return m.x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, float>;
+    return m.x_bits ? multiply<MultiplyRounded, RoundedForBf16> : multiply<MultiplyFloats, ForBf16>;
   });
 }
 

@@ -12,6 +12,7 @@
 
 #include "integer.h"
 
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -76,10 +77,9 @@ struct Written {
 };
 
 // Codes of rows that are stored side by side: a plane of FIRST bits, and a second one of SECOND bits below it, or none.
-template <int FIRST, int SECOND = 0>
+template <int FIRST, int SECOND, bool FLIP>
 struct Stored {
   static constexpr int LEAST = SECOND ? SECOND : FIRST, AT_ONCE = 8 / LEAST;  // registers that a dword of the plane fills
-  static constexpr int BITS = FIRST + SECOND;
   static constexpr int64_t DISTANCE = 2048;  // of the prefetch, in bytes
   const uint8_t *first, *second;
 
@@ -99,7 +99,7 @@ struct Stored {
     constexpr int IN_DWORD = 8 / FIRST;  // registers
     Ints codes = codes_at<FIRST, R % IN_DWORD * FIRST, SECOND>(load_ints(first + R / IN_DWORD * 4 * LANES));
     if constexpr (SECOND > 0) codes = or_ints(codes, every_other<SECOND, R / 2, R % 2>(load_ints(second)));
-    out[R] = SIGNED_BYTES && BITS > 4 ? flip_ints(codes, 0x80808080u) : codes;
+    out[R] = FLIP ? flip_ints(codes, 0x80808080u) : codes;
     if constexpr (R + 1 < AT_ONCE) put<R + 1>(out);
   }
 };
@@ -113,31 +113,33 @@ struct Factors {
 // Adds the products of N vectors and `groups` groups to the totals. Activations have X bytes.
 template <int N, int X, bool NARROW, class Codes>
 void multiply(Codes codes, const Factors& by, int groups, int group, Rounded x, float* totals) {
+  constexpr bool WORDS = AS_WORDS && X == 2;
+  constexpr int PARTS = WORDS ? 1 : X;  // sums of a vector: of its bytes, or of its words
   Floats total[N];
   for (int v = 0; v < N; v++) total[v] = load_floats(totals + v * LANES);
   for (int g = 0; g < groups; g++, x.starts += N, x.steps += N, x.sums += N) {
-    Ints sums[N][X];
+    Ints sums[N][PARTS];
     for (int v = 0; v < N; v++) {
-      for (int b = 0; b < X; b++) sums[v][b] = zero_ints();
-      sums[v][X - 1] = all_ints(x.starts[v]);
+      for (int b = 0; b < PARTS; b++) sums[v][b] = zero_ints();
+      sums[v][PARTS - 1] = all_ints(x.starts[v]);
     }
     for (int run = 0; run < group; run += 4 * RUN) {
       codes.fetch();
-      Sums<NARROW> some[N * X];
+      std::conditional_t<WORDS, WordSums, Sums<NARROW>> some[N * PARTS];
       for (int v = 0; v < N; v++)
-        for (int b = 0; b < X; b++) some[v * X + b].begin(sums[v][b]);
+        for (int b = 0; b < PARTS; b++) some[v * PARTS + b].begin(sums[v][b]);
       for (int step = 0; step < RUN; step += Codes::AT_ONCE) {
         Ints next[Codes::AT_ONCE];
         codes.next(next);
-        for (int i = 0; i < Codes::AT_ONCE; i++, x.x += N * X * 4) add_all<N * X>(next[i], x.x, some);
+        for (int i = 0; i < Codes::AT_ONCE; i++, x.x += N * X * 4) add_all<N * PARTS>(next[i], x.x, some);
       }
       for (int v = 0; v < N; v++)
-        for (int b = 0; b < X; b++) sums[v][b] = some[v * X + b].end(sums[v][b]);
+        for (int b = 0; b < PARTS; b++) sums[v][b] = some[v * PARTS + b].end(sums[v][b]);
     }
     const Floats scale = load_floats(by.scales + g * LANES), offset = load_floats(by.offsets + g * LANES);
     for (int v = 0; v < N; v++) {
-      if (X == 2) sums[v][1] = add_ints(sums[v][1], multiply_ints(sums[v][0], BASE));
-      const Floats sum = multiply_floats(to_floats(sums[v][X - 1]), all_floats(x.steps[v]));
+      if constexpr (PARTS == 2) sums[v][1] = add_ints(sums[v][1], multiply_ints(sums[v][0], BASE));
+      const Floats sum = multiply_floats(to_floats(sums[v][PARTS - 1]), all_floats(x.steps[v]));
       const Floats added = by.affine
                                ? multiply_add_floats(sum, scale, multiply_floats(offset, all_floats(x.sums[v])))
                                : multiply_floats(sum, scale);
@@ -156,10 +158,9 @@ Multiply<Codes> find_multiply(int vectors, std::index_sequence<N...>) {
   return forms[vectors - 1];
 }
 
-template <class Codes, bool NARROW>
-Multiply<Codes> find_multiply(int vectors, int bytes) {
-  const auto counts = std::make_index_sequence<TILE>();
-  return bytes == 1 ? find_multiply<Codes, 1, NARROW>(vectors, counts) : find_multiply<Codes, 2, NARROW>(vectors, counts);
+template <class Codes, int X, bool NARROW>
+Multiply<Codes> find_multiply(int vectors) {
+  return find_multiply<Codes, X, NARROW && !(AS_WORDS && X == 2)>(vectors, std::make_index_sequence<TILE>());
 }
 
 // `count` groups of all vectors, from group `first` on, by `multiply` for a tile of them.
@@ -186,45 +187,50 @@ void multiply_rows(const Job& job, const Matrix& matrix, int64_t row, int height
     std::memcpy(matrix.y + v * m.rows + row, totals + v * LANES, static_cast<size_t>(height) * 4);
 }
 
-// Rows that are stored one after the other: some groups become a panel first.
+// Rows that are stored one after the other, times activations of X bytes: some groups become a panel first.
+template <int X, bool NARROW>
 void multiply_written(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   Panel panel;
   const Factors by = {panel.scales, panel.offsets, m.kind == GEARBX_AFFINE};
-  const auto find = SIGNED_BYTES && matrix.how.bits <= 4 ? find_multiply<Written, SIGNED_BYTES> : find_multiply<Written, false>;
   multiply_rows(job, matrix, row, height, totals, [&](int64_t first, int count) {
     write_panel(m, matrix.how, row, height, first, count, panel);
     multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
       const Written codes = {panel.codes, v ? Ahead() : Ahead(m, row, first * m.group)};
-      find(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
+      find_multiply<Written, X, NARROW>(n)(codes, by, count, m.group, x, totals + v * LANES);
     });
   });
 }
 
-// Rows that are stored side by side.
-template <int FIRST, int SECOND = 0>
+// Rows that are stored side by side, times activations of X bytes.
+template <int X, int FIRST, int SECOND = 0>
 void multiply_stored(const Job& job, const Matrix& matrix, int64_t row, float* totals) {
   const gearbx_stack& m = *matrix.stack;
   alignas(64) float scales[MOST_GROUPS * LANES], offsets[MOST_GROUPS * LANES];
   const Factors by = {scales, offsets, true};
+  typedef Stored<FIRST, SECOND, are_signed(FIRST + SECOND, X)> Codes;
   multiply_rows(job, matrix, row, LANES, totals, [&](int64_t first, int count) {
     stored_scales(m, row * (m.columns / m.group) + first * LANES, count * LANES, scales, offsets);
     multiply_tiles(job, m, first, [&](int64_t v, int n, const Rounded& x) {
       const auto plane = [&](int p) {
         return static_cast<const uint8_t*>(m.weights[p]) + (row * m.columns + first * m.group * LANES) / 8 * m.widths[p];
       };
-      const Stored<FIRST, SECOND> codes = {plane(0), plane(SECOND ? 1 : 0)};
-      find_multiply<Stored<FIRST, SECOND>, FIRST + SECOND <= 4>(n, m.x_bits / 8)(codes, by, count, m.group, x, totals + v * LANES);
+      const Codes codes = {plane(0), plane(SECOND ? 1 : 0)};
+      find_multiply<Codes, X, FIRST + SECOND <= 4>(n)(codes, by, count, m.group, x, totals + v * LANES);
     });
   });
 }
 
+template <int X>
 void multiply_panel(const Job& job, const Matrix& matrix, int64_t row, int height, float* totals) {
   const gearbx_stack& m = *matrix.stack;
-  if (!m.panel_rows) return multiply_written(job, matrix, row, height, totals);
-  if (m.widths[0] == 8) return multiply_stored<8>(job, matrix, row, totals);
-  if (m.planes == 1) return multiply_stored<4>(job, matrix, row, totals);
-  (m.widths[1] == 4 ? multiply_stored<4, 4> : m.widths[1] == 2 ? multiply_stored<4, 2> : multiply_stored<4, 1>)(
+  if (!m.panel_rows) {
+    const bool narrow = SIGNED_BYTES && matrix.how.bits <= 4;
+    return (narrow ? multiply_written<X, SIGNED_BYTES> : multiply_written<X, false>)(job, matrix, row, height, totals);
+  }
+  if (m.widths[0] == 8) return multiply_stored<X, 8>(job, matrix, row, totals);
+  if (m.planes == 1) return multiply_stored<X, 4>(job, matrix, row, totals);
+  (m.widths[1] == 4 ? multiply_stored<X, 4, 4> : m.widths[1] == 2 ? multiply_stored<X, 4, 2> : multiply_stored<X, 4, 1>)(
       job, matrix, row, totals);
 }
 
@@ -242,9 +248,10 @@ void do_piece(const void* context, int piece) {
     return;
   }
 #endif
+  const auto multiply = matrix->stack->x_bits == 8 ? multiply_panel<1> : multiply_panel<2>;
   float* room = totals.room_for(job.vectors * LANES);
   for (int64_t row = matrix->pieces.first(piece); row < end; row += LANES)
-    multiply_panel(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
+    multiply(job, *matrix, row, static_cast<int>(end - row < LANES ? end - row : LANES), room);
 }
 
 // Whether rows are read one after the other: for one vector, unless they are stored side by side, or are so short that
@@ -254,8 +261,9 @@ bool reads_row_by_row(const gearbx_stack& m, int64_t vectors) {
 }
 
 Rounding rounding_of(const gearbx_stack& m, int64_t vectors) {
-  const Unpacking how(m);
-  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, reads_row_by_row(m, vectors)};
+  const bool row_by_row = reads_row_by_row(m, vectors);
+  const Unpacking how(m, row_by_row);
+  return {inputs_of(m), m.columns, m.group, m.x_bits / 8, how.in_byte, how.middle, row_by_row};
 }
 
 void multiply_some(const gearbx_stack* const* stacks, int count, const float* x, int64_t vectors, float* const* y) {
@@ -266,7 +274,7 @@ void multiply_some(const gearbx_stack* const* stacks, int count, const float* x,
     int pieces = 0;
     for (; done < count && rounding_of(*stacks[done], vectors) == rounding; done++) {
       const gearbx_stack& m = *stacks[done];
-      matrices.push_back({&m, y[done], Unpacking(m), Pieces(m.rows, row_bytes(m), vectors, LANES)});
+      matrices.push_back({&m, y[done], Unpacking(m, rounding.row_by_row), Pieces(m.rows, row_bytes(m), vectors, LANES)});
       pieces += matrices.back().pieces.count;
     }
     const Job job = {matrices.data(), static_cast<int>(matrices.size()), round_all(rounding, x, vectors), vectors,

@@ -177,7 +177,7 @@ struct Unpacking {
   bool flip;            // codes of eight bits are stored signed and products take unsigned ones, or the reverse
   int32_t middle;       // to be added to every code
 
-  explicit Unpacking(const gearbx_stack& m) {
+  Unpacking(const gearbx_stack& m, bool row_by_row) {
     const int width = m.widths[0];
     for (int p = 0; p < m.planes; p++) {
       bits += m.widths[p];
@@ -186,7 +186,7 @@ struct Unpacking {
     if ((width != 2 && width != 4 && width != 8) || (width == 2 && m.planes > 2)) in_place = false;
     if (m.panel_rows) in_place = true;  // in the order of the first plane
     if (in_place) in_byte = 8 / width;
-    const bool symmetric = m.kind != GEARBX_AFFINE, take_signed = SIGNED_BYTES && bits > 4;
+    const bool symmetric = m.kind != GEARBX_AFFINE, take_signed = are_signed(bits, row_by_row ? 1 : m.x_bits / 8);
     flip = take_signed != (symmetric && bits == 8);
     middle = (take_signed ? 128 : 0) - (symmetric ? 1 << (width - 1) : 0);
   }

@@ -4,11 +4,17 @@
 
 #include "matvec.h"
 #include "pool.h"
+#include "sixteen.h"
 #include "split.h"
 
 namespace gearbx {
 
+// Rows that are multiplied together with a few vectors, perhaps some at a time (tile.h).
+#if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
+constexpr int TILE_ROWS = 4;
+#else
 constexpr int TILE_ROWS = 3;
+#endif
 constexpr int64_t MOST_ROWS = 96;  // of a block
 
 // How many rows of `row_bytes` each are multiplied at a time: few for a few vectors, so that they stay in the first

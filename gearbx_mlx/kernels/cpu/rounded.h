@@ -1,7 +1,8 @@
 // Activations of 8 or 16 bits, in the order in which panels (panel.h) are multiplied with them.
 //
 // Activations have a step for each vector and group of inputs. The largest activation of a group is 127 steps, or 32384
-// with two bytes, which is far finer than bfloat16. Two bytes are the nearest multiple of BASE, and the rest.
+// with two bytes, which is far finer than bfloat16. Two bytes are the nearest multiple of BASE, and the rest; or a
+// number of 16 bits, for products that take words (products_of_bytes.h).
 
 #pragma once
 
@@ -45,11 +46,12 @@ struct Rounding {
   int group, bytes, in_byte;
   int32_t middle;
   bool row_by_row;  // for one vector; else panels
+  bool words() const { return AS_WORDS && bytes == 2 && !row_by_row; }
   bool operator==(const Rounding&) const = default;
 };
 
 // Tiles of at most TILE vectors, one after the other. Of a tile: for four columns, its vectors, each with the bytes of
-// four activations, or all first bytes before all second ones. For a group, its vectors.
+// four activations, or all first bytes before all second ones, or four words. For a group, its vectors.
 struct Rounded {
   const int8_t* x;
   const int32_t* starts;  // the sum of rounded activations, times what is to be added to every code
@@ -80,10 +82,14 @@ inline float round_group(const float* x, int32_t most, int32_t* out, int32_t* su
   return finite ? (some ? step : 0.0f) : NAN;
 }
 
-// Rounded activations as bytes: all first ones, and all second ones if there are two.
+// Rounded activations as bytes: all first ones, and all second ones if there are two. Those of words are the lower and
+// the upper half.
 template <int G, int BYTES>
-inline void to_bytes(const int32_t* whole, int8_t (*out)[G]) {
-  if constexpr (BYTES == 1) {
+inline void to_bytes(const int32_t* whole, bool words, int8_t (*out)[G]) {
+  if (words) {
+    for (int i = 0; i < G; i++) out[0][i] = static_cast<int8_t>(whole[i]);
+    for (int i = 0; i < G; i++) out[BYTES - 1][i] = static_cast<int8_t>(whole[i] >> 8);
+  } else if constexpr (BYTES == 1) {
     for (int i = 0; i < G; i++) out[0][i] = static_cast<int8_t>(whole[i]);
   } else {
     constexpr float ROUND = 0x1.8p23f;
@@ -96,14 +102,21 @@ inline void to_bytes(const int32_t* whole, int8_t (*out)[G]) {
   }
 }
 
-// Puts 16 activations in the order of codes that are masked where they are: for each dword its registers, or, row by
-// row, for each register its dwords.
-inline void put_in_order(const int8_t* from, int in_byte, bool row_by_row, int8_t* out) {
-  static constexpr int8_t ORDERS[4][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
-                                           {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
-                                           {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15},
-                                           {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15}};
-  const int8_t* order = ORDERS[row_by_row && in_byte == 2 ? 3 : in_byte / 2];
+// The order of codes that are masked where they are, in 16 columns: for each dword its registers, or, row by row, for
+// each register its dwords. Words: of each register those at even places first.
+inline const int8_t* order_of(const Rounding& r) {
+  static constexpr int8_t BYTES[3][16] = {{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+                                          {0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15},
+                                          {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15}};
+  static constexpr int8_t WORDS[3][16] = {{0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15},
+                                          {0, 4, 2, 6, 1, 5, 3, 7, 8, 12, 10, 14, 9, 13, 11, 15},
+                                          {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15}};
+  static constexpr int8_t BY_ROW[16] = {0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15};
+  if (r.row_by_row && r.in_byte == 2) return BY_ROW;
+  return r.words() ? WORDS[r.in_byte / 2] : BYTES[r.in_byte / 2];
+}
+
+inline void put_in_order(const int8_t* from, const int8_t* order, int8_t* out) {
 #if defined(GEARBX_AVX2)
   const __m128i indices = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
@@ -124,13 +137,28 @@ inline void put_for_rows(const int8_t* ordered, int64_t at, int b, int in_byte, 
   for (int k = 0; k < in_byte; k++) std::memcpy(to + k * 4 * LANES, ordered + k * size, static_cast<size_t>(size));
 }
 
+// Writes words of 16 columns, of which there are the lower and the upper halves, for each dword of a tile of `n` vectors.
+inline void put_words(const int8_t* lower, const int8_t* upper, int n, int8_t* out) {
+  alignas(64) int8_t words[32];
+#if defined(GEARBX_AVX2)
+  const __m128i low = _mm_load_si128(reinterpret_cast<const __m128i*>(lower));
+  const __m128i high = _mm_load_si128(reinterpret_cast<const __m128i*>(upper));
+  _mm_store_si128(reinterpret_cast<__m128i*>(words), _mm_unpacklo_epi8(low, high));
+  _mm_store_si128(reinterpret_cast<__m128i*>(words + 16), _mm_unpackhi_epi8(low, high));
+#else
+  for (int i = 0; i < 32; i++) words[i] = i % 2 ? upper[i / 2] : lower[i / 2];
+#endif
+  for (int dword = 0; dword < 4; dword++) std::memcpy(out + dword * n * 8, words + 8 * dword, 8);
+}
+
 // All of a tile: `n` vectors. The tile's arrays begin at the places of its first vector.
 template <int G, int BYTES>
 void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* starts, float* steps, float* sums) {
   constexpr int32_t MOST = BYTES == 1 ? 127 : 127 * BASE + BASE / 2 - 1;
   alignas(64) int32_t whole[G];
-  alignas(64) int8_t bytes[BYTES][G], ordered[16];
+  alignas(64) int8_t bytes[BYTES][G], ordered[BYTES][16];
   alignas(64) float rest[G];
+  const int8_t* order = order_of(r);
   for (int v = 0; v < n; v++)
     for (int64_t g = 0; g < r.columns / G; g++) {
       const float* from = x + v * r.inputs + g * G;
@@ -146,17 +174,20 @@ void round_tile(const Rounding& r, const float* x, int n, int8_t* out, int32_t* 
       steps[at] = step;
       sums[at] = step * static_cast<float>(sum);
       starts[at] = sum * r.middle;
-      to_bytes<G, BYTES>(whole, bytes);
-      for (int b = 0; b < BYTES; b++)
-        for (int i = 0; i < G; i += 16) {
-          put_in_order(bytes[b] + i, r.in_byte, r.row_by_row, ordered);
-          if (r.row_by_row) {
-            put_for_rows<BYTES>(ordered, g * G + i, b, r.in_byte, out);
-            continue;
-          }
-          int8_t* to = out + (((g * G + i) / 4 * n + v) * BYTES + b) * 4;
-          for (int dword = 0; dword < 4; dword++, to += n * BYTES * 4) std::memcpy(to, ordered + 4 * dword, 4);
+      to_bytes<G, BYTES>(whole, r.words(), bytes);
+      for (int i = 0; i < G; i += 16) {
+        for (int b = 0; b < BYTES; b++) put_in_order(bytes[b] + i, order, ordered[b]);
+        int8_t* to = out + ((g * G + i) / 4 * n + v) * BYTES * 4;
+        if (r.words()) {
+          put_words(ordered[0], ordered[BYTES - 1], n, to);
+          continue;
         }
+        for (int b = 0; b < BYTES; b++)
+          if (r.row_by_row)
+            put_for_rows<BYTES>(ordered[b], g * G + i, b, r.in_byte, out);
+          else
+            for (int dword = 0; dword < 4; dword++) std::memcpy(to + (dword * n * BYTES + b) * 4, ordered[b] + 4 * dword, 4);
+      }
     }
 }
 

@@ -124,7 +124,7 @@ GEARBX_INLINE void transpose(const uint8_t* p, int64_t stride, Ints* out) {
 
 constexpr int LANES = 8;
 constexpr int DWORDS = 4;
-constexpr int TILE = 4;
+constexpr int TILE = 8;
 typedef __m256i Ints;
 typedef __m256 Floats;
 

@@ -13,6 +13,9 @@ template <class T>
 inline void load(const T* p, F8& out) {
   out = load8(p);
 }
+#if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
+inline void load(const Split* p, F8& out) { out = load8(&p->value); }
+#endif
 inline F8 multiply_add(F8 a, F8 b, F8 c) { return multiply_add8(a, b, c); }
 #ifdef GEARBX_AVX512
 template <class T>
@@ -25,6 +28,30 @@ inline F16 multiply_add(F16 a, F16 b, F16 c) { return multiply_add16(a, b, c); }
 inline void load(const Bf16* p, Pairs& out) { out = load32(p); }
 inline F16 multiply_add(Pairs a, Pairs b, F16 c) { return multiply_add_pairs(a, b, c); }
 #endif
+
+// Adds a product to a sum, which stays in its register: of sixteen registers, a tile leaves none to move it to.
+template <class V>
+GEARBX_INLINE void add_product(V a, V b, Lanes& sum) {
+#if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
+  asm("vfmadd231ps %1, %2, %0" : "+x"(sum) : "x"(a), "x"(b));
+#else
+  sum = multiply_add(a, b, sum);
+#endif
+}
+
+// Loads weights for load `i` of a step of activations of type X.
+template <class X, class T>
+GEARBX_INLINE void load_weights(const T* step, int i, typename Register<X>::type& out) {
+#if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
+  if constexpr (std::is_same_v<X, Split>) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(step));
+    const __m256i odd = _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u)));
+    out = _mm256_castsi256_ps(i ? odd : _mm256_slli_epi32(both, 16));
+    return;
+  }
+#endif
+  load(step + i * Register<X>::COUNT, out);
+}
 
 // Asks for what is read soon, from `next` to `end`. It goes through memory in order, since several rows at once are
 // read more slowly than one after the other, and into the second cache, which can wait for more lines than the first.
@@ -39,7 +66,9 @@ struct Prefetch {
   template <int count, class T>
   GEARBX_INLINE void ask() {
     if (next >= end) return;
-    for (int i = 0; i < count; i++, next += 16 * sizeof(T)) __builtin_prefetch(next, 0, 2);
+    constexpr int BYTES = count * 16 * sizeof(T);
+    for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(next + i, 0, 2);
+    next += BYTES;
   }
 };
 
@@ -51,7 +80,10 @@ struct Rows {
   Prefetch next;
 };
 
-// The sum of sixteen sums, of the products of the columns after the last whole step, if there are any: eight at a time,
+// Whether one vector meets row after row. One register of eight sums would wait for each addition.
+constexpr bool ROW_BY_ROW = PARTS * LANES == 16;
+
+// The sum of all sums, of the products of the columns after the last whole step, if there are any: eight at a time,
 // added to the first sums, and then one by one.
 template <class X, class T>
 float finish_row(const T* w, const float* x, int64_t columns, F8 even, F8 odd) {
@@ -72,7 +104,7 @@ float multiply_row(const T* w, const X* packed, const float* x, int64_t columns,
 #pragma GCC unroll 2
     for (int p = 0; p < PARTS; p++) {
       typename Register<X>::type weights, one;
-      load(w + i + p * Register<X>::COUNT, weights);
+      load_weights<X>(w + i, p, weights);
       load(packed + i + p * Register<X>::COUNT, one);
       sums[p] = multiply_add(weights, one, sums[p]);
     }
@@ -82,12 +114,13 @@ float multiply_row(const T* w, const X* packed, const float* x, int64_t columns,
   return finish_row<X>(w, x, columns, both.even, both.odd);
 }
 
-// Adds the products of columns `from` to `to`, whole steps, of R rows with V vectors; `x` is packed. There are sixteen
-// sums for each row and vector, so that an addition need not wait for the one before.
+// Adds the products of columns `from` to `to`, whole steps, of R rows with V vectors; `x` is packed. There are many
+// sums, so that an addition need not wait for the one before.
 template <int R, int V, class T, class X>
 GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t from, int64_t to,
                                Prefetch& prefetch, Lanes (&sums)[R][V][PARTS]) {
   constexpr int64_t COUNT = Register<X>::COUNT;
+  constexpr int LOADS = Register<X>::LOADS;
   Prefetch local = prefetch;  // in registers
   for (int p = 0; p < PARTS; p++) {
     const X* each = x + (p * whole_steps<X>(columns) + from) / PARTS * V;
@@ -96,21 +129,24 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t 
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
       for (int v = 0; v < V; v++) s[r][v] = sums[r][v][p];
-    for (int64_t i = from; i < to; i += STEP<X>, each += COUNT * V) {
+    for (int64_t i = from; i < to; i += STEP<X>, each += LOADS * COUNT * V) {
       if (p == 0) local.ask<R * (STEP<X> / 16), T>();
-      typename Register<X>::type rows[R];
+#pragma GCC unroll 2
+      for (int l = 0; l < LOADS; l++) {
+        typename Register<X>::type rows[R];
 #pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        load(w + r * columns + i + p * COUNT, rows[r]);
-        rows[r] = hold(rows[r]);
-      }
+        for (int r = 0; r < R; r++) {
+          load_weights<X>(w + r * columns + i, p + l, rows[r]);
+          rows[r] = hold(rows[r]);
+        }
 #pragma GCC unroll 8
-      for (int v = 0; v < V; v++) {
-        typename Register<X>::type one;
-        load(each + v * COUNT, one);
-        one = hold(one);
+        for (int v = 0; v < V; v++) {
+          typename Register<X>::type one;
+          load(each + (v * LOADS + l) * COUNT, one);
+          one = hold(one);
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) s[r][v] = multiply_add(rows[r], one, s[r][v]);
+          for (int r = 0; r < R; r++) add_product(rows[r], one, s[r][v]);
+        }
       }
     }
 #pragma GCC unroll 8
@@ -121,25 +157,28 @@ GEARBX_INLINE void add_columns(const T* w, int64_t columns, const X* x, int64_t 
   prefetch = local;
 }
 
-// The results of a row for V vectors, `stride` apart; `x` is as it came.
-template <class X, int V, class T>
-void finish_vectors(const T* w, const float* x, int64_t columns, const Lanes (&sums)[V][PARTS], float* y,
-                    int64_t stride) {
+// The results of R rows for V vectors, `stride` apart; `x` is as it came.
+template <class X, int R, int V, class T>
+GEARBX_INLINE void finish_tile(const T* w, const float* x, int64_t columns, const Lanes (&sums)[R][V][PARTS], float* y,
+                               int64_t stride) {
   if (columns % STEP<X>) {
-    for (int v = 0; v < V; v++) {
-      const EvenOdd both = join_parts(sums[v]);
-      y[v * stride] = finish_row<X>(w, x + v * columns, columns, both.even, both.odd);
-    }
+    for (int r = 0; r < R; r++)
+      for (int v = 0; v < V; v++) {
+        const EvenOdd both = join_parts(sums[r][v]);
+        y[v * stride + r] = finish_row<X>(w + r * columns, x + v * columns, columns, both.even, both.odd);
+      }
     return;
   }
-  F8 halves[8] = {};
-  for (int v = 0; v < V; v++) {
-    const EvenOdd both = join_parts(sums[v]);
-    halves[v] = add8(both.even, both.odd);
+  constexpr int COUNT = R * V, EIGHTS = (COUNT + 7) / 8;
+  F8 halves[EIGHTS][8] = {};
+  for (int i = 0; i < COUNT; i++) {
+    const EvenOdd both = join_parts(sums[i % R][i / R]);
+    halves[i / 8][i % 8] = add8(both.even, both.odd);
   }
-  float results[8];
-  store8(results, add8(sums8(halves), zero8()));  // + 0: as finish_row, which never gives -0
-  for (int v = 0; v < V; v++) y[v * stride] = results[v];
+  float results[8 * EIGHTS];
+  for (int i = 0; i < EIGHTS; i++)
+    store8(results + 8 * i, add8(sums8(halves[i]), zero8()));  // + 0: as finish_row, which never gives -0
+  for (int v = 0; v < V; v++) std::memcpy(y + v * stride, results + v * R, sizeof(float) * R);
 }
 
 // R rows times V vectors. Where sums are in several parts, these take turns over columns that stay in the first cache.
@@ -150,16 +189,17 @@ void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x,
   Lanes sums[R][V][PARTS] = {};
   for (int64_t from = 0; from < whole; from += chunk)
     add_columns<R, V>(w, columns, packed, from, from + chunk < whole ? from + chunk : whole, prefetch, sums);
-  for (int r = 0; r < R; r++) finish_vectors<X, V>(w + r * columns, x, columns, sums[r], y + r, stride);
+  finish_tile<X>(w, x, columns, sums, y, stride);
 }
 
 // Rows times V vectors, whose results are `stride` apart.
 template <int V, class T, class X>
 void multiply_group(const Rows<T>& rows, Prefetch prefetch, const X* packed, const float* x, float* y, int64_t stride) {
   const int64_t columns = rows.columns;
+  constexpr int R = TILE_ROWS == 4 && V > 2 ? 2 : TILE_ROWS;  // of four rows with more vectors, sums would leave the registers
   int64_t r = 0;
-  for (; r + TILE_ROWS <= rows.count; r += TILE_ROWS)
-    multiply_tile<TILE_ROWS, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
+  for (; r + R <= rows.count; r += R)
+    multiply_tile<R, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
   for (; r < rows.count; r++)
     multiply_tile<1, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
 }
@@ -167,7 +207,7 @@ void multiply_group(const Rows<T>& rows, Prefetch prefetch, const X* packed, con
 // The function for a number of vectors.
 template <class T, class X, int V = TILE_VECTORS>
 auto group_kernel(int64_t vectors) {
-  if constexpr (V > 2)
+  if constexpr (V > (ROW_BY_ROW ? 2 : 1))
     if (vectors < V) return group_kernel<T, X, V - 1>(vectors);
   return multiply_group<V, T, X>;
 }
@@ -176,10 +216,10 @@ auto group_kernel(int64_t vectors) {
 // of vectors is multiplied; then it is the activations of the next group.
 template <class T, class X>
 void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64_t stride) {
-  if (a.vectors == 1) {
+  if (ROW_BY_ROW && a.vectors == 1) {
     Prefetch next = rows.next;
     for (int64_t r = 0; r < rows.count; r++)
-      y[r] = multiply_row(rows.w + r * rows.columns, a.only(), a.x, rows.columns, next);
+      y[r] = multiply_row(rows.w + r * rows.columns, a.packed, a.x, rows.columns, next);
     return;
   }
   const int64_t groups = a.groups();
@@ -193,7 +233,7 @@ void multiply_rows(const Rows<T>& rows, const Activations<X>& a, float* y, int64
 
 // Dense and decoded rows share these, which dense.cpp compiles.
 extern template void multiply_rows(const Rows<float>&, const Activations<float>&, float*, int64_t);
-extern template void multiply_rows(const Rows<Bf16>&, const Activations<float>&, float*, int64_t);
+extern template void multiply_rows(const Rows<Bf16>&, const Activations<ForBf16>&, float*, int64_t);
 #ifdef GEARBX_PAIRS
 extern template void multiply_rows(const Rows<Bf16>&, const Activations<Bf16>&, float*, int64_t);
 #endif
