@@ -19,7 +19,7 @@ from gearbx_mlx.decoding.drafting import Drafter, Writer
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
-from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule
+from gearbx_mlx.routing.rounds import Costs, Rounds
 
 TALE = "Once upon a time there was a king who"
 SOME = (1, 4, MOST_DRAFTED)
@@ -162,7 +162,7 @@ class TestDrafts:
             mx.random.seed(7)
             text = Writer(Chooser(**settings), PROMPT[0, -1].item(), 99, stop_tokens.__contains__, PROMPT[0].tolist())
             drafter = Drafter(gearbox, low, MLX_READER, depth)
-            done = drafter.draft([text], self.begun(gearbox), joint_rule(rule), most)
+            done = drafter.draft(text, self.begun(gearbox), rule, most)
             found[depth] = text, done
             assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
         return found

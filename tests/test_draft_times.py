@@ -12,7 +12,7 @@ from conftest import tiny_model
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from msgspec.structs import asdict, replace
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, batch_generate, calibrate, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, calibrate, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlans, shipped
 from gearbx_mlx.decoding.draft_trials import draft_times, machine_of, times_here
 from gearbx_mlx.routing.acceptance import (
@@ -131,7 +131,7 @@ class TestUse:
         for machine, known in ((machine_of(geared_demo), 100.0), ("elsewhere", 0.0)):
             mode = Lossless(cost="time", curve=replace(made, times=times_of(machine, draft=100.0)))
             with nullcontext() if known else pytest.warns(GearbxWarning, match="they are not used"):
-                assert mode.plans(geared_demo).of(1).rounds.costs.draft() == known
+                assert mode.plans(geared_demo).plan.rounds.costs.draft() == known
 
     def test_a_machine_is_its_processor_and_its_kernels(self, tiny):
         native, plain = Gearbox(tiny, "4,16", kernels="native"), Gearbox(tiny_model(), "4,16", kernels="mlx")
@@ -181,7 +181,7 @@ class TestWhatIsLearned:
     """Plans with costs in time learn over texts, as long as these texts have the same rule and times."""
 
     def plan(self, gearbox, agreement=typical_agreement, times=None):
-        return DraftPlans(gearbox, gearbox.ladder[0], ProductRule(agreement, 0.5), "time", 15, times).of(1)
+        return DraftPlans(gearbox, gearbox.ladder[0], ProductRule(agreement, 0.5), "time", 15, times).plan
 
     def test_goes_on_with_the_same_curve_and_times(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
@@ -222,7 +222,7 @@ class TestWhatIsLearned:
 
     def test_drafts_say_how_often_gears_agree(self, untaught, demo):
         mode = Lossless(cost="time", lookup_tokens=0)
-        learned = mode.plans(untaught).of(1).agreement
+        learned = mode.plans(untaught).plan.agreement
         text = list(stream_generate(untaught.model, demo.tokenizer, QUESTION, 20, mode=mode, gearbox=untaught))
         rounds = rounds_of(text)
         known = sum(min(tokens[0].drafted, len(tokens)) for tokens in rounds[:-1])
@@ -237,20 +237,12 @@ class TestWhatIsLearned:
     def test_a_sampler_without_a_kernel_says_nothing_about_others(self, geared_demo, demo, monkeypatch):
         monkeypatch.setenv("GEARBX_TUNE", "1")
         mode = Lossless(cost="time", lookup_tokens=0)
-        own, theirs = (mode.plans(geared_demo, has_kernel).of(1).stretches for has_kernel in (True, False))
+        own, theirs = (mode.plans(geared_demo, has_kernel).plan.stretches for has_kernel in (True, False))
         before = own.seconds
         how = {"mode": mode, "gearbox": geared_demo, "sampler": mlx_lm_sampler(0.5)}
         list(stream_generate(demo.model, demo.tokenizer, QUESTION, 60, **how))
         assert theirs.seconds
         assert own.seconds == before
-
-    def test_drafts_of_several_texts_say_so_too(self, untaught, demo):
-        mode = Lossless(cost="time", lookup_tokens=0)
-        learned = mode.plans(untaught).of(2).agreement
-        prompts = [demo.tokenizer.encode(QUESTION)] * 2
-        for _ in range(3):
-            batch_generate(untaught.model, demo.tokenizer, prompts, max_tokens=60, mode=mode, gearbox=untaught)
-        assert learned.drafted > 0
 
 
 def rounds_of(responses):

@@ -26,7 +26,7 @@ class Start:
     def __init__(self, seed=0, ladder="4,16", **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), ladder, **settings)
         self.plans = DraftPlans(self.gearbox, self.gearbox.ladder[0], default_rule(), TIME, 15)
-        self.plan, self.now = self.plans.of(1), 0.0
+        self.plan, self.now = self.plans.plan, 0.0
         self.plan.stretches._clock = lambda: self.now
 
     def write(self, tokens, rounds, alone, draft=0.3):
@@ -52,7 +52,7 @@ def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
     plans = [Lossless().plans(Gearbox(tiny_model(), "4,16"))]
     monkeypatch.setenv("GEARBX_TUNE", "0")
     plans += [Lossless(cost=cost).plans(Gearbox(tiny_model(), "4,16")) for cost in (None, "time")]
-    assert [plan.of(1).rounds.costs.measured for plan in plans] == [True, False, True]
+    assert [plan.plan.rounds.costs.measured for plan in plans] == [True, False, True]
 
 
 @pytest.mark.filterwarnings("error")
@@ -136,7 +136,7 @@ def test_what_stays_within_a_tolerance_is_learned_apart(file):
     first.plans.keep()
     gearbox = Start().gearbox
     plans = [DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, tolerance=nats) for nats in (0.0, 0.5)]
-    own, other = (plan.of(1).agreement(0.1) for plan in plans)
+    own, other = (plan.plan.agreement(0.1) for plan in plans)
     assert own > other
 
 
@@ -163,16 +163,15 @@ def test_a_first_start_measures_before_the_text(file, monkeypatch):
         return DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, trial=trial)
 
     first = plans()
-    costs = first.of(1).rounds.costs
+    costs = first.plan.rounds.costs
     assert costs.ready
     assert costs.draft() == 0.3
     assert [costs.verification(rows) for rows in (1, 2, 4, 16)] == pytest.approx([1.0, 1.1, 1.3, 1.3])
-    first.of(2)  # texts that share passes learn while they are written
     first.keep()
-    plans(Gearbox(tiny_model(), "4,16")).of(1)
+    assert plans(Gearbox(tiny_model(), "4,16")).plan.rounds.costs.ready
     assert called == [4]
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    assert not plans(Gearbox(tiny_model(), "4,16")).of(1).rounds.costs.ready
+    assert not plans(Gearbox(tiny_model(), "4,16")).plan.rounds.costs.ready
 
 
 def test_what_is_measured_leaves_the_gearbox_as_it_was(file):

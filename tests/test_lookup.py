@@ -17,7 +17,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlan
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches, joint_rule
+from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
@@ -47,9 +47,7 @@ class TestLookup:
 
         gearbox = Gearbox(model, "6,16", kernels="native")
         theirs = list(generate_step(prompt, model, max_tokens=40))
-        lossless = LosslessModel(
-            gearbox, plan=DraftPlan(joint_rule(FixedLength(4)), certain_lookups()), prompt_tokens=12
-        )
+        lossless = LosslessModel(gearbox, plan=DraftPlan(FixedLength(4), certain_lookups()), prompt_tokens=12)
         ours = list(generate_step(prompt, lossless, max_tokens=40, sampler=counted))
         for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
             assert mine == token
@@ -200,7 +198,7 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
         geared_demo.shift("high")
         rounds = Rounds(Costs(lambda: 0.1, lambda rows: 1.0))
         prompt = mx.array(demo.tokenizer.encode(TWICE))
-        plan = DraftPlan(joint_rule(FixedLength(4)), rounds, stretches or OneStretch())
+        plan = DraftPlan(FixedLength(4), rounds, stretches or OneStretch())
         lossless = LosslessModel(geared_demo, plan=plan, prompt_tokens=len(prompt))
         alone = []
 
@@ -224,7 +222,7 @@ def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny
     gearbox, now = Gearbox(tiny, "4,16"), [0.0]
     stretches = Stretches(lambda: now[0])
     for _ in range(3 * TRIAL[True]):
-        plan = DraftPlan(joint_rule(FixedLength(1)), Rounds(Costs(lambda: 0.1, lambda rows: 1.0), 0), stretches)
+        plan = DraftPlan(FixedLength(1), Rounds(Costs(lambda: 0.1, lambda rows: 1.0), 0), stretches)
         lossless = LosslessModel(gearbox, plan=plan, prompt_tokens=1, max_tokens=1)
         lossless(mx.array([[1]]), cache=make_prompt_cache(tiny))
         assert stretches.in_rounds

@@ -1,14 +1,14 @@
 """How lossless mode drafts: the rule of a file, of a number of tokens, or the one that ships, at what passes cost here.
 
-Costs are time, or bytes of weights; of a streamed top gear bytes at measured speeds. Batches learn for every number of
-sequences apart. What was learned is kept for this model and machine, so that the next start begins with it.
+Costs are time, or bytes of weights; of a streamed top gear bytes at measured speeds. What was learned is kept for this
+model and machine, so that the next start begins with it.
 """
 
 import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,13 +45,11 @@ from ..routing.rounds import (
     UNMADE,
     CostRule,
     Costs,
-    JointRule,
     LearnedCosts,
     OneStretch,
     PassTimes,
     Rounds,
     Stretches,
-    joint_rule,
 )
 from .mode import vocabulary_of
 from .sampling import Tolerance
@@ -66,11 +64,10 @@ class StreamCosts(Costs):
     Args:
         gearbox: with residency `stream`.
         draft: the gear that drafts.
-        texts: that share the passes.
     """
 
-    def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear, texts: int = 1):
-        top, positions, read = gearbox.ladder.top, (texts, 2 * texts), gearbox.weight_bytes_per_token(draft, texts)
+    def __init__(self, gearbox: Gearbox, stream: Stream, draft: Gear):
+        top, positions, read = gearbox.ladder.top, (1, 2), gearbox.weight_bytes_per_token(draft)
         of_disk = [gearbox.disk_bytes_per_token(top, count) for count in positions]
         of_memory = [gearbox.weight_bytes_per_token(top, i) - disk for i, disk in zip(positions, of_disk)]
 
@@ -85,15 +82,14 @@ class StreamCosts(Costs):
         self._stream.memory.add(steps * self._read, seconds)
 
 
-def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
+def bytes_of_passes(gearbox: Gearbox, draft: Gear) -> Costs:
     """Bytes of weights that passes read; those of rank 0 where ranks share the model, as all have to draft alike."""
     top, agreement, stream = gearbox.ladder.top, agreement_of(gearbox.model), gearbox.residency
     if isinstance(stream, Stream):
-        return StreamCosts(gearbox, stream, draft, texts)
+        return StreamCosts(gearbox, stream, draft)
     if agreement.group is None:
         return Costs(
-            lambda: gearbox.weight_bytes_per_token(draft, texts),
-            lambda rows: gearbox.weight_bytes_per_token(top, texts * rows),
+            lambda: gearbox.weight_bytes_per_token(draft), lambda rows: gearbox.weight_bytes_per_token(top, rows)
         )
     passes = (gearbox.weight_bytes_per_token(top, rows + 1) for rows in range(MOST_ROWS))
     low, *shared = agreement.numbers([gearbox.weight_bytes_per_token(draft), *passes])
@@ -102,12 +98,12 @@ def bytes_of_passes(gearbox: Gearbox, draft: Gear, texts: int = 1) -> Costs:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """When a draft ends, which rounds draft, and where there are rounds at all, for so many texts.
+    """When a draft ends, which rounds draft, and where there are rounds at all.
 
     learning: what the costs in time are learned with. agreement: a(m), where it is learned.
     """
 
-    rule: JointRule
+    rule: DraftRule
     rounds: Rounds
     stretches: Stretches | OneStretch = field(default_factory=OneStretch)
     learning: "Learning | None" = None
@@ -118,28 +114,26 @@ Trial = Callable[[Gearbox, Gear], PassTimes | None]
 
 
 class Learning:
-    """What is learned about drafts in so many texts at once, beginning with what earlier starts on this machine kept.
+    """What is learned about drafts, beginning with what earlier starts on this machine kept.
 
     That stands beside the times of kernels (tuner.py). Nothing is known, and nothing is kept, where kernels are not
     measured either (GEARBX_TUNE=0).
 
     Args:
-        plans: with the times of one text that count instead of kept ones, and what measures them where nothing is
-            known, if it can.
+        plans: with the times that count instead of kept ones, and what measures them where nothing is known, if it can.
     """
 
     # Beside the rows of verifications: seconds, and the tokens until the way that lost is tried again.
     STEP, IN_ROUNDS, ALONE, LEFT = "drafted", "token in rounds", "token alone", "tokens until a trial"
     ROWS = tuple(map(str, range(1, MOST_ROWS + 1)))
 
-    def __init__(self, plans: "DraftPlans", texts: int):
-        gearbox, draft = plans.gearbox, plans.draft
-        times, trial = (plans.times, plans.trial) if texts == 1 else (None, None)
+    def __init__(self, plans: "DraftPlans"):
+        gearbox, draft, times, trial = plans.gearbox, plans.draft, plans.times, plans.trial
         measured: PassTimes | None = None
         if times is not None:
             measured = times.draft, dict(enumerate(times.verification, 1))
         self._cache = gearbox.kernel_choices.tuner.cache
-        self._name = f"rounds, lookup of {plans.most_looked_up}, {texts} at once, {plans.name}"
+        self._name = f"rounds, lookup of {plans.most_looked_up}, {plans.name}"
         again = not is_tuning() or gearbox.kernels.again
         kept = self._kept = {} if again else self._cache.times.get(self._name, {})
         drafts = draft != gearbox.ladder.top
@@ -147,12 +141,12 @@ class Learning:
             measured = kept.get(self.STEP, 0.0), {int(rows): kept[rows] for rows in self.ROWS}
         if measured is None and trial is not None and is_tuning():
             measured = trial(gearbox, draft)
-        self.costs = LearnedCosts(measured, texts, drafts)
+        self.costs = LearnedCosts(measured, drafts)
         # Where a trial has to make the gear first, it waits for so many times more tokens.
         self._scale = 1 if gearbox.has_made(draft) or self._rounds_win else UNMADE // LONGEST
         left = int(kept[self.LEFT] * self._scale) if self.LEFT in kept else None
         longest = LONGEST * self._scale
-        self.stretches = Stretches(texts=texts, rounds_win=self._rounds_win, left=left, longest=longest)
+        self.stretches = Stretches(rounds_win=self._rounds_win, left=left, longest=longest)
 
     @property
     def _rounds_win(self) -> bool | None:
@@ -215,9 +209,9 @@ class KeptAgreement:
 
 @dataclass
 class Learned:
-    """Plans with costs in time, by the number of texts; how often proposals are right, of lookup and of drafts."""
+    """The plan with costs in time; how often proposals are right, of lookup and of drafts."""
 
-    plans: dict[int, DraftPlan] = field(default_factory=dict)
+    plan: DraftPlan | None = None
     lookup: LookupAgreement = field(default_factory=LookupAgreement)
     drafts: KeptAgreement | None = None
 
@@ -228,19 +222,18 @@ LEARNED: WeakKeyDictionary[Gearbox, dict[Any, Learned]] = WeakKeyDictionary()  #
 
 @dataclass
 class DraftPlans:
-    """How to draft at the costs of this machine, for any number of texts that share their passes.
+    """How to draft at the costs of this machine.
 
-    What one number has learned says nothing about another one. Plans with costs in time are the gearbox's, and learn
-    over texts; with a curve of the user's own, over one text or batch. Where the top gear is streamed, costs are bytes
-    at measured speeds, whatever the unit.
+    A plan with costs in time is the gearbox's, and learns over texts; with a curve of the user's own, over one text.
+    Where the top gear is streamed, costs are bytes at measured speeds, whatever the unit.
 
     Args:
         draft: the gear that drafts.
-        rule: of a single text, for bytes; only one with a curve follows other costs. Another one always drafts.
+        rule: for bytes; only one with a curve follows other costs. Another one always drafts.
         unit: one of COSTS. Seconds are measured while texts are written.
-        most_looked_up: tokens that texts may propose at once; 0: none.
-        times: seconds that were measured on this machine before, for one text; else what earlier starts kept.
-        trial: measures them for one text where nothing is known.
+        most_looked_up: tokens that the text may propose at once; 0: none.
+        times: seconds that were measured on this machine before; else what earlier starts kept.
+        trial: measures them where nothing is known.
         tolerance: nats within which proposed tokens stay; 0: lossless.
         has_kernel: whether native kernels may choose the tokens. Drafts with other samplers take longer and know no
             margins, so that what is learned with either says nothing about the other.
@@ -267,7 +260,7 @@ class DraftPlans:
             self.times and (self.times.draft, *self.times.verification),
         )
         learned = {} if curve is None else LEARNED.setdefault(self.gearbox, {})
-        self._learned, self._of_bytes = learned.setdefault(key, Learned()), dict[int, DraftPlan]()
+        self._learned = learned.setdefault(key, Learned())
         self._shared = curve is not None
         self.lookup = self._learned.lookup
 
@@ -280,24 +273,23 @@ class DraftPlans:
         """What lets proposed tokens stay that the top gear did not choose, with a sampler (None: greedy)."""
         return Tolerance(self.tolerance, sampler in (None, greedy_sampler)) if self.tolerance else None
 
-    def of(self, texts: int = 1) -> DraftPlan:
-        """For so many texts. With costs in time it knows the times of one text, and learns from there."""
+    @cached_property
+    def plan(self) -> DraftPlan:
+        """With costs in time it is the gearbox's, else this text's."""
         learns = self.unit == TIME and isinstance(self.rule, ProductRule)
         learns = learns and not isinstance(self.gearbox.residency, Stream)
-        plans = self._learned.plans if learns else self._of_bytes
-        if texts not in plans:
-            learning = Learning(self, texts) if learns else None
-            costs = bytes_of_passes(self.gearbox, self.draft, texts) if learning is None else learning.costs
-            rule = joint_rule(self.rule)
-            agreement = self._agreement() if learns else None
-            if isinstance(self.rule, ProductRule | CostRule) and (learns or texts > 1):
-                rule = CostRule(agreement or self.rule.agreement, costs)
-            most = self.most_looked_up // texts  # all texts together may propose as many as one
-            drafts = self.draft != self.gearbox.ladder.top
-            rounds = Rounds(costs, most, texts, self.lookup, drafts)
-            stretches = learning.stretches if learning else OneStretch()
-            plans[texts] = DraftPlan(rule, rounds, stretches, learning, agreement)
-        return plans[texts]
+        if learns and self._learned.plan is not None:
+            return self._learned.plan
+        learning = Learning(self) if learns else None
+        costs = bytes_of_passes(self.gearbox, self.draft) if learning is None else learning.costs
+        rule, agreement = self.rule, self._agreement() if learns else None
+        if isinstance(rule, ProductRule | CostRule) and learns:
+            rule = CostRule(agreement or rule.agreement, costs)
+        rounds = Rounds(costs, self.most_looked_up, self.lookup, self.draft != self.gearbox.ladder.top)
+        made = DraftPlan(rule, rounds, learning.stretches if learning else OneStretch(), learning, agreement)
+        if learns:
+            self._learned.plan = made
+        return made
 
     def _agreement(self) -> LearnedAgreement | None:
         """a(m) that is learned; a user's own function stays as it is."""
@@ -311,13 +303,12 @@ class DraftPlans:
         """Keep what was learned, for the next start."""
         if self._learned.drafts is not None:
             self._learned.drafts.keep()
-        for plan in self._learned.plans.values():
-            if plan.learning is not None:
-                plan.learning.keep()
+        if self._learned.plan is not None and self._learned.plan.learning is not None:
+            self._learned.plan.learning.keep()
 
 
 def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
-    """Fields of a summary: what a token of a single text took in rounds and by the top gear alone, where that is known.
+    """Fields of a summary: what a token took in rounds and by the top gear alone, where that is known.
 
     The time of a way that was not tried in this process is that of an earlier start, and `alone_at_earlier_start` says
     so of the top gear's: a machine is faster at one start than at another.
@@ -325,7 +316,7 @@ def seconds_of_ways(gearbox: Gearbox | Observer) -> dict[str, float | bool]:
     known: dict[str, float] = {}
     seen: set[bool] = set()
     for learned in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
-        learning = learned.plans[1].learning if 1 in learned.plans else None
+        learning = None if learned.plan is None else learned.plan.learning
         if learning is not None:
             known |= learning.seconds
             seen |= learning.stretches.seconds.keys()

@@ -43,7 +43,7 @@ from ..routing.acceptance import (
     best_length,
     fit_curve,
 )
-from ..routing.rounds import MOST_ROWS, LearnedCosts, PassTimes, joint_rule, predicted_cost
+from ..routing.rounds import MOST_ROWS, LearnedCosts, PassTimes, predicted_cost
 from .caches import Snapshot
 from .draft_plans import name_of
 from .drafting import Drafter, Proposals, Writer, looking, second_head
@@ -118,12 +118,12 @@ class TimedPasses:
         # It ends after so many tokens, whatever they are.
         rule = ProductRule(lambda entropy: 0.5, 0.5 ** (drafted - 0.5))
         proposals = self._draft(rule, drafted + max(DEPTHS), ahead)
-        mx.eval(self._verifier.rows(mx.array(proposals.rows()), self.cache).logits)
+        mx.eval(self._verifier.rows(mx.array([proposals.row()]), self.cache).logits)
         return time.perf_counter() - begun
 
     def _draft(self, rule: DraftRule, most: int, ahead: int = 0) -> Proposals:
         text = Writer(GREEDY, 1, MOST_DRAFTED, lambda token: False)
-        return self._drafters[ahead].draft([text], self.cache, joint_rule(rule), most)
+        return self._drafters[ahead].draft(text, self.cache, rule, most)
 
     def verified(self, rows: int) -> float:
         """A verification."""

@@ -30,15 +30,14 @@ from ..ranks.agreement import agreement_of
 from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength, default_rule
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup
-from ..routing.rounds import BYTES, COSTS, TIME, Rounds, joint_rule
+from ..routing.rounds import BYTES, COSTS, TIME, Rounds
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
-from .batches import BatchText, SharedMode
+from .batches import BatchGenerator, BatchText, SharedMode
 from .caches import gears_of
 from .draft_plans import DraftPlan, DraftPlans, bytes_of_passes, drafting_gear, find_file, find_rule
 from .draft_trials import depth_here, few_pass_times, times_here
 from .drafting import Drafter, Proposals, Writer
 from .governor import Governor
-from .lossless_batch import LosslessGenerator
 from .mode import encoded, refuse_draft_model, vocabulary_of
 from .response import GearResponse, Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
@@ -107,7 +106,7 @@ class LosslessModel(ModelWrapper):
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
         if not isinstance(plan, DraftPlan):
-            plan = DraftPlan(joint_rule(plan or default_rule()), Rounds(bytes_of_passes(gearbox, self.draft), 0))
+            plan = DraftPlan(plan or default_rule(), Rounds(bytes_of_passes(gearbox, self.draft), 0))
         self.plan, rounds = plan, plan.rounds
         self.plan.stretches.begin()  # a prompt of one token looks like any token
         self.stop_tokens = frozenset(stop_tokens)
@@ -165,7 +164,7 @@ class LosslessModel(ModelWrapper):
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
         if done is not None:
-            done.proposals.note(self.plan, [done.rows.rows])
+            done.proposals.note(self.plan, done.rows.rows)
 
     def _round(self, token: int, cache: Any) -> Verified:
         """What may follow a token, and the pass that verifies it.
@@ -178,7 +177,7 @@ class LosslessModel(ModelWrapper):
                 if self.gearbox.make(self.draft):
                     self.plan.stretches.begin()  # the time that this took belongs to no token
                 start = time.perf_counter()
-                proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
+                proposals = self._drafter.propose(self._writer(token, cache), cache, self.plan)
                 return self._verify(proposals, cache, start + proposals.seconds)
             except GearbxError:
                 raise
@@ -186,7 +185,7 @@ class LosslessModel(ModelWrapper):
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        alone = Proposals([Writer(self._chooser, token, 0, self.stop_tokens.__contains__)])
+        alone = Proposals(Writer(self._chooser, token, 0, self.stop_tokens.__contains__))
         return self._verify(alone, cache, time.perf_counter())
 
     def _writer(self, token: int, cache: Any) -> Writer:
@@ -205,7 +204,7 @@ class LosslessModel(ModelWrapper):
 
         All that a round does beside its draft counts: `start` is when it began, and the draft took no time.
         """
-        (tokens,), costs = proposals.rows(), self.plan.rounds.costs
+        tokens, costs = proposals.row(), self.plan.rounds.costs
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
             begun = time.perf_counter()
@@ -216,7 +215,7 @@ class LosslessModel(ModelWrapper):
             mx.eval(rows.logits)
             costs.add_verification(len(tokens), time.perf_counter() - start)
         noise = self.reader.noise(rows.logits).max() if len(tokens) > 1 else None
-        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, 0, noise), list(cache))
+        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, noise), list(cache))
 
 
 class History:
@@ -344,7 +343,7 @@ class Lossless(SharedMode):
         sampler, processors = kwargs.get("sampler"), kwargs.get("logits_processors") or ()
         has_kernel = Chooser(sampler or greedy_sampler, processors).has_kernel
         plans, agreement = self.plans(gearbox, has_kernel), agreement_of(gearbox.model)
-        plan, gear = plans.of(1), plans.draft
+        plan, gear = plans.plan, plans.draft
         if plan.stretches.in_rounds:
             gearbox.make(gear)  # and not in the middle of the text
         ahead = depth_here(gearbox, gear, plans.rule) if self.draft_ahead is None else self.draft_ahead
@@ -365,9 +364,9 @@ class Lossless(SharedMode):
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
-    ) -> LosslessGenerator:
-        """Like Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
-        return LosslessGenerator(tokenizer, self, self.plans(gearbox), **kwargs)
+    ) -> BatchGenerator:
+        """Like Mode's. The top gear writes all texts, whatever the policy; drafts pay for one text at a time."""
+        return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""

@@ -140,7 +140,7 @@ OF_STEP = ("passes", "weight_bytes", "drafted", "discarded", "looked_up", "sourc
 
 
 def seen_of(
-    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool, given_up: float
+    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False, given_up: float = 0.0
 ) -> dict[str, Any]:
     """The fields of `Seen` that follow from a step, and `from_draft`, by name.
 

@@ -252,16 +252,6 @@ class Chooser:
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
         return not self.processors and (self.greedy or ours)
 
-    @property
-    def state(self) -> mx.array | None:
-        """The state of its own random numbers, if it has any."""
-        return None if self.random is None else self.random.state
-
-    def rewind(self, state: mx.array | None) -> None:
-        """Put its own random numbers back to a state."""
-        if self.random is not None and state is not None:
-            self.random.state = state
-
     def sample(self, logprobs: mx.array) -> mx.array:
         """A token (1,) from log-probabilities (1, V)."""
         with self._numbers():

@@ -69,6 +69,11 @@ class FixedLength:
         return self.drafted < self.length
 
 
+def longest_draft(rule: DraftRule) -> int:
+    """How many tokens no draft of a rule exceeds."""
+    return rule.length if isinstance(rule, FixedLength) else MOST_DRAFTED
+
+
 class ProductRule:
     """Drafts that continue while the product of a(H) over them is at least `bound`.
 
