@@ -2,7 +2,35 @@
 
 SINCE = "0.1.0"
 
-GONE: dict[str, str] = {}
+ONE_GEAR = "use one gear of more bits, such as --gear 8, which is faster for the same loss"
+LEARNED = "leave it out: mode lossless learns when to draft, and --draft-length N drafts always as many tokens"
+NO_SCHEDULE = "use --gear: one gear was as good"
+THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickdown"
+
+GONE: dict[str, str] = {
+    "--tolerance": ONE_GEAR,
+    "--curve": LEARNED,
+    "--cost": LEARNED,
+    "--schedule": NO_SCHEDULE,
+    "calibrate --mode lossless": LEARNED,
+    "calibrate --top": LEARNED,
+    "--target-agreement": ONE_GEAR,
+    "--target-regret": ONE_GEAR,
+    "--target-kl": ONE_GEAR,
+    "--target-bytes": ONE_GEAR,
+    "--schedule-gears": NO_SCHEDULE,
+    "calibrate --prompt-tokens": NO_SCHEDULE,
+    "calibrate --data": THRESHOLDS,
+    "calibrate --tokens": THRESHOLDS,
+    "calibrate --context": THRESHOLDS,
+    "--policy schedule": NO_SCHEDULE,
+    "--policy schedule-route": NO_SCHEDULE,
+    "--policy position": NO_SCHEDULE,
+    "--policy lossless-fixed": "use --policy lossless, whose drafts have a fixed length",
+    "schema 'gearbx-mlx drafting'": LEARNED,
+    "schema 'gearbx-mlx schedule'": NO_SCHEDULE,
+    "a file for mode 'static'": "use --gear",
+}
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
 flag, a field of a request, a mode, `schema 'NAME'` of a file."""
 

@@ -156,7 +156,7 @@ def test_lossless_writes_the_text_of_static(kernels, architecture, request):
         request.getfixturevalue("native")
     texts = {}
     _, tokenizer = gearbx_mlx.load()
-    for mode in (Static(), Lossless(draft_length=3), Lossless(cost="bytes")):
+    for mode in (Static(), Lossless(draft_length=3), Lossless()):
         model = quantized(8, 32, architecture=architecture, vocab_size=4096)
         box = Gearbox(model, kernels=kernels)
         responses = [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)]
@@ -437,7 +437,7 @@ def test_without_a_lower_gear_the_text_itself_proposes():
     """The text of a tiny model soon repeats itself; the single gear verifies what the text proposes."""
     _, tokenizer = gearbx_mlx.load()
     told = {}
-    for mode in (Static(), Lossless(cost="bytes")):
+    for mode in (Static(), Lossless()):
         model = quantized(4, 32, vocab_size=4096)
         made = [*gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 60, gearbox=Gearbox(model), mode=mode)]
         told[mode.name] = [response.token for response in made], sum(response.looked_up or 0 for response in made)

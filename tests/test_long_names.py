@@ -14,7 +14,6 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
     ("name", "arguments"),
     [
         ("generate", ("--thresholds", LONG)),
-        ("generate", ("--mode", "lossless", "--curve", LONG)),
         ("generate", ("--manifest", LONG)),
         ("generate", ("--machine", LONG)),
         ("generate", ("--summary", LONG)),

@@ -99,7 +99,6 @@ class TestWithoutAMode:
         ("flags", "mode", "by"),
         [
             ((), "lossless", None),
-            (("--cost", "bytes"), "lossless", None),
             (("--gears", "16"), "static", None),
             (("--gear", "low"), "static", "--gear"),
             (("--draft-model", DEMO_MODEL), "static", "--draft-model"),
@@ -130,9 +129,9 @@ class TestWithoutAMode:
         observed, _ = load()
         assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
 
-    def test_a_batch_drafts_too(self, fresh_demo):
+    def test_a_batch_is_the_top_gears(self, fresh_demo):
         written = batch_generate(fresh_demo.model, fresh_demo.tokenizer, [TALE, "The cat"], max_tokens=12)
-        assert any(response.source == "draft" for trace in written.traces for response in trace)
+        assert {response.gear for trace in written.traces for response in trace} == {"high"}
 
     def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
         convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")

@@ -11,8 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
-from ..decoding.draft_plans import drafting_gear, find_file, find_rule
+from ..cli.resolved import ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
 from ..decoding.mode import Mode, refuse_draft_model
 from ..decoding.modes import MODES
 from ..decoding.pair import PairedModel
@@ -130,17 +129,13 @@ class GearedChat:
 
     def _check(self, choice: ModeChoice) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
-        gearbox, ladder = self._geared.gearbox, self._geared.gearbox.ladder
+        ladder = self._geared.gearbox.ladder
         if self._observes and choice.mode != TELEMETRY_ONLY:
             raise GearbxError(f"mode '{choice.mode}' needs gears, and {self._why}")
         check_mode(choice.mode, self.modes)
         check_governing(self._settings.controller, choice.mode, None)
         if choice.mode not in (ROUTE, STATIC, TELEMETRY_ONLY):
             refuse_draft_model(choice.mode, self._keywords)
-        if choice.mode == LOSSLESS and isinstance(gearbox, Gearbox):
-            how = choice.draft_length or choice.curve
-            _, draft = find_rule(gearbox, find_file(gearbox, how) or how)
-            drafting_gear(gearbox, draft)
         check_in_ladder(choice, ladder)
         self._geared.mode("", choice)
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,6 @@ from ..gears.ladder import (
     Ladder,
     check_kv_gears,
     kv_ladder,
-    parse_schedule,
 )
 from ..kernels import DEVICES, KERNELS
 from ..machine.readers import Scripted
@@ -38,7 +36,6 @@ from ..routing.pair import (
     pair_monitor,
     scaled,
 )
-from ..routing.rounds import COSTS
 from .gears import AUTO, FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from .settings import Settings, flag, flag_of, parse_bytes
 
@@ -375,24 +372,8 @@ class ModeSettings(Settings):
     gear: str | None = flag(
         None, "The gear of --mode static, which it implies: name or bits. Default: the top gear", named=True
     )
-    curve: str | None = flag(
-        None,
-        "For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears are "
-        "then the default. Default: what ships for the demo model, or a rule for any model.",
-        metavar="FILE",
-        named=True,
-        rare=True,
-    )
     draft_length: int | None = flag(
         None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N", rare=True
-    )
-    cost: str | None = flag(
-        None,
-        "For --mode lossless, what drafts are to save: time, which is measured while the text is written and kept for "
-        "the next start, or bytes of weights, as calibrated. The text is the same. Default: time; bytes where ranks "
-        "share a model",
-        choices=COSTS,
-        rare=True,
     )
     lookup_tokens: int | None = flag(
         None,
@@ -403,14 +384,6 @@ class ModeSettings(Settings):
         metavar="N",
         rare=True,
     )
-    tolerance: float | None = flag(
-        None,
-        "For --mode lossless: keep a drafted token if the top gear gives it a log-probability within NATS of its best. "
-        "More than 0 is faster and no longer lossless; the summary says what was given up. Default: 0",
-        least=0,
-        most=sys.float_info.max,
-        metavar="NATS",
-    )
     prompt_gear: str | None = flag(
         None,
         "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
@@ -418,25 +391,12 @@ class ModeSettings(Settings):
         named=True,
         rare=True,
     )
-    schedule: str | None = flag(
-        None,
-        "For --mode route, which it implies: gears by the place of a token, in the place of thresholds, such as "
-        "8:32,6:64,4: 32 tokens in 8 bits, 64 in 6, the rest in 4.",
-        named=True,
-        rare=True,
-    )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule is not None:
-            parse_schedule(self.schedule, "--schedule")
         if self.telemetry_only and self.mode not in (None, TELEMETRY_ONLY):
             raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
-        if self.curve is not None and self.draft_length is not None:
-            raise GearbxError("--curve and --draft-length exclude each other; give one")
-        if self.cost is not None and self.draft_length is not None:
-            raise GearbxError("--cost and --draft-length exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
         if self.small_model is not None and self.mode not in (None, PAIR):

@@ -33,6 +33,7 @@ from ..gears.ladder import (
     WHOLE_LADDER,
     Ladder,
 )
+from ..gone import gone
 from ..kernels import ACTIVATIONS, KERNELS
 from ..routing.gates import (
     DEFAULT_HYSTERESIS,
@@ -371,6 +372,9 @@ def read_thresholds(text: str | None) -> ThresholdFile | Thresholds | None:
 def parse_gate(text: str) -> ThresholdFile:
     """A thresholds file from its text. Raises GearbxError for gate settings that no gate can have, too."""
     content = parse_thresholds(text)
+    said = gone(f"a file for mode '{content.mode}'")
+    if said is not None:
+        raise GearbxError(said)
     GateSettings(content.window, content.hysteresis, content.min_gear_duration)
     return content
 

@@ -42,7 +42,7 @@ from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
-from .bases import Base, draft_with, find_base
+from .bases import Base, find_base
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
@@ -105,8 +105,6 @@ class Loaded:
             resolved = layout_of_drafts(resolved, self.model)
         found = find_base(resolved, self.model, self.tokenizer)
         gearbox = make_gearbox(resolved, self.model, None if found is None else found[1])
-        if found is not None and isinstance(gearbox, Gearbox):
-            draft_with(*found, gearbox, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
@@ -205,7 +203,7 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
         GearbxError: one of them, another format or group size, or gears that the codes do not have.
     """
     refused = {
-        "--format": asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
+        "--format": asked.format not in (None, DEFAULT_FORMAT),
         "--q-group-size": asked.q_group_size not in (None, codes.group_size),
         **given,
     }
@@ -355,7 +353,7 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     given = {name: getattr(choice, name) for name in OF_ONE_MODE}
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     values["window"] = choice.gate.filled().window
-    if choice.schedule is None and "thresholds" in has:
+    if "thresholds" in has:
         model = gearbox.model
         settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)

@@ -9,17 +9,15 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
-from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.mode import SAME
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
-from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name, with_cache
+from ..formats import RECONSTRUCTED, get_format, split_name, with_cache
 from ..formats.base import Format
-from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import DEFAULT_LADDER, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
-from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
 from .gears import (
@@ -54,13 +52,9 @@ class ModeChoice:
     routing: RoutingSettings = field(default_factory=RoutingSettings)
     gate: GateSettings = field(default_factory=GateSettings)
     gear: str | None = None
-    curve: str | None = None
     draft_length: int | None = None
-    cost: str | None = None
     lookup_tokens: int | None = None
-    tolerance: float | None = None
     prompt_gear: str | None = None
-    schedule: str | None = None
     changes: bool = False
 
     def of(self, observes: bool) -> "ModeChoice":
@@ -138,8 +132,6 @@ def check_in_ladder(mode: ModeChoice, ladder: Ladder) -> None:
         if gear is not None and (name, gear) != ("prompt_gear", SAME):
             with about(flag_of(name)):
                 ladder.find(gear)
-    if mode.schedule is not None:
-        ladder.schedule(mode.schedule, flag_of("schedule"))
 
 
 def resolve(settings: GearedSettings, mode_changes: bool = False) -> Resolved:
@@ -252,30 +244,20 @@ def choose_mode(
         mode_changes: as in `resolve`.
 
     Raises:
-        GearbxError: flags that exclude each other, a flag of another mode, a file that is not a drafting file.
+        GearbxError: flags that exclude each other, a flag of another mode.
     """
     own, routing, layout = settings.mode, settings.routing, settings.layout
-    mode, by, curve = TELEMETRY_ONLY if own.observes else own.mode, "", own.curve
+    mode, by = TELEMETRY_ONLY if own.observes else own.mode, ""
     made = calibrated(routing)
-    if isinstance(made, DraftFile):
-        if mode not in (None, LOSSLESS):
-            raise GearbxError(f"{routing.thresholds}: is for --mode lossless; leave out the other mode")
-        mode, curve = LOSSLESS, curve or routing.thresholds
-        routing = RoutingSettings(initial_gear=routing.initial_gear)
-    elif made is not None and made.mode != ROUTE:
+    if made is not None and made.mode == KICKDOWN:
         layout = replace(layout, gears=layout.gears or Ladder(made.gears))
-        if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
+        if mode is None:
             mode, by = KICKDOWN, "thresholds"
-    given = {name: getattr(own, name) for name in OF_ONE_MODE} | {"curve": curve}
+    given = {name: getattr(own, name) for name in OF_ONE_MODE}
     choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, changes=mode_changes, **given)
     if mode is None:
         ladder = layout.gears or (saved.ladder if saved is not None else None)
         choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
-    if layout.gears is None and choice.mode == LOSSLESS and not settings.floors.wanted:
-        file = default_drafting(curve, settings)
-        if file is not None:
-            stored = file.format if saved is None and not settings.gears.other_codes else None
-            layout = replace(layout, gears=Ladder(file.gears), format=layout.format or stored)
     check_flags(replace(choice, prompt_gear=None) if mode_changes else choice)
     return choice, layout
 
@@ -299,29 +281,9 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     return replace(choice, asked=asked)
 
 
-def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
+def calibrated(routing: RoutingSettings) -> ThresholdFile | None:
     """The file that --thresholds names, if it names one: it may say for which mode and gears it was made."""
-    if routing.thresholds in (None, AUTO):
-        return None
-    try:
-        return read_draft_file(routing.thresholds)
-    except GearbxError:
-        return routing.source if isinstance(routing.source, ThresholdFile) else None
-
-
-def default_drafting(curve: str | None, settings: GearedSettings) -> DraftFile | None:
-    """The drafting file whose gears are the default: the one given, or for the demo model the one that saves most."""
-    if curve is not None:
-        return read_draft_file(curve)
-    if settings.model.model is not None or settings.gears.manifest is not None:
-        return None
-    format = DEFAULT_FORMAT if settings.gears.keeps_originals else settings.layout.format
-    return max((file for file in shipped() if format in (None, file.format)), key=saving, default=None)
-
-
-def saving(file: DraftFile) -> float:
-    """How many times fewer bytes than the original weights are read; 0 where these are not the top gear."""
-    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_of_original / file.weight_bytes_per_token
+    return routing.source if isinstance(routing.source, ThresholdFile) else None
 
 
 def check_governing(settings: ControllerSettings, mode: str, draft_model: str | None) -> None:
@@ -335,25 +297,18 @@ def check_governing(settings: ControllerSettings, mode: str, draft_model: str | 
 
 
 def check_flags(choice: ModeChoice) -> None:
-    """Raises GearbxError for a flag that the mode does not have, or of the gate beside a schedule, which has none."""
+    """Raises GearbxError for a flag that the mode does not have."""
     has = settings_of_mode(choice.mode)
     for name in FLAGS:
         if name in given_flags(choice) - has:
             modes = [mode for mode in MODES if name in settings_of_mode(mode) and mode != "pair"]
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
-    beside = [flag_of(name) for name in given_flags(choice, OF_GATE)]
-    if choice.schedule is not None and beside:
-        raise GearbxError(f"--schedule says all gears of a text; leave {' and '.join(sorted(beside))} out")
 
 
 OF_ONE_MODE = (
     "gear",
-    "curve",
     "draft_length",
-    "cost",
     "lookup_tokens",
-    "tolerance",
-    "schedule",
     "prompt_gear",
 )
 OF_GATE = ("thresholds", "initial_gear", "hysteresis", "min_gear_duration", "window")

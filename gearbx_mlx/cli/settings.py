@@ -326,6 +326,9 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raises GearbxError for a value, or one of several, that is not among the choices."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if one not in choices:
+            said = gone(f"{flag_of(name)} {one}")
+            if said is not None:
+                raise GearbxError(said)
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 

@@ -282,6 +282,14 @@ class Drafter:
             yield Step(gearbox.ladder.top, passes=passes, noise=noise, **of_round)
 
 
+def steps_ahead() -> int:
+    """How many steps to queue ahead: on a CPU none, since the device that waits is the one that would queue them.
+
+    On a GPU one, as mlx-lm does: it hides the wait after every token, and costs one pass of the draft gear in a draft.
+    """
+    return 0 if on_cpu() else 1
+
+
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
     """A function that drafts the next token in one native call; None for a chooser without a kernel."""
     sampler = chooser.sampler

@@ -186,8 +186,8 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
 
 
 def mode_facts(mode: Mode) -> dict[str, str]:
-    """The mode and its settings, of which a file counts by its content."""
-    settings = {f"{item.name} of mode {mode.name}": fact(getattr(mode, item.name)) for item in fields(mode)}
+    """The mode and its settings."""
+    settings = {f"{item.name} of mode {mode.name}": str(getattr(mode, item.name)) for item in fields(mode)}
     return {"the mode": mode.name} | settings
 
 
@@ -265,7 +265,7 @@ def next_step(settings: GenerateSettings, summary: Mapping[str, Any], gearbox: G
     groups, mode = vars(settings).values(), summary["mode"]
     if drafts_are_poor(summary, gearbox) and not settings.gears.other_codes:
         return next_command("generate", groups, calibrate_base="", max_tokens=None)
-    if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None and settings.mode.schedule is None:
+    if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None:
         return next_command("calibrate", groups, mode=mode, max_tokens=None, pipeline=None)
     return next_command("chat", groups, pipeline=None)  # which only ranks have, and generate alone takes them
 

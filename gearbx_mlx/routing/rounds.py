@@ -1,13 +1,13 @@
 """What passes cost in lossless mode, and what follows: what a round does, when its draft ends, where there are rounds.
 
-**Costs** are those of a drafted token and of a verification of several tokens, in one unit, bytes or seconds. Rules
-compare them with each other and never with anything else.
+**Costs** are those of a drafted token and of a verification of several tokens, in one unit. Rules compare them with
+each other and never with anything else.
 
 **Rounds.** A round ends with a verification by the top gear, which makes one token more than it accepts. Let r be what
 a token costs in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where
 its round costs less than r for each token that it is expected to make; it is as long as saves most. Drafts pay while a
 token of theirs costs less than one of the top gear alone. What loses is tried once in a while, since texts and machines
-change. Costs that are not measured say nothing about this machine: with them, drafts are as calibrated.
+change. Costs that are not measured say nothing about this machine: with them, every round drafts.
 
 **Drafts.** Let g be the cost of a token of text, and p the probability that the top gear accepts a whole draft. One
 more token, which is accepted with probability a if the others are, saves g with probability p a. It is worth its cost c
@@ -33,19 +33,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .acceptance import (
-    DEFAULT_BOUND,
     MOST_DRAFTED,
     MOST_ROWS,
     DraftRule,
     LearnedAgreement,
-    Recorded,
     pool_adjacent_violators,
-    replay_drafts,
 )
 from .lookup import LookupAgreement, RunningMean
 
-TIME, BYTES = "time", "bytes"
-COSTS = (TIME, BYTES)
 REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
 FEW = 3  # passes that say how fast the machine is in this moment
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
@@ -66,6 +61,7 @@ KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 # What a is before tokens show it, and for how many this counts: after few unlikely ones drafts would be too short to
 # ever show more.
 PRIOR_AGREEMENT, PRIOR_DRAFTED = 0.9, 16.0
+UNMEASURED = 0.5  # probability that a draft is right below which it ends, before costs are known
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 768  # tokens of the faster way between two trials, at least and at most
@@ -92,7 +88,7 @@ class Costs:
         measured: whether they come from passes that run on this machine, so that each kind has to run once in a while.
 
     `ready` says whether the cost of the top gear alone is known, to which all else is compared. `row_share` is what a
-    row beyond the first costs at least, as a share of a pass over one: bytes do not count its computation.
+    row beyond the first costs at least, as a share of a pass over one.
     """
 
     ready = True
@@ -286,7 +282,6 @@ class Rounds:
         best, most, tokens = 0, 0.0, 1.0
         for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
             tokens += probability
-            # The bytes of a round may be those of one row, but not its time.
             computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
             saved = token * tokens - max(self.costs.verification(1 + taken), computed)
             if saved > most:
@@ -351,9 +346,9 @@ class CostRule:
 
     @property
     def bound(self) -> float:
-        """The product of a(H) below which this draft ends now."""
+        """The product of a below which this draft ends now."""
         if not self.costs.draft():  # nothing is measured yet
-            return DEFAULT_BOUND
+            return UNMEASURED
         of_text = self.costs.verification(1)  # at first as if nothing were accepted
         if self._counts.tokens:
             of_text = self._counts.spent(self.costs) / self._counts.tokens
@@ -365,17 +360,6 @@ class CostRule:
 def reads_margins(rule: DraftRule) -> bool:
     """Whether a rule judges the margins of tokens in place of their entropies."""
     return isinstance(rule, CostRule) and isinstance(rule.agreement, LearnedAgreement)
-
-
-def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
-    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`).
-
-    A learned a(m) learns from them; they have margins in place of entropies.
-    """
-    learned = agreement if isinstance(agreement, LearnedAgreement) else None
-    done = replay_drafts(sequences, CostRule(agreement, costs), learned)
-    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
-    return (done.drafted * costs.draft() + verified) / done.tokens
 
 
 class Stretches:

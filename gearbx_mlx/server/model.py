@@ -65,7 +65,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     if options.thresholds is not None:
         refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
         bits = ",".join(repr(float(each)) for each in options.thresholds)
-        choice = replace(choice, routing=RoutingSettings(bits, choice.routing.initial_gear), schedule=None)
+        choice = replace(choice, routing=RoutingSettings(bits, choice.routing.initial_gear))
     mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
     if options.draft is not None:
         refuse_unless(isinstance(mode, Lossless), "draft", kind.name)

@@ -103,7 +103,6 @@ READERS: dict[str, tuple[str, ...]] = {
         for name in ("gears.json", "gears.safetensors", "original.safetensors")
     },
     "thresholds.json": (f"{GENERATE} --thresholds thresholds.json",),
-    "drafting.json": (f"{GENERATE} --mode lossless --curve drafting.json",),
     "manifest.json": (
         f"{GENERATE} --manifest manifest.json --gears 4,16",
         f"allocate --model llama {TEXT} --gears 4 --exchanges 1",
