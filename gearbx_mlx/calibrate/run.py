@@ -1,16 +1,13 @@
 """Find when a model should change gear, and write it to a file for generate."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from ..cli import terminal
 from ..cli.flags import output_path
-from ..cli.gears import GateSettings
-from ..cli.settings import next_command
 from ..evaluation.session import JOURNAL, beside
 from ..files.writing import write_text
 from ..routing.gates import ThresholdFile
-from . import ROUTE, CalibrateSettings
+from . import CalibrateSettings
 from .thresholds import Calibration, calibrate_thresholds
 
 
@@ -19,9 +16,6 @@ def run(settings: CalibrateSettings) -> int:
     found = written(settings, out)
     terminal.note(found.note)
     print(f"{out}: {found.line}")
-    groups = vars(replace(settings, gate=GateSettings())).values()  # which the file has
-    changes: dict[str, object] = {} if found.file.mode == ROUTE else {"gears": None}  # likewise
-    terminal.note(next_command("generate", groups, max_tokens=None, thresholds=out, **changes))
     return 0
 
 

@@ -26,7 +26,6 @@ from ..routing.acceptance import MOST_DRAFTED, DraftRule
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 
 REMAKE = "remove it, and the same command makes it again"
-AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
 class Policy:
@@ -185,23 +184,6 @@ def computed(
         engaged, gear = gear, policy.again(place, gear, logprobs)
     policy.after(logprobs)
     return logprobs, engaged, passes
-
-
-def read_at_once(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
-) -> Iterator[ReplayStep]:
-    """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time.
-
-    Args:
-        begun: as in `driven`.
-    """
-    for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
-        gearbox.shift(gear)
-        for start in range(0, len(window) - 1, AT_ONCE):
-            part = window[start : min(start + AT_ONCE, len(window) - 1)]
-            for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield ReplayStep(number, target, logprobs, gear, [0] * len(gearbox.ladder))
 
 
 class Reference:

@@ -25,8 +25,8 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt, room_for
-from ..cli.resolved import KICKDOWN, ROUTE, resolve
-from ..cli.settings import flag_of, next_command
+from ..cli.resolved import resolve
+from ..cli.settings import flag_of
 from ..cli.tables import layers_table, pair_table, summary_table
 from ..compat.versions import versions
 from ..decoding.caches import length
@@ -44,7 +44,7 @@ from ..ranks.place import current
 from ..routing.pair import NAMES
 from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record
-from . import GenerateSettings, InputSettings
+from . import GenerateSettings
 
 
 def run_pair(
@@ -60,8 +60,6 @@ def run_pair(
     status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.verbose and not status:
-        terminal.note(next_command("chat", vars(settings).values()))
     return status
 
 
@@ -251,36 +249,9 @@ def run(settings: GenerateSettings) -> int:
     if resolved.mode.by:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.verbose and not status:
-        # A prompt cache may have named the model, and its text is read.
-        told = replace(settings, model=loaded.resolved.model, input=InputSettings(), output=OutputSettings())
-        terminal.note(next_step(told, result, gearbox))
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
-
-
-def next_step(settings: GenerateSettings, summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> str:
-    """The next command for this model: better drafts, thresholds of its own, or a chat in the same gears."""
-    groups, mode = vars(settings).values(), summary["mode"]
-    if drafts_are_poor(summary, gearbox) and not settings.gears.other_codes:
-        return next_command("generate", groups, calibrate_base="", max_tokens=None)
-    if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None:
-        return next_command("calibrate", groups, mode=mode, max_tokens=None, pipeline=None)
-    return next_command("chat", groups, pipeline=None)  # which only ranks have, and generate alone takes them
-
-
-POOR = 0.85  # of drafted tokens are accepted: a calibrated base agrees more often
-FEWEST_DRAFTED = 32  # tokens that say something about a model
-
-
-def drafts_are_poor(summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> bool:
-    """Whether a calibrated base would help: drafts of rounded weights that the top gear often rejects."""
-    if not isinstance(gearbox, Gearbox) or gearbox.format.name not in ("planes", "exact"):
-        return False
-    as_they_are = gearbox.base or gearbox.in_place or gearbox.saved is not None
-    drafted = summary.get("drafted", 0)
-    return not as_they_are and drafted >= FEWEST_DRAFTED and summary["acceptance_rate"] < POOR
 
 
 def to_read(
