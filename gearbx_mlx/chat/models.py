@@ -125,7 +125,7 @@ class GearedChat:
         self._choice, self._held = choice, ""
 
     def _held_choice(self, gear: str) -> ModeChoice:
-        return replace(self._start, mode=STATIC, asked=True, gear=gear)
+        return replace(self._start, mode=STATIC, asked=True, own=replace(self._start.own, gear=gear))
 
     def _check(self, choice: ModeChoice) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
@@ -149,7 +149,7 @@ class PairChat:
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
-        self._turns = turns_of(settings.routing.thresholds, settings.gate)
+        self._turns = turns_of(settings.mode.thresholds, settings.mode)
         self._pair = load_pair(settings.model, small_model)
         self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
@@ -170,7 +170,7 @@ class PairChat:
     def coming(self, message: str) -> NextAnswer:
         if self._held:
             return NextAnswer(self._pair.mode(self._turns, self._held, math.inf if self._held == NAMES[0] else 0.0))
-        return NextAnswer(self._pair.mode(self._turns, self._settings.routing.initial_gear))
+        return NextAnswer(self._pair.mode(self._turns, self._settings.mode.initial_gear))
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords

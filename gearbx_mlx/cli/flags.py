@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -353,8 +353,8 @@ TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
 
 
 @dataclass(frozen=True)
-class ModeSettings(Settings):
-    """The mode as given (None: as files, model and small model say), and the settings of single modes."""
+class ModeSettings(RoutingSettings):
+    """The mode as given (None: as files, model and small model say), and the settings of all modes."""
 
     title: ClassVar[str] = "mode"
 
@@ -448,10 +448,6 @@ class GearedSettings(Protocol):
     @property
     def floors(self) -> FloorSettings: ...
     @property
-    def routing(self) -> RoutingSettings: ...
-    @property
-    def gate(self) -> GateSettings: ...
-    @property
     def mode(self) -> ModeSettings: ...
     @property
     def controller(self) -> ControllerSettings: ...
@@ -468,7 +464,10 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     """
     if settings.mode.small_model is None:
         return
-    of_mode = {name: value for name, value in vars(settings.mode).items() if name not in ("mode", "small_model")}
+    routed = {*RoutingSettings.__match_args__, "mode", "small_model"}  # which a pair has too
+    of_mode = {
+        item.name: getattr(settings.mode, item.name) for item in fields(settings.mode) if item.name not in routed
+    }
     single = {
         "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
@@ -480,5 +479,5 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     for setting, value in single.items():
         if value is not None and value is not False:
             raise GearbxError(f"{flag_of(setting)} is for one model; leave it out with --small-model")
-    if settings.routing.initial_gear not in (AUTO, "small", "large"):
-        raise GearbxError(f"--initial-gear {settings.routing.initial_gear}: a pair has {AUTO}, small, large")
+    if settings.mode.initial_gear not in (AUTO, "small", "large"):
+        raise GearbxError(f"--initial-gear {settings.mode.initial_gear}: a pair has {AUTO}, small, large")

@@ -313,7 +313,8 @@ class GateSettings(Settings):
 
     def filled(self, file: ThresholdFile | None = None) -> "GateValues":
         """Every setting: as given, else as calibrated, else by default."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        own = {name: getattr(self, name) for name in GateValues.__match_args__}
+        given = {name: value for name, value in own.items() if value is not None}
         calibrated = GateValues() if file is None else GateValues(file.window, file.hysteresis, file.min_gear_duration)
         return replace(calibrated, **given)
 
@@ -335,8 +336,8 @@ class Routing(GateValues):
 
 
 @dataclass(frozen=True)
-class RoutingSettings(Settings):
-    """Thresholds as given (a file, or bits with commas between; None: the paper's), and the gear to begin in."""
+class RoutingSettings(GateSettings):
+    """Thresholds as given (a file, or bits with commas between; None: the paper's), their gate, and the first gear."""
 
     title: ClassVar[str] = "routing"
 
@@ -389,9 +390,7 @@ def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
             ladder.find(settings.initial_gear)
 
 
-def routing_for(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
-) -> Routing:
+def routing_for(settings: RoutingSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]) -> Routing:
     """The routing of a model.
 
     Args:
@@ -411,19 +410,19 @@ def routing_for(
             thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())
         except GearbxError as error:
             raise GearbxError(f"{settings.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
-        return Routing(**vars(gate.filled(source)), thresholds=thresholds)
+        return Routing(**vars(settings.filled(source)), thresholds=thresholds)
     thresholds = default_thresholds(len(ladder), vocab_size) if source is None else source
     check_thresholds(thresholds, len(ladder))
-    return Routing(**vars(gate.filled()), thresholds=thresholds)
+    return Routing(**vars(settings.filled()), thresholds=thresholds)
 
 
 def route_fields(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
+    settings: RoutingSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
 ) -> dict[str, Any]:
     """The routing of mode route, which can find its thresholds on a prompt. Raises GearbxError as `routing_for`."""
     if settings.source == AUTO:
-        return vars(gate.filled()) | {"thresholds": AUTO}
-    return vars(routing_for(settings, gate, ladder, vocab_size, fingerprint))
+        return vars(settings.filled()) | {"thresholds": AUTO}
+    return vars(routing_for(settings, ladder, vocab_size, fingerprint))
 
 
 def initial_gear(settings: RoutingSettings, ladder: Ladder, prompt: str) -> str:

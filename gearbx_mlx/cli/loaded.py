@@ -53,7 +53,7 @@ from .flags import (
     check_sampling,
 )
 from .gears import LayoutSettings, initial_gear, route_fields, routing_for
-from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
+from .resolved import ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
 from .terminal import messages, note, progress_bar, show_compiling, show_encoding, spinner
@@ -187,7 +187,7 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     }
     with about(model_name(resolved.model.model)):
         ladder = ladder_of_codes(codes, resolved.asked, given)
-        drafts_best = resolved.drafts_best and resolved.mode.draft_length is None and not resolved.mode.changes
+        drafts_best = resolved.drafts_best and resolved.mode.own.draft_length is None and not resolved.mode.changes
         found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder)
         found.check_mode()
     return found
@@ -234,7 +234,8 @@ def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     if device() == METAL or (device() == CPU and ROOM * beside > available_memory()):
         return whole
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
-    note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
+    if resolved.model.model is not None:  # else next to nothing
+        note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
     return replace(resolved, ladder=whole.ladder)
 
 
@@ -350,15 +351,15 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     """
     kind = mode_class(choice.of(isinstance(gearbox, Observer)).mode)
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
-    given = {name: getattr(choice, name) for name in OF_ONE_MODE}
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    values["window"] = choice.gate.filled().window
+    own = choice.own
+    values: dict[str, Any] = {name: value for name, value in vars(own).items() if value is not None}
+    values["window"] = own.filled().window
     if "thresholds" in has:
         model = gearbox.model
-        settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
+        settings = own, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)
         values |= route_fields(*settings) if routed else vars(routing_for(*settings))
-        values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
+        values |= {"initial_gear": initial_gear(own, ladder, prompt)}
     return kind(**{field: value for field, value in values.items() if field in has})
 
 

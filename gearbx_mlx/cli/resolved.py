@@ -1,6 +1,5 @@
 """What a command is to run: flags, files and checkpoint brought together, once, before a weight is read."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,11 @@ from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
 from ..routing.gates import ThresholdFile
-from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
+from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings, ModeSettings
 from .gears import (
-    AUTO,
     FloorSettings,
-    GateSettings,
     GearFlags,
     LayoutSettings,
-    RoutingSettings,
     check_routing,
     quality_ladder,
 )
@@ -42,19 +38,15 @@ NO_FLAGS, NO_FLOORS, UNGOVERNED = GearFlags(), FloorSettings(), ControllerSettin
 class ModeChoice:
     """The mode, and what belongs to it, files followed.
 
-    by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether it has to be this mode;
-    else nothing shifts where a model turns out to have no gears. changes: whether later texts may have other modes.
+    own: settings as given. by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether
+    it has to be this mode; else nothing shifts where a model turns out to have no gears. changes: whether later texts
+    may have other modes.
     """
 
     mode: str = LOSSLESS
+    own: ModeSettings = field(default_factory=ModeSettings)
     by: str = ""
     asked: bool = False
-    routing: RoutingSettings = field(default_factory=RoutingSettings)
-    gate: GateSettings = field(default_factory=GateSettings)
-    gear: str | None = None
-    draft_length: int | None = None
-    lookup_tokens: int | None = None
-    prompt_gear: str | None = None
     changes: bool = False
 
     def of(self, observes: bool) -> "ModeChoice":
@@ -127,8 +119,8 @@ class Resolved:
 
 def check_in_ladder(mode: ModeChoice, ladder: Ladder) -> None:
     """Raises GearbxError for thresholds or gears of a mode that the ladder does not have; it names the flag."""
-    check_routing(mode.routing, ladder)
-    for name, gear in {"gear": mode.gear, "prompt_gear": mode.prompt_gear}.items():
+    check_routing(mode.own, ladder)
+    for name, gear in {"gear": mode.own.gear, "prompt_gear": mode.own.prompt_gear}.items():
         if gear is not None and (name, gear) != ("prompt_gear", SAME):
             with about(flag_of(name)):
                 ladder.find(gear)
@@ -246,19 +238,18 @@ def choose_mode(
     Raises:
         GearbxError: flags that exclude each other, a flag of another mode.
     """
-    own, routing, layout = settings.mode, settings.routing, settings.layout
+    own, layout = settings.mode, settings.layout
     mode, by = TELEMETRY_ONLY if own.observes else own.mode, ""
-    made = calibrated(routing)
+    made = own.source if isinstance(own.source, ThresholdFile) else None  # it may say for which mode and gears
     if made is not None and made.mode == KICKDOWN:
         layout = replace(layout, gears=layout.gears or Ladder(made.gears))
         if mode is None:
             mode, by = KICKDOWN, "thresholds"
-    given = {name: getattr(own, name) for name in OF_ONE_MODE}
-    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, changes=mode_changes, **given)
+    choice = ModeChoice(mode or LOSSLESS, own, by, mode is not None, mode_changes)
     if mode is None:
         ladder = layout.gears or (saved.ladder if saved is not None else None)
         choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
-    check_flags(replace(choice, prompt_gear=None) if mode_changes else choice)
+    check_flags(choice.mode, given_flags(own) - {"prompt_gear"} if mode_changes else given_flags(own))
     return choice, layout
 
 
@@ -268,7 +259,7 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     Args:
         whole: the original weights are the only gear, which is mlx-lm bit for bit.
     """
-    flags, controller = given_flags(choice), settings.controller
+    flags, controller = given_flags(choice.own), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
     governed = [name for name in GOVERNING if getattr(controller, name)]
     others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, so that it names none
@@ -281,11 +272,6 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     return replace(choice, asked=asked)
 
 
-def calibrated(routing: RoutingSettings) -> ThresholdFile | None:
-    """The file that --thresholds names, if it names one: it may say for which mode and gears it was made."""
-    return routing.source if isinstance(routing.source, ThresholdFile) else None
-
-
 def check_governing(settings: ControllerSettings, mode: str, draft_model: str | None) -> None:
     """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed."""
     if not settings.wanted:
@@ -296,31 +282,23 @@ def check_governing(settings: ControllerSettings, mode: str, draft_model: str | 
         raise GearbxError("with --draft-model tokens come several at a time and cannot be timed; leave it out")
 
 
-def check_flags(choice: ModeChoice) -> None:
+def check_flags(mode: str, given: set[str]) -> None:
     """Raises GearbxError for a flag that the mode does not have."""
-    has = settings_of_mode(choice.mode)
+    has = settings_of_mode(mode)
     for name in FLAGS:
-        if name in given_flags(choice) - has:
-            modes = [mode for mode in MODES if name in settings_of_mode(mode) and mode != "pair"]
+        if name in given - has:
+            modes = [each for each in MODES if name in settings_of_mode(each) and each != "pair"]
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
 
 
-OF_ONE_MODE = (
-    "gear",
-    "draft_length",
-    "lookup_tokens",
-    "prompt_gear",
-)
-OF_GATE = ("thresholds", "initial_gear", "hysteresis", "min_gear_duration", "window")
-FLAGS = (*OF_ONE_MODE, *OF_GATE[:-1])  # every mode has a window
+EVERY_MODE = {"mode", "telemetry_only", "small_model", "window"}  # flags that say no mode
+FLAGS = tuple(item.name for item in fields(ModeSettings) if item.name not in EVERY_MODE)
 
 
-def given_flags(choice: ModeChoice, names: Sequence[str] = FLAGS) -> set[str]:
-    """Those of the fields for which a flag was given."""
-    values = {**vars(choice.routing), **vars(choice.gate), **vars(choice)}
-    if choice.routing.initial_gear == AUTO:
-        values["initial_gear"] = None
-    return {name for name in names if values[name] is not None}
+def given_flags(own: ModeSettings) -> set[str]:
+    """Flags that belong to some modes, and were given."""
+    default = ModeSettings()
+    return {name for name in FLAGS if getattr(own, name) != getattr(default, name)}
 
 
 def settings_of_mode(mode: str) -> set[str]:

@@ -14,7 +14,7 @@ from ..cli.flags import (
     SamplingSettings,
     check_pair,
 )
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
 from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
@@ -53,8 +53,6 @@ class GenerateSettings:
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings
-    routing: RoutingSettings
-    gate: GateSettings
     mode: ModeSettings
     controller: ControllerSettings
     output: OutputSettings

@@ -50,11 +50,11 @@ from . import GenerateSettings
 def run_pair(
     settings: GenerateSettings, small_model: str, prompt: str, trace: Path | None, summary: Path | None
 ) -> int:
-    turns = turns_of(settings.routing.thresholds, settings.gate)
+    turns = turns_of(settings.mode.thresholds, settings.mode)
     pair = load_pair(settings.model, small_model)
     tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
-    mode = pair.mode(turns, settings.routing.initial_gear)
+    mode = pair.mode(turns, settings.mode.initial_gear)
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
     status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
@@ -273,7 +273,7 @@ def to_read(
 def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
-    if settings.routing.thresholds == AUTO and settings.output.verbose:
+    if settings.mode.thresholds == AUTO and settings.output.verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
 

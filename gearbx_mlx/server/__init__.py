@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError, about
@@ -192,8 +192,6 @@ class ServerSettings:
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings
-    routing: RoutingSettings
-    gate: GateSettings
     mode: ModeSettings
     controller: ControllerSettings
     proxy: ProxySettings
@@ -210,9 +208,10 @@ class ServerSettings:
 
     def check_proxy(self) -> None:
         """Raises GearbxError for flags of a model that is served here."""
-        kept = "listen", "routing", "gate", "proxy"
+        kept, routed = ("listen", "proxy"), {*RoutingSettings.__match_args__}
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in kept]
-        refused = {name: "a model that is" for group in groups for name in given(group, type(group)())}
+        own = {name for group in groups for name in given(group, type(group)())} - routed
+        refused = dict.fromkeys(sorted(own), "a model that is")
         several = [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name, what in (refused | dict.fromkeys(several, "models that are")).items():
             raise GearbxError(f"{flag_of(name)} is for {what} served here; leave it out with --small-server")
