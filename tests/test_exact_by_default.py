@@ -90,6 +90,18 @@ class TestModeLossless:
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
 
+    @pytest.mark.parametrize(
+        ("free", "said"),
+        [
+            (1e12, "gears 4,16 in format planes, native kernels: a draft beside the weights as they are"),
+            (1000, "gears 4,16 in format exact, native kernels: one exact copy of the weights with its draft inside"),
+        ],
+    )
+    def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
+        monkeypatch.setattr(loaded, "available_memory", lambda: free)
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--describe", "--q-group-size", GROUP)
+        assert said in " ".join(done.err.split())
+
     def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
         monkeypatch.setattr(loaded, "device", lambda: GPU)
         run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)

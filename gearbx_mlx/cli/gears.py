@@ -283,12 +283,12 @@ class GearFlags(Settings):
         return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
 
 
-def quality_ladder(format: str, by_quality: bool, default: str = DEFAULT_LADDER) -> Ladder:
+def quality_ladder(format: str, by_quality: bool) -> Ladder:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
     if format == WHOLE:
         return Ladder.parse(WHOLE_LADDER)
     if not has_codebooks(format):
-        return Ladder.parse(default)
+        return Ladder.parse(DEFAULT_LADDER)
     return Ladder((2, 16) if by_quality else (4, 16))
 
 

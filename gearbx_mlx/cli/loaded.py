@@ -104,6 +104,8 @@ class Loaded:
         if resolved.drafts_best and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
         found = find_base(resolved, self.model, self.tokenizer)
+        if found is not None:
+            resolved = replace(resolved, why=f"{resolved.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(resolved, self.model, None if found is None else found[1])
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
@@ -114,7 +116,7 @@ class Loaded:
             note(f"{self.name} changes no gear in mode {TELEMETRY_ONLY}; other modes use its {self.codes}")
         elif self.codes:
             note(f"{self.name} is quantized to {self.codes}")
-        return Geared(self, gearbox)
+        return Geared(replace(self, resolved=resolved), gearbox)
 
     def check_gears(self) -> None:
         """Raises GearbxError for a quantized model whose codes have one gear."""
@@ -140,6 +142,14 @@ class Geared:
     def mode(self, prompt: str, choice: ModeChoice | None = None) -> Mode:
         """The mode for a prompt, as typed; `choice` replaces that of the flags. Raises GearbxError as make_mode."""
         return make_mode(choice or self.loaded.resolved.mode, self.gearbox, prompt)
+
+    def why(self) -> str:
+        """Return which gears, format and kernels run, and what decided about them, in one sentence."""
+        resolved, gearbox = self.loaded.resolved, self.gearbox
+        if not isinstance(gearbox, Gearbox):
+            return f"gears {gearbox.ladder} are only named: no layer changes gear"
+        kernels = "native kernels" if gearbox.kernels.native else f"MLX's kernels ({gearbox.kernels.reason})"
+        return f"gears {gearbox.ladder} in format {gearbox.format.name}, {kernels}: {resolved.why}"
 
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | None]:
@@ -188,7 +198,7 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     with about(model_name(resolved.model.model)):
         ladder = ladder_of_codes(codes, resolved.asked, given)
         drafts_best = resolved.drafts_best and resolved.mode.own.draft_length is None and not resolved.mode.changes
-        found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder)
+        found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder, why="the checkpoint's own codes")
         found.check_mode()
     return found
 
@@ -231,12 +241,14 @@ def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     """
     whole, weights = resolved.in_whole_weights(), sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole.ladder[0].bits // DENSE
-    if device() == METAL or (device() == CPU and ROOM * beside > available_memory()):
-        return whole
+    short = device() == CPU and ROOM * beside > available_memory()
+    if device() == METAL or short:
+        reason = "memory is short" if short else "this GPU waits for memory"
+        return replace(whole, why=f"one exact copy of the weights with its draft inside, since {reason}")
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
     if resolved.model.model is not None:  # else next to nothing
         note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
-    return replace(resolved, ladder=whole.ladder)
+    return replace(resolved, ladder=whole.ladder, why="a draft beside the weights as they are, which is fastest here")
 
 
 def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:

@@ -13,7 +13,7 @@ from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
 from ..formats import RECONSTRUCTED, get_format, split_name, with_cache
 from ..formats.base import Format
-from ..gears.ladder import DEFAULT_LADDER, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
@@ -63,6 +63,7 @@ class Resolved:
     cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked until the gear is left.
     asked: gears, format and group size as given. drafts_best: mode lossless without any of these, so that they are
     chosen for the model: the draft of original weights (`layout_of_drafts`), and of codes (`OwnCodes.drafting`).
+    why: what decided about gears and format, in words.
     """
 
     model: ModelSettings
@@ -86,6 +87,7 @@ class Resolved:
     kv_gears: tuple[int, ...] | None = None
     mode: ModeChoice = ModeChoice(STATIC)  # what measures gears takes no base that happens to be kept
     drafts_best: bool = False
+    why: str = ""
 
     @property
     def observes(self) -> bool:
@@ -151,20 +153,18 @@ def resolve_gears(
     flags: GearFlags = NO_FLAGS,
     floors: FloorSettings = NO_FLOORS,
     controller: ControllerSettings = UNGOVERNED,
-    default: str = DEFAULT_LADDER,
 ) -> Resolved:
     """A model with its gears: of a geared checkpoint, else as flags and manifest say, else by default.
 
     Args:
         controller: where it caps layers, a manifest says the order; without a flag the one beside a geared checkpoint.
-        default: the ladder where neither a flag nor the checkpoint has one.
 
     Raises:
         GearbxError: a flag that differs from the checkpoint or the manifest, or floors where bits are given.
     """
     name, saved = model.model, gears_of(model.model)
     precision: PrecisionManifest | None = None
-    ladder = layout.gears
+    ladder, why = layout.gears, "the defaults" if layout.gears is None else "the gears that were asked for"
     if saved is not None:
         if floors.wanted:
             raise GearbxError(f"the gears of {name} have their bits; leave out the floors, or give the original")
@@ -176,18 +176,18 @@ def resolve_gears(
             precision = precision_beside(name, saved, flags.manifest)
         with about(name):
             ladder = saved.chosen(ladder)
-        filled = layout.filled(saved, f"the gears of {name} have")
+        filled, why = layout.filled(saved, f"the gears of {name} have"), "gears of the checkpoint"
     elif flags.manifest is not None:
         if floors.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors")
         precision = read_precision(Path(flags.manifest))
-        filled = layout.filled(precision, f"{flags.manifest} was measured with")
+        filled, why = layout.filled(precision, f"{flags.manifest} was measured with"), f"tables of {flags.manifest}"
     else:
         filled = layout.filled(None, "")
     format = filled.pop("format")
     if flags.dequant_cache:
         check_dequant_cache(None if saved is None else name, format)
-    ladder = ladder or quality_ladder(format, floors.wanted, default)
+    ladder = ladder or quality_ladder(format, floors.wanted)
     return Resolved(
         model=model,
         saved=saved,
@@ -200,6 +200,7 @@ def resolve_gears(
         cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
         controller=controller,
         asked=layout,
+        why=why,
     )
 
 

@@ -238,6 +238,7 @@ def run(settings: GenerateSettings) -> int:
         cache.check_gear(mode, gearbox)
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+        terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
     with geared.governor(settings.output.verbose) as controller:
