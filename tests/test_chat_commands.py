@@ -197,7 +197,7 @@ class TestCommands:
     @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --draft-length 2", "/gear low"])
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
-            chat(telemetry_only=True) as session,
+            chat(mode="telemetry-only") as session,
             pytest.raises(GearbxError, match="no layer of this model changes gear; mode telemetry-only was asked for"),
         ):
             obey(session, line)

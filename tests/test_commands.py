@@ -144,7 +144,7 @@ class TestGenerate:
 
     @pytest.mark.slow
     def test_a_quantized_checkpoint_can_be_watched_alone(self, command, four_bit, tmp_path):
-        command("generate", "--model", four_bit, "-m", 30, "--summary", tmp_path / "s.json", "--telemetry-only")
+        command("generate", "--model", four_bit, "-m", 30, "--summary", tmp_path / "s.json", "--mode", "telemetry-only")
         summary = read_json(tmp_path / "s.json")
         assert (summary["mode"], summary["managed_layers"], summary["shift_seconds"]) == ("telemetry-only", 0, 0.0)
         assert summary["effective_bits_per_weight"] == pytest.approx(4.5)
@@ -154,7 +154,7 @@ class TestGenerate:
     def test_telemetry_only_by_flag_changes_no_token(self, command, tmp_path):
         arguments = ("-m", 30, "--dtype", "bfloat16")
         plain = command("generate", "--gears", 16, *arguments)
-        watched = command("generate", "--telemetry-only", "--summary", tmp_path / "s.json", *arguments)
+        watched = command("generate", "--mode", "telemetry-only", "--summary", tmp_path / "s.json", *arguments)
         assert watched.out == plain.out
         assert read_json(tmp_path / "s.json")["mode"] == "telemetry-only"
 

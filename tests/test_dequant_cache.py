@@ -11,8 +11,7 @@ PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "1
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["rowwise", "groupwise", "codebook", "codebook-library:sigma=2.5"])
 def test_the_text_is_that_without_the_cache(command, format):
-    name, _, choice = format.partition(":sigma=")
-    flags = ["--format", name, *(["--outlier-sigma", choice] if choice else []), "--gears", "4,16"]
+    flags = ["--format", format, "--gears", "4,16"]
     flags += ["--manage", "attention"]  # codebooks take long to make
     kept = command("generate", *PROMPT, *flags, "--dequant-cache")
     assert kept.status == 0, kept.err

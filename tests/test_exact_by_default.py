@@ -56,7 +56,7 @@ class TestAGearedCheckpoint:
         [
             (["--mode", "route"], "route"),
             (["--mode", "static", "--gear", "low"], "static"),
-            (["--telemetry-only"], "telemetry-only"),
+            (["--mode", "telemetry-only"], "telemetry-only"),
             (["--draft-length", "2"], "lossless"),
             (["--thresholds", "1.5"], "route"),
             (["--initial-gear", "low"], "route"),

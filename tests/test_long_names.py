@@ -15,7 +15,7 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
     [
         ("generate", ("--thresholds", LONG)),
         ("generate", ("--manifest", LONG)),
-        ("generate", ("--machine", LONG)),
+        ("generate", ("--watch-machine", LONG)),
         ("generate", ("--summary", LONG)),
         ("generate", ("--trace", LONG)),
         ("generate", ("--prompt-cache-file", LONG)),

@@ -48,7 +48,6 @@ def test_text_is_that_of_the_top_gear(command):
     [
         (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
         (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
-        (("--mode", "lossless", "--telemetry-only"), "exclude each other"),
     ],
 )
 def test_mistakes_get_one_line(command, arguments, says):

@@ -105,7 +105,7 @@ class TestWithoutAMode:
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--hysteresis", "0.5"), "route", "--hysteresis"),
             (("--target-tps", "1"), "route", "--target-tps"),
-            (("--telemetry-only",), "telemetry-only", None),
+            (("--mode", "telemetry-only"), "telemetry-only", None),
         ],
         ids=str,
     )

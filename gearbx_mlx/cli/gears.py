@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..bit_selection.defaults import LAZY, STRICT, Floors
-from ..errors import LARGEST_SHOWN, GearbxError, about
+from ..errors import LARGEST_SHOWN, GearbxError, about, numbers
 from ..files.reading import read_as
 from ..formats import (
     CODEBOOKS,
     DEFAULT_FORMAT,
     FORMATS,
-    GROUPS,
     RECONSTRUCTED,
     CodebookOptions,
-    changed_name,
-    check_option,
     has_codebooks,
+    name_with,
     split_name,
 )
 from ..gears.ladder import (
@@ -53,32 +51,35 @@ Thresholds = tuple[float, ...] | Literal["auto"]
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
 
+def parse_floors(text: str) -> tuple[float, ...]:
+    """--auto-bits as numbers, two at most. Raises GearbxError for anything else."""
+    floors = numbers("--auto-bits", text, float, "0.98,0.93") if text else ()
+    if len(floors) > 2:
+        raise GearbxError(f"--auto-bits is {text}; give two floors at most, such as 0.98,0.93")
+    return floors
+
+
 @dataclass(frozen=True)
 class FloorSettings(Settings):
-    """Floors as given; a floor implies `auto_bits`."""
+    """Floors as given; none or one: the others by default."""
 
     title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
 
-    auto_bits: bool = flag(
-        False, "Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those.", rare=True
-    )
-    min_cos_strict: float | None = flag(
+    auto_bits: tuple[float, ...] | None = flag(
         None,
-        "Floor of attention, shared experts, dense MLPs and the head; implies --auto-bits. "
-        f"Default: XFP_MIN_COS_STRICT or {STRICT}",
-        metavar="COSINE",
-        rare=True,
-    )
-    min_cos_lazy: float | None = flag(
-        None,
-        f"Floor of routed experts; implies --auto-bits. Default: XFP_MIN_COS_LAZY or {LAZY}",
-        metavar="COSINE",
+        "Give every layer the fewest bits whose cosine reaches its floor: one for attention, shared experts, dense "
+        "MLPs and the head, and one for routed experts. A gear of fewer bits has a layer at those. "
+        f"Default: XFP_MIN_COS_STRICT or {STRICT}, XFP_MIN_COS_LAZY or {LAZY}",
+        metavar="STRICT,LAZY",
+        nargs="?",
+        const="",
+        parse=parse_floors,
         rare=True,
     )
 
     @property
     def wanted(self) -> bool:
-        return self.auto_bits or self.min_cos_strict is not None or self.min_cos_lazy is not None
+        return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
         """The floors for a format; None where none are asked for.
@@ -86,9 +87,9 @@ class FloorSettings(Settings):
         Raises:
             GearbxError: a floor outside (0, 1), or a format that has no codebooks.
         """
-        if not self.wanted:
+        if self.auto_bits is None:
             return None
-        floors = Floors.chosen(self.min_cos_strict, self.min_cos_lazy)
+        floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
         if not has_codebooks(format):
             raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
         return floors
@@ -99,19 +100,24 @@ if TYPE_CHECKING:
     from ..gears.manifest import Manifest
 
 
-CODEBOOK_FLAGS = {
-    "outlier_sigma": "sigma",
-    "outlier_cap": "cap",
-    "lloyd_rounds": "rounds",
-    "library_size": "library",
-    "library_group": "group",
-}
 OF_LIBRARY = ("library", "group")
 
 
-def codebook_flag(name: str, help: str) -> Any:
-    """A flag for a choice of a codebook format."""
-    return flag(None, f"{help}. Default: {getattr(CodebookOptions, name):g}", rare=True)
+def parse_format(text: str) -> str:
+    """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
+    base, choices = split_name(text)
+    if base not in FORMATS:
+        raise GearbxError(f"--format is {text}; choose from {', '.join(FORMATS)}")
+    if not choices:
+        return base
+    if base not in CODEBOOKS:
+        raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
+    with about("--format"):
+        chosen = CodebookOptions.parse(choices)
+    for name in OF_LIBRARY:
+        if base != CODEBOOKS[1] and f"{name}=" in choices:
+            raise GearbxError(f"--format is {text}, and {name} belongs to format {CODEBOOKS[1]}; give that one")
+    return name_with(base, chosen)
 
 
 @dataclass(frozen=True)
@@ -120,49 +126,22 @@ class FormatSettings(Settings):
 
     title: ClassVar[str] = "gears"
 
-    format: str | None = flag(None, f"How gears are stored. Default: {DEFAULT_FORMAT}", choices=tuple(FORMATS))
+    format: str | None = flag(
+        None,
+        f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}",
+        parse=parse_format,
+        metavar="FORMAT",
+    )
     manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
         None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES, rare=True
     )
-    outlier_sigma: float | None = codebook_flag("sigma", "Codebooks: deviations beyond which a weight is an outlier")
-    outlier_cap: float | None = codebook_flag("cap", "Codebooks: largest share of outliers in a matrix")
-    lloyd_rounds: int | None = codebook_flag("rounds", "Codebooks: rounds of Lloyd's iteration")
-    library_size: int | None = codebook_flag("library", "codebook-library: codebooks of a matrix, 1 to 256")
-    library_group: int | None = codebook_flag(
-        "group", f"codebook-library: weights that share a codebook, {', '.join(map(str, GROUPS))}"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, name in CODEBOOK_FLAGS.items():
-            value = getattr(self, field)
-            if value is not None:
-                check_option(name, value, flag_of(field))
-                if self.format is not None:
-                    self.named(self.format)
-
-    def named(self, format: str) -> str:
-        """The name of a format with the choices that flags make for its codebooks.
-
-        Raises:
-            GearbxError: choices for a format that does not have them.
-        """
-        chosen = {name: getattr(self, field) for field, name in CODEBOOK_FLAGS.items()}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        for field, name in CODEBOOK_FLAGS.items():
-            fitting = CODEBOOKS[1:] if name in OF_LIBRARY else CODEBOOKS
-            if name in chosen and split_name(format)[0] not in fitting:
-                raise GearbxError(
-                    f"{flag_of(field)} is for format {' or '.join(fitting)}, and the format is {format}; "
-                    f"give --format {fitting[0]}"
-                )
-        return changed_name(format, chosen)
 
     @property
     def chosen_format(self) -> str:
-        """The format as flags say, with the choices for its codebooks, else the default."""
-        return self.named(self.format or DEFAULT_FORMAT)
+        """The format as flags say, else the default."""
+        return self.format or DEFAULT_FORMAT
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
         """Format, manage and group size: those of `source`, which flags may repeat and not change, else the defaults.
@@ -179,8 +158,6 @@ class FormatSettings(Settings):
             field = "q_group_size" if key == "group_size" else key
             there = default if source is None else getattr(source, key)
             wanted = getattr(self, field)
-            if key == "format":
-                wanted = self.named(self.format or str(there))
             if source is not None and wanted not in (None, there):
                 name = flag_of(field)
                 raise GearbxError(f"{name} is {wanted}, and {why} {there}; leave out {name}")

@@ -394,7 +394,7 @@ def make_watch(settings: ControllerSettings, own: Sequence[Reader], verbose: boo
     """
     if settings.machine is not None:
         return Watch([Scripted.from_file(settings.machine), *own])
-    if own and not (settings.watch_machine or settings.target_tps is not None):
+    if own and settings.watch_machine is None and settings.target_tps is None:
         return Watch(own)
     readers, absent = this_machine()
     reasons: dict[str, list[str]] = {}

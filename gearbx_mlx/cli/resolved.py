@@ -29,7 +29,7 @@ from .gears import (
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS, STATIC = "route", "kickdown", "lossless", "static"
-GOVERNING = "target_tps", "watch_machine", "machine", "max_memory"  # flags of what caps gears, which route has
+GOVERNING = "target_tps", "watch_machine", "max_memory"  # flags of what caps gears, which route has
 TOP_ALONE = "draft_model", "kv_gear"  # flags that lossless does not take, and the top gear alone does
 NO_FLAGS, NO_FLOORS, UNGOVERNED = GearFlags(), FloorSettings(), ControllerSettings()
 
@@ -197,7 +197,7 @@ def resolve_gears(
         **vars(flags),
         floors=floors.floors(format),
         precision=precision,
-        cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
+        cap_bits=controller.widths(ladder, format, None if saved is None else saved.gears),
         controller=controller,
         asked=layout,
         why=why,
@@ -262,7 +262,7 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     """
     flags, controller = given_flags(choice.own), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
-    governed = [name for name in GOVERNING if getattr(controller, name)]
+    governed = [name for name in GOVERNING if getattr(controller, name) is not None]
     others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, so that it names none
     if governed or others:
         mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
@@ -292,7 +292,7 @@ def check_flags(mode: str, given: set[str]) -> None:
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
 
 
-EVERY_MODE = {"mode", "telemetry_only", "small_model", "window"}  # flags that say no mode
+EVERY_MODE = {"mode", "small_model", "window"}  # flags that say no mode
 FLAGS = tuple(item.name for item in fields(ModeSettings) if item.name not in EVERY_MODE)
 
 

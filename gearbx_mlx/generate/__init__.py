@@ -39,7 +39,7 @@ class InputSettings(Settings):
     )
     prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
     prompt_cache_file: str | None = flag(
-        None, "A file containing saved KV caches to avoid recomputing them", named=True
+        None, "A file containing saved KV caches to avoid recomputing them", named=True, rare=True
     )
 
 

@@ -121,7 +121,6 @@ ALONE = {  # flags of which one process alone can do what they ask for, and why
     "low_model": "the low gear of another model cannot be divided",
     "target_tps": "the clock and the state of one machine would choose the gears of all",
     "watch_machine": "the clock and the state of one machine would choose the gears of all",
-    "machine": "the clock and the state of one machine would choose the gears of all",
     "auto_bits": "bits are found in one process; convert with them first (gearbx_mlx.convert)",
 }
 
@@ -140,7 +139,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     computing = {f"version of {name}": version for name, version in versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ALONE.items():
-        if given.get(name):
+        if given.get(name) not in (None, False):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
         raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")

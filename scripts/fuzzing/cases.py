@@ -116,7 +116,7 @@ READERS: dict[str, tuple[str, ...]] = {
         f"{EVALUATE} text.txt",
         "calibrate --model llama --target-kl 1 --data text.txt --tokens 8 --context 8",
     ),
-    "machine.jsonl": (f"{GENERATE} --machine machine.jsonl",),
+    "machine.jsonl": (f"{GENERATE} --watch-machine machine.jsonl",),
     "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
     "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
     "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),
