@@ -29,6 +29,7 @@ GONE: dict[str, str] = {
     "--policy lossless-fixed": "use --policy lossless, whose drafts have a fixed length",
     "--telemetry-only": "use --mode telemetry-only",
     "--machine": "use --watch-machine FILE",
+    "--dequant-cache": "use --kernels dequant-cache",
     "--cap-bits": "leave it out: layers are capped to the bits that their format has",
     "--min-cos-strict": "use --auto-bits STRICT,LAZY",
     "--min-cos-lazy": "use --auto-bits STRICT,LAZY",

@@ -47,6 +47,7 @@ from ..routing.gates import (
 from .settings import Settings, flag, flag_of
 
 AUTO: Literal["auto"] = "auto"
+DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 Thresholds = tuple[float, ...] | Literal["auto"]
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
@@ -206,8 +207,10 @@ class GearFlags(Settings):
         "auto",
         "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of layer "
         "the fastest, measured once on this machine, except for the original weights alone (--gears 16), which stay "
-        "mlx-lm bit for bit; measure: measures again, with a table.",
-        choices=KERNELS,
+        f"mlx-lm bit for bit; measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that are "
+        "unpacked once after a shift and kept, for formats without packed weights of MLX "
+        f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights.",
+        choices=(*KERNELS, DEQUANT_CACHE),
         rare=True,
     )
     activations: str = flag(
@@ -235,19 +238,10 @@ class GearFlags(Settings):
         metavar="TEXT",
     )
 
-    dequant_cache: bool = flag(
-        False,
-        "Unpack a gear's weights once after a shift, keep them, and let MLX multiply: for formats without packed "
-        f"weights of MLX ({', '.join(RECONSTRUCTED)}). It costs the memory of dense weights.",
-        rare=True,
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.calibrate_base is not None and self.other_codes:
             raise GearbxError("--calibrate-base chooses codes; leave it out, or leave out --manifest and --low-model")
-        if self.dequant_cache and self.kernels not in ("auto", "mlx"):
-            raise GearbxError(f"--dequant-cache lets MLX multiply; leave out --kernels {self.kernels}")
 
     @property
     def other_codes(self) -> bool:
@@ -257,7 +251,7 @@ class GearFlags(Settings):
     @property
     def keeps_originals(self) -> bool:
         """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
-        return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
+        return self.other_codes or self.residency == "disk" or self.kernels in ("mlx", DEQUANT_CACHE)
 
 
 def quality_ladder(format: str, by_quality: bool) -> Ladder:

@@ -52,7 +52,7 @@ from .flags import (
     Turns,
     check_sampling,
 )
-from .gears import LayoutSettings, initial_gear, route_fields, routing_for
+from .gears import DEQUANT_CACHE, LayoutSettings, initial_gear, route_fields, routing_for
 from .resolved import ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
@@ -191,7 +191,7 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     given = {
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
-        "--dequant-cache": resolved.dequant_cache,
+        f"--kernels {DEQUANT_CACHE}": resolved.kernels == DEQUANT_CACHE,
         "--low-model": resolved.low_model,
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
@@ -281,7 +281,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
         residency=resolved.residency,
         checkpoint=find(resolved.model.model or DEMO_MODEL) if resolved.residency == "disk" else None,
         dtype=dtype,
-        kernels="mlx" if resolved.dequant_cache else resolved.kernels,
+        kernels="mlx" if resolved.kernels == DEQUANT_CACHE else resolved.kernels,
         activations=resolved.activations,
         base=None if base is None else base.layers,
         **layers,

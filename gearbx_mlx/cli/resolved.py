@@ -20,6 +20,7 @@ from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of,
 from ..routing.gates import ThresholdFile
 from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings, ModeSettings
 from .gears import (
+    DEQUANT_CACHE,
     FloorSettings,
     GearFlags,
     LayoutSettings,
@@ -60,7 +61,7 @@ class Resolved:
 
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
     whose tables the gears have. calibrate_base: the text that chooses the lowest gear's codes ("": what ships).
-    cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked until the gear is left.
+    cap_bits: further bits that layers are stored at.
     asked: gears, format and group size as given. drafts_best: mode lossless without any of these, so that they are
     chosen for the model: the draft of original weights (`layout_of_drafts`), and of codes (`OwnCodes.drafting`).
     why: what decided about gears and format, in words.
@@ -77,7 +78,6 @@ class Resolved:
     activations: str
     low_model: str | None
     calibrate_base: str | None
-    dequant_cache: bool
     floors: Floors | None
     manifest: str | None
     precision: PrecisionManifest | None
@@ -185,14 +185,15 @@ def resolve_gears(
     else:
         filled = layout.filled(None, "")
     format = filled.pop("format")
-    if flags.dequant_cache:
+    cached = flags.kernels == DEQUANT_CACHE
+    if cached:
         check_dequant_cache(None if saved is None else name, format)
     ladder = ladder or quality_ladder(format, floors.wanted)
     return Resolved(
         model=model,
         saved=saved,
         ladder=ladder,
-        format=with_cache(format) if flags.dequant_cache else get_format(format),
+        format=with_cache(format) if cached else get_format(format),
         **filled,
         **vars(flags),
         floors=floors.floors(format),
@@ -207,9 +208,13 @@ def resolve_gears(
 def check_dequant_cache(geared: str | None, format: str) -> None:
     """Raises GearbxError for a geared checkpoint, or a format that has packed weights of MLX's own."""
     if geared is not None:
-        raise GearbxError(f"--dequant-cache: {geared} has its gears packed; leave it out, or give the original")
+        raise GearbxError(
+            f"--kernels {DEQUANT_CACHE}: {geared} has its gears packed; leave it out, or give the original"
+        )
     if split_name(format)[0] not in RECONSTRUCTED:
-        raise GearbxError(f"--dequant-cache: format {format} is multiplied packed; give --format {RECONSTRUCTED[0]}")
+        raise GearbxError(
+            f"--kernels {DEQUANT_CACHE}: format {format} is multiplied packed; give --format {RECONSTRUCTED[0]}"
+        )
 
 
 def precision_beside(model: str | None, saved: Manifest, given: str | None) -> PrecisionManifest | None:

@@ -37,7 +37,8 @@ from .views import find
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
-OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, JOURNAL, REPORT, PRECISION, CARD}
+DRAFTING = "drafting.json"  # which earlier versions wrote
+OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, JOURNAL, REPORT, PRECISION, DRAFTING, CARD}
 
 
 def is_copied(name: str) -> bool:
