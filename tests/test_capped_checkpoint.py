@@ -25,7 +25,7 @@ def files(tmp_path_factory):
     made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
     made.script.write_text(SCRIPT)
     run = {name: import_module(f"gearbx_mlx.{name}").main for name in ("sensitivity", "convert")}
-    small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,8", "--manage", "attention"]
+    small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,6,8", "--manage", "attention"]
     call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
     content = json.loads(made.manifest.read_text())
     content["layers"]["model.layers.2.self_attn.q_proj"]["min_bits"] = 8
@@ -36,7 +36,7 @@ def files(tmp_path_factory):
         "--manifest",
         str(made.manifest),
         "--gears",
-        "4,5,8",
+        "4,5,6,8",
         "--mlx-path",
         str(made.checkpoint),
     )

@@ -26,6 +26,7 @@ from gearbx_mlx import (
     entropy_bits,
     stream_generate,
 )
+from gearbx_mlx.cli.resolved import FLAGS, settings_of_mode
 from gearbx_mlx.decoding import modes
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.loading import DEMO_MODEL, load
@@ -38,6 +39,10 @@ SAMPLED = ("--temp", 0.9, "--seed", 5)
 class TestRegistry:
     def test_every_mode_has_the_name_that_it_is_registered_under(self):
         assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
+
+    def test_every_flag_of_a_mode_is_a_setting_of_one(self):
+        settings = {name for mode in modes.MODES for name in settings_of_mode(mode)}
+        assert not {*FLAGS} - settings
 
     def test_a_further_mode_is_a_class_and_a_line(self, demo, geared_demo, monkeypatch):
         monkeypatch.setitem(modes.MODES, "first", f"{__name__}:First")
