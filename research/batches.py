@@ -1,28 +1,21 @@
-"""Batches: what sharing a gear costs in mode route, and the speed of mode lossless, for docs/batches.md."""
+"""Batches: what sharing a gear costs in mode route, for docs/batches.md."""
 
 import json
-import statistics
-import time
 from collections import deque
 from functools import partial
-from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from pages import table
 from rich.progress import track
 
-from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
-from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.mode import vocabulary_of
-from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
 from gearbx_mlx.evaluation.replay import next_logprobs
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, OneGear, ThresholdGate, policy_named
 
-from .lossless import ASSISTANT, encode
-from .studies import HELD_OUT, Found, in_turn, ratios, results_in_turn, spread, study, table_here
+from .studies import HELD_OUT, Found, study
 
 GEARS = "4,16"
 SIZES = (1, 2, 4, 8)
@@ -99,71 +92,6 @@ def measure(count, length):
     return rows
 
 
-SPEED_HEAD = ["weights", "texts", "time", "processor time", "drafted", "same texts", "draft", "2 rows", "3 rows"]
-CONTEXT, PASSES = 64, 9
-
-
-def timed(responses):
-    """Tokens by sequence, the seconds per token after the first step (clock and processor), and counts."""
-    texts: dict[int, list[int]] = {}
-    count, drafted, begun = 0, 0, (0.0, 0.0)
-    for step in responses:
-        count += len(step) if texts else 0
-        begun = begun if texts else (time.perf_counter(), time.process_time())
-        for response in step:
-            texts.setdefault(getattr(response, "uid", 0), []).append(response.token)
-            drafted += response.drafted
-    clock, cpu = time.perf_counter() - begun[0], time.process_time() - begun[1]
-    return {"texts": texts, "clock": clock / count, "cpu": cpu / count, "drafted": drafted}
-
-
-def batch(gearbox, tokenizer, prompts, mode, max_tokens):
-    """The steps of a batch."""
-    generator = batch_generator(gearbox.model, tokenizer, mode=mode, gearbox=gearbox)
-    generator.insert(prompts, [max_tokens] * len(prompts))
-    while step := generator.next_generated():
-        yield step
-    generator.close()
-
-
-def pass_seconds(gearbox, size):
-    """Seconds of a step of the draft, and of top steps with one to three rows of each text: medians, taken in turn."""
-    cache = [BatchKVCache([0] * size) for _ in gearbox.model.layers]
-    mx.eval(gearbox.model(mx.full((size, CONTEXT), 5), cache=cache))
-
-    def one_pass(gear, rows):
-        gearbox.shift(gear)
-        mx.eval(gearbox.model(mx.full((size, rows), 7), cache=cache))
-        for each in cache:
-            each.trim(rows)
-
-    kinds = {"draft": ("low", 1), "top": ("high", 1), "2 rows": ("high", 2), "3 rows": ("high", 3)}
-    seconds = in_turn({kind: partial(one_pass, *what) for kind, what in kinds.items()}, PASSES)
-    return {kind: statistics.median(values) for kind, values in seconds.items()}
-
-
-def compare(gearbox, tokenizer, prompts, mode, max_tokens, trials):
-    """The row of one size."""
-
-    def in_a_batch(mode):
-        return timed(batch(gearbox, tokenizer, prompts, mode, max_tokens))
-
-    def alone():
-        stream = stream_generate(gearbox.model, tokenizer, prompts[0], max_tokens, mode=mode, gearbox=gearbox)
-        return timed([response] for response in stream)
-
-    works = {"top": partial(in_a_batch, Static()), "lossless": partial(in_a_batch, mode)}
-    runs = results_in_turn(works | ({"single": alone} if len(prompts) == 1 else {}), trials)
-    top, last = runs["top"][-1]["texts"], runs["lossless"][-1]
-    same = sum(a == b for a, b in zip(top.values(), last["texts"].values()))
-    row = {"size": len(prompts), "identical": same, "drafted": last["drafted"]}
-    for name, prefix in (("top", ""), ("single", "to_single_")):
-        for unit in ("clock", "cpu") if name in runs else ():
-            row[prefix + unit] = ratios(*([run[unit] for run in runs[each]] for each in (name, "lossless")))
-    seconds = pass_seconds(gearbox, len(prompts))
-    return row | {"passes": {kind: value / seconds["top"] for kind, value in seconds.items() if kind != "top"}}
-
-
 @study("docs/batches.md", minutes=3)
 def batch_sharing(texts: int = 16, length: int = 96) -> Found:
     """What sharing a gear costs in mode route, by policy and number of texts.
@@ -178,47 +106,3 @@ def batch_sharing(texts: int = 16, length: int = 96) -> Found:
         length: Tokens of a text.
     """
     return Found({"sharing": table(HEAD, measure(texts, length))})
-
-
-@study("docs/batches.md", minutes=20)
-def batch_lossless(
-    prompts: Path = ASSISTANT,
-    model: str = "smollm2",
-    sizes: list[int] = [1, 2, 4, 8],  # noqa: B006 - nothing changes it
-    weights: list[str] = ["planes 4,16", "planes 4,8"],  # noqa: B006
-    max_tokens: int = 100,
-    trials: int = 5,
-    draft_length: int | None = None,
-) -> Found:
-    """Batches in mode lossless beside the same batches in the top gear alone.
-
-    For every size of a batch, both ways write the same prompts in turn;
-    a batch of one is also compared with stream_generate. The time of prompts does not count. On a machine that others
-    use too, the processor's time strays less than the clock. What a round can save follows from its passes, which are
-    timed by themselves: a step of the draft, and verifications of two and three rows of each text, as shares of a step
-    of the top gear.
-
-    Args:
-        prompts: One per line, or JSON Lines such as GSM8K's.
-        weights: Formats and their gears.
-        draft_length: As the costs in time say if not given.
-    """
-    mode = Lossless(draft_length=draft_length) if draft_length else Lossless(cost="time")
-    rows, lines = [], []
-    for stored in weights:
-        form, gears = stored.split()
-        loaded, tokenizer = load(model)
-        asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)]
-        gearbox = Gearbox(loaded, gears, format=form)
-        for size in sizes:
-            given = [asked[place % len(asked)] for place in range(size)]
-            row = compare(gearbox, tokenizer, given, mode, max_tokens, trials)
-            rows.append({"weights": stored, **row})
-            cells = (
-                row["drafted"],
-                f"{row['identical']} of {size}",
-                *(f"{share:.2f}" for share in row["passes"].values()),
-            )
-            lines.append([stored, size, spread(row["clock"]), spread(row["cpu"]), *cells])
-            print(*lines[-1], flush=True)
-    return Found({"lossless": table_here(SPEED_HEAD, lines)}, rows)

@@ -141,7 +141,7 @@ def gptq(folder: Path, model: str = "smollm2", windows: int = 64, length: int = 
 def base_of(name: str | None, format: str) -> dict[str, Any]:
     """Path to plane, calibrated with what ships."""
     model, tokenizer = load(name)
-    return shipped_base(model, tokenizer, get_format(format), (4, 16))[1].layers
+    return shipped_base(model, tokenizer, get_format(format), (4, 16)).layers
 
 
 def written(model: Any, tokenizer: Any, prompts: int) -> list[tuple[str, list[int], list[int]]]:

@@ -29,12 +29,12 @@ from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.files.writing import write_text
 
 from . import ROOT
-from .exact import exact, lossless_table
+from .exact import exact
 from .studies import STUDIES, Found, publish, read_report, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
-REPORTS = MODELS | {"smollm2": "smollm2-report", "schedules": "smollm2-schedules"}  # without a part in the advice
-MIXTURES = ("random", "route", "position", "kickdown")  # they know no more than a user's model does
+REPORTS = MODELS | {"smollm2": "smollm2-report"}  # without a part in the advice
+MIXTURES = ("random", "route", "kickdown")  # they know no more than a user's model does
 SIGNIFICANT = 2  # standard errors
 
 
@@ -90,19 +90,13 @@ def static_sentence(results: Path) -> str:
 
 
 def lossless_sentence(results: Path) -> str:
-    found = [report["curve"] for report in reports(results, "lossless_*.json")]
+    found = [report["fixed"][str(report["best_fixed"])] for report in reports(results, "lossless_*.json")]
     same, texts = (sum(each[name] for each in found) for name in ("identical", "texts"))
     return (
         f"{same} of {texts} texts were the top gear's, token for token, for "
         f"{span(each['times_fewer_bytes'] for each in found)} times fewer bytes of weights "
         "([in time, on a real model](lossless.md#in-time-on-a-real-model))"
     )
-
-
-def exact_sentence(results: Path) -> str:
-    found = [report["curve"] for report in reports(results, "exact_lossless_*.json")]
-    fewer = span(each["times_fewer_bytes_than_original"] for each in found)
-    return f"{fewer} times fewer bytes than the bfloat16 weights, from one exact copy ([exact](exact.md))"
 
 
 def pair_sentence(results: Path) -> str:
@@ -115,7 +109,7 @@ def advice(results: Path) -> str:
     """What a user should do."""
     lines = [
         f"- **You want the model's own text in less time:** `--mode lossless`. {lossless_sentence(results)}.",
-        f"- **Memory is short too:** `--mode lossless --format exact`: {exact_sentence(results)}.",
+        "- **Memory is short too:** `--mode lossless --format exact`, one [exact](exact.md) copy of bfloat16 weights.",
         f"- **A small loss is fine:** one gear of 5, 6 or 8 bits, such as `--gears 6`. {static_sentence(results)}.",
         "- **You want to shift all the same:** `--mode kickdown`, which recomputes doubtful tokens. "
         f"{gain_sentence(results, 'kickdown', 'against_random_same_share', 'At the same share of tokens it')}.",
@@ -184,25 +178,19 @@ def kickdown(results):
 def lossless(results):
     rows = []
     for found in reports(results, "lossless_*.json"):
-        curve, compared = found["curve"], found["compared"]
-        fixed, speculative = found["fixed"], found.get("mlx_lm_speculative", {})
-        length = str(found["best_fixed"])
+        length, speculative = str(found["best_fixed"]), found.get("mlx_lm_speculative", {})
+        fixed = found["fixed"][length]
         best = max(speculative, key=lambda n: speculative[n]["times_fewer_bytes"], default=None)
         rows.append(
             [
                 Path(found["model"]).name,
                 found["gears"][-1],
                 found["draft_bits"],
-                f"{curve['identical']} of {curve['texts']}",
-                f"{curve['tokens_per_verification']:.1f}",
-                f"**{curve['times_fewer_bytes']:.2f}**",
-                f"{compared['times_fewer_bytes']:.2f} ({compared['texts']})",
-                f"{fixed[length]['times_fewer_bytes']:.2f} ({length})",
+                f"**{fixed['times_fewer_bytes']:.2f}** ({length})",
                 f"{speculative[best]['times_fewer_bytes']:.2f} ({best})" if best else "",
             ]
         )
-    head = ["model", "top", "draft", "identical", "tokens per verification", "times fewer bytes"]
-    return table([*head, "compared", "best fixed length", "mlx-lm speculative"], rows)
+    return table(["model", "top", "draft", "times fewer bytes", "mlx-lm speculative"], rows)
 
 
 def chi_square(results):
@@ -366,7 +354,7 @@ def evidence_tables(results: Path) -> Found:
     Args:
         results: Directory in which the commands ran.
     """
-    tables = {name: partial(function, results) for name, function in (TABLES | {"exact": lossless_table}).items()}
+    tables = {name: partial(function, results) for name, function in TABLES.items()}
     folders = {**{folder: f"kl_{model}" for model, folder in MODELS.items()}, "pair": "pair"}
     pictures = {
         f"{name}.png": partial(shutil.copy, results / folder / "evaluation.png")
@@ -409,7 +397,7 @@ def evidence(
         raise GearbxError("interrupted; the same command goes on") from None
     publish(STUDIES["evidence-tables"], evidence_tables(results), write=True)
     names = [str(results / name) for name in ("stories260K", "babyllama105")]
-    publish(STUDIES["exact"], exact(names, results), write=True)
+    publish(STUDIES["exact"], exact(names), write=True)
 
 
 @study(minutes=5)

@@ -1,6 +1,5 @@
-"""Format exact: bits per weight, memory, what lossless mode reads, and a picture, for docs/exact.md."""
+"""Format exact: bits per weight, memory, and a picture, for docs/exact.md."""
 
-import errno
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
 from gearbx_mlx.telemetry.trace import gear_color
 
-from .studies import Found, read_report, study
+from .studies import Found, study
 
 LADDERS = ("3,16", "4,16", "4,8,16")
 COPIES = ("4,16", "4,8,16")  # in planes
@@ -127,29 +126,6 @@ def memory_table(demo: Weights) -> str:
     return table(head, [[f"{count} B", *(f"{count * each / 8:.1f} GB" for each in bits)] for count in BILLIONS])
 
 
-def lossless_table(results: Path) -> str:
-    """What lossless mode reads, from reports of the study `lossless`. Raises FileNotFoundError if there are none."""
-    rows = []
-    for file in sorted(results.glob("exact_lossless_*.json")):
-        found = read_report(file)
-        run = found["curve"]
-        rows.append(
-            [
-                Path(found["model"]).name,
-                ",".join(map(str, found["gears"])),
-                f"{run['identical']} of {run['texts']}",
-                f"{run['tokens_per_verification']:.1f}",
-                f"{run['weight_bytes_per_token'] / 1e6:.2f} MB",
-                f"{run['times_fewer_bytes']:.2f}",
-                f"**{run['times_fewer_bytes_than_original']:.2f}**",
-            ]
-        )
-    if not rows:
-        raise FileNotFoundError(errno.ENOENT, "no report", str(results / "exact_lossless_*.json"))
-    head = ["model", "gears", "identical", "tokens per verification", "read per token"]
-    return table([*head, "times fewer than the top gear", "times fewer than bfloat16"], rows)
-
-
 CODE, LOW, HIGH = (gear_color(place, 3) for place in range(3))
 PARTS = {"code": CODE, "scale and bias": "#8d95dd", "high byte": HIGH, "low byte": LOW, "bfloat16": "0.85"}
 DRAWN_WIDTH, GROUP = 4096, 64
@@ -232,17 +208,14 @@ def draw_bars(axes: Any) -> None:
 
 
 @study("docs/exact.md", writes="images/exact.png", minutes=3)
-def exact(models: list[str] = [], results: Path | None = None) -> Found:  # noqa: B006 - nothing changes it
-    """Bits per weight and memory of format exact, what lossless mode reads in it, and a picture of a weight.
+def exact(models: list[str] = []) -> Found:  # noqa: B006 - nothing changes it
+    """Bits per weight and memory of format exact, and a picture of a weight.
 
     Args:
         models: Directories, beside the demo model and random matrices, such as of stories260K and babyllama105.
-        results: Directory in which the commands on docs/evidence.md ran; without it that table stays.
     """
     demo = measured("demo", lambda: bfloat16_model(None), 64)
-    tables: dict[str, Any] = {"bits": bits_table(demo, models), "memory": memory_table(demo)}
-    if results:
-        tables["lossless"] = lossless_table(results)
+    tables = {"bits": bits_table(demo, models), "memory": memory_table(demo)}
     return Found(tables, pictures={"exact.png": draw})
 
 

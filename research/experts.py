@@ -18,7 +18,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless, load
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.draft_trials import FEW_DRAFTED, TRIALS, TimedPasses
+from gearbx_mlx.decoding.draft_trials import DRAFTED, TimedPasses
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.files.smollm2 import smollm2_directory
 
@@ -29,6 +29,7 @@ CHOSEN = 2  # experts of a token
 ROWS = (1, 2, 4, 8)
 READ = 384  # tokens from which the routers are made: half of them set the mean, the other half shows who is chosen
 CONTEXT = 100
+TRIALS = 9
 
 
 def mlp_inputs(model: Any, tokens: Sequence[int]) -> list[np.ndarray]:
@@ -110,7 +111,7 @@ def pass_ratios(gearbox: Gearbox, text: Sequence[int]) -> dict[str, float]:
     works: dict[Any, Any] = {rows: partial(verified, rows) for rows in ROWS}
     seconds = in_turn({"draft": drafted, **works}, TRIALS)
     shares = {name: statistics.median(ratios(each, seconds[1])) for name, each in seconds.items() if name != 1}
-    return shares | {"draft": shares["draft"] / FEW_DRAFTED}
+    return shares | {"draft": shares["draft"] / DRAFTED}
 
 
 @study("docs/lossless.md", minutes=15)

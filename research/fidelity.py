@@ -1,10 +1,6 @@
-"""What a gear for the prompt, schedules and the dial are worth on a real model, for docs/evidence.md and the README."""
+"""What a gear for the prompt, and each way to write, are worth on a real model, for docs/evidence.md and the README."""
 
-import json
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from functools import partial
@@ -14,15 +10,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from rich.progress import track
 
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
-from gearbx_mlx.evaluation import answers
 from gearbx_mlx.evaluation.metrics import kl_divergence
 from gearbx_mlx.evaluation.replay import next_logprobs
-from gearbx_mlx.evaluation.report import change_of_kl, percent
+from gearbx_mlx.evaluation.report import change_of_kl
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
@@ -31,7 +25,7 @@ from .lossless import ASSISTANT, first_prompts, generated, times_faster, written
 from .studies import HELD_OUT, Found, in_turn, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
-MIXTURES = ("random", "route", "position", "kickdown")
+MIXTURES = ("random", "route", "kickdown")
 
 
 @study("docs/evidence.md", minutes=25)
@@ -47,7 +41,7 @@ def prompt_gear(
     """What the gear that reads the prompt is worth: KL of the text after it, bytes, and the time to the first token.
 
     Every gear reads the prompt once itself and once in the top gear. Then every mixture of 4 and 16 bits follows a
-    prompt in the top gear: `position` is a schedule, whose first tokens are in 16 bits.
+    prompt in the top gear.
 
     Args:
         text: What is read, in windows that follow each other; WikiText-2's test set in the page.
@@ -197,7 +191,7 @@ def fidelity(
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """How far a text strays from the top gear's, for bytes and for time: static gears, mixtures, lossless, the dial.
+    """How far a text strays from the top gear's, for bytes and for time: static gears, mixtures, lossless.
 
     Every way writes greedily after each prompt. The top gear then reads the text: the regret of a token is by how many
     nats it is less likely than the top gear's best.
@@ -242,7 +236,6 @@ def fidelity(
 
 TOP = "16 bits"
 SAME = ", prompt in the same"
-DIALS = (0.1, 0.5, 1.0, 2.0)
 Way = tuple[Gearbox, Mode]
 
 
@@ -254,9 +247,7 @@ def ways_of(model: str) -> tuple[dict[str, Way], Any]:
     modes: dict[str, Mode] = {TOP: Static(16)}
     modes |= {f"{bits} bits": Static(bits) for bits in (8, 6, 5, 4)}
     modes |= {f"{bits} bits{SAME}": Static(bits, prompt_gear="same") for bits in (6, 5, 4)}
-    modes |= {f"schedule {each}": Route(schedule=each) for each in ("16:16,4", "8:32,6:32,4", "6:32,5")}
     of_two: dict[str, Mode] = {"route 4,16": Route(low), "kickdown 4,16": Kickdown(low), "lossless": Lossless()}
-    of_two |= {f"dial, {nats:g} nats": Lossless(tolerance=nats) for nats in DIALS}
     one, two = ({name: (each, mode) for name, mode in own.items()} for each, own in ((box, modes), (drafting, of_two)))
     return one | two, tokenizer
 
@@ -276,98 +267,8 @@ def regrets(box: Gearbox, prompt: list[int], text: list[int]) -> np.ndarray:
     return logprobs.max(axis=-1) - logprobs[range(len(text)), text]
 
 
-ANSWERING = (TOP, "8 bits", "6 bits", "5 bits", "4 bits", "lossless", *(f"dial, {nats:g} nats" for nats in DIALS))
-
-
-@study("docs/evidence.md", minutes=25)
-def dial_answers(
-    problems: Path = HELD_OUT, model: str = "smollm2", shots: int = 3, num_problems: int = 60, max_tokens: int = 120
-) -> Found:
-    """Whether problems of GSM8K get another answer, or a wrong one, from one gear or from the dial.
-
-    Args:
-        shots: Solved problems before each; the first ones of the file.
-    """
-    task = answers.TASKS["gsm8k"]
-    rows = task.read(problems)[: shots + num_problems]
-    ways, tokenizer = ways_of(model)
-    asked = [
-        (list(tokenizer.encode(answers.prompt_of(row, rows[:shots]))), max_tokens, row["answer"])
-        for row in rows[shots:]
-    ]
-    attempts = {
-        name: [answers.solve(box, tokenizer, task, asked, mode, number) for number in track(range(len(asked)), name)]
-        for name in ANSWERING
-        for box, mode in [ways[name]]
-    }
-    return answered("dial_answers", f"{model}, GSM8K, {shots} solved before", attempts)
-
-
-@study("docs/evidence.md", minutes=20)
-def dial_code(problems: Path, model: str = "smollm2", num_problems: int = 164, max_tokens: int = 160) -> Found:
-    """Whether functions of HumanEval become other ones, or wrong ones, from one gear or from the dial.
-
-    The model is asked in its chat template. The first block of code in its answer then runs here, in a process of
-    its own that ends after some seconds.
-
-    Args:
-        problems: HumanEval.jsonl, from the repository openai/human-eval.
-    """
-    rows = [json.loads(line) for line in problems.read_text(encoding="utf-8").splitlines()[:num_problems]]
-    ways, tokenizer = ways_of(model)
-    attempts = {
-        name: [completed(*ways[name], tokenizer, row, max_tokens) for row in track(rows, name)] for name in ANSWERING
-    }
-    return answered("dial_code", f"{model}, HumanEval", attempts)
-
-
-ASKED = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
-CODE = re.compile(r"```(?:python)?\n(.*?)(```|$)", re.DOTALL)
-SECONDS_FOR_CODE = 10
-
-
-def completed(box: Gearbox, mode: Mode, tokenizer: Any, row: Mapping[str, str], tokens: int) -> answers.Attempt:
-    """The code that a way writes for a problem, and whether it passes the problem's test."""
-    asked = [{"role": "user", "content": ASKED.format(row["prompt"])}]
-    prompt = list(tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False))
-    text, code, count, read = "", None, 0, 0
-    for response in stream_generate(box.model, tokenizer, prompt, tokens, gearbox=box, mode=mode):
-        text, count, read = text + response.text, count + 1, read + response.weight_bytes
-        code = CODE.search(text)
-        if code and code[2]:
-            break
-    written = text if code is None else code[1]
-    program = f"{row['prompt']}    pass\n\n{written}\n{row['test']}\ncheck({row['entry_point']})\n"
-    try:
-        run = [sys.executable, "-I", "-c", program]
-        passed = subprocess.run(run, capture_output=True, timeout=SECONDS_FOR_CODE).returncode == 0
-    except subprocess.TimeoutExpired:
-        passed = False
-    return answers.Attempt(written, passed, count, read)
-
-
-def answered(block: str, title: str, attempts: Mapping[str, list[answers.Attempt]]) -> Found:
-    """The table of what each way answers, beside the top gear alone."""
-    scores = answers.score(attempts, TOP)
-    bytes_of = {row["policy"]: row["weight_bytes_per_token"] for row in scores}
-    rows = [
-        [
-            row["policy"],
-            f"{sum(one['right'] for one in row['attempts'])} of {row['problems']}",
-            percent(row["same_answer_as_reference"]),
-            f"{row['against_reference']['p_value']:.2f}",
-            f"{bytes_of[TOP] / bytes_of[row['policy']]:.2f}",
-        ]
-        for row in scores
-    ]
-    head = [title, "right", "same answer as 16 bits", "McNemar p", "times fewer bytes"]
-    return Found({block: table_here(head, rows)}, scores)
-
-
 FAMILIES = {  # by the first word of a way: its colour, its mark, and where its label stands, in points
     "lossless": ("#1a7f37", "*", (8, 3)),
-    "dial": ("#1a7f37", "o", (7, -11)),
-    "schedule": ("#8250df", "s", (7, 5)),
     "route": ("#bc4c00", "v", (7, 4)),
     "kickdown": ("#bc4c00", "^", (-4, -14)),
 }
@@ -385,11 +286,12 @@ def draw(points: Mapping[str, Mapping[str, float]], path: Path) -> None:
     ):
         for name, point in points.items():
             other = THROUGHOUT if name.endswith(SAME) else ONE_GEAR
-            colour, mark, place = FAMILIES.get(name.replace(",", " ").split()[0], other)
+            colour, mark, place = FAMILIES.get(name.split()[0], other)
             x, y = point[column], max(point["regret"], FLOOR)
             axes.plot(x, y, mark, color=colour, markersize=11 if mark == "*" else 7, alpha=0.9)
-            label = name.removesuffix(SAME).removeprefix("schedule ").removeprefix("dial, ")
-            axes.annotate(label, (x, y), xytext=place, textcoords="offset points", fontsize=7.5, color=colour)
+            axes.annotate(
+                name.removesuffix(SAME), (x, y), xytext=place, textcoords="offset points", fontsize=7.5, color=colour
+            )
         axes.set_yscale("log")
         axes.set_xlabel(f"{title} than 16 bits alone" if column == "fewer_bytes" else f"{title} as 16 bits alone")
         axes.grid(alpha=0.25)
@@ -401,8 +303,6 @@ def draw(points: Mapping[str, Mapping[str, float]], path: Path) -> None:
             ("one gear, prompt in 16 bits", "#0969da", "o"),
             ("one gear throughout", "#9a9a9a", "o"),
             ("lossless", "#1a7f37", "*"),
-            ("the dial (--tolerance)", "#1a7f37", "o"),
-            ("schedules", "#8250df", "s"),
             ("route, kickdown", "#bc4c00", "v"),
         )
     ]

@@ -6,9 +6,6 @@ import itertools
 import json
 import math
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,10 +25,9 @@ from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
-from gearbx_mlx.cli.bases import Base, BaseKey, answered, draft_with, key_of, make_base, text_of
+from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.decoding.draft_plans import find_rule, read_draft_file
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.response import DRAFT
 from gearbx_mlx.decoding.sampling import geared_responses, sampled
@@ -40,7 +36,7 @@ from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, USUAL_LENGTH, FixedLength
 
 from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
@@ -99,14 +95,6 @@ class Texts:
             "times_fewer_bytes": gearbox.weight_bytes_per_token(gearbox.ladder.top) * tokens / read,
             "times_fewer_bytes_than_original": gearbox.original_bytes_per_token() * tokens / read,
         }
-
-    def of_lengths(self, rule: Any, lengths: list[int]) -> dict[str, Any]:
-        """The rule and fixed lengths of draft on the same prompts, in the same draft gear; nothing without lengths."""
-        if not lengths:
-            return {"compared": None, "fixed": {}}
-        fixed = {length: self.lossless(FixedLength(length), f"compared: {length}") for length in lengths}
-        best = min(fixed, key=lambda length: fixed[length]["weight_bytes_per_token"])
-        return {"compared": self.lossless(rule, "compared: curve"), "fixed": fixed, "best_fixed": best}
 
     def speculative(self, drafting: Gearbox, length: int) -> dict[str, Any]:
         """mlx-lm's speculative decoding, whose draft model is a copy of the model in the draft gear."""
@@ -223,38 +211,27 @@ def lossless(
     prompts: Path,
     model: str | None = None,
     num_prompts: int = 50,
-    num_compared: int | None = None,
     max_tokens: int = 128,
-    gears: str | None = None,
-    top: Literal["8", "16"] = "16",
+    gears: str = "4,16",
     q_group_size: int = 64,
     format: str = "planes",
     kernels: str = "native",
     activations: Literal["float", "int16", "int8"] = "float",
-    curve: str | None = None,
-    calibrate: str | None = None,
-    calibrate_base: bool = False,
-    lengths: str = ",".join(map(str, range(1, MOST_DRAFTED + 1))),
-    speculative: str = "2,4,6",
+    lengths: list[int] = [3, 5, 8],  # noqa: B006 - nothing changes it
+    speculative: list[int] = [],  # noqa: B006
     draws: int = 0,
     temp: float = 0.8,
 ) -> Found:
-    """What mode lossless reads beside the top gear alone, fixed drafts and mlx-lm's speculative decoding.
+    """What mode lossless reads with drafts of fixed lengths, beside the top gear and mlx-lm's speculative decoding.
 
-    For each prompt, mlx-lm writes a text in the top gear alone, and lossless mode writes it with the curve and with
-    fixed draft lengths. Texts are compared token for token, and the bytes of weights that a token reads are counted.
-    The draft model of mlx-lm's own speculative decoding is a copy of the model in the draft gear.
+    For each prompt, mlx-lm writes a text in the top gear alone, and lossless mode writes it with each draft length.
+    Texts are compared token for token, and the bytes of weights that a token reads are counted. The draft model of
+    mlx-lm's own speculative decoding is a copy of the model in the draft gear.
 
     Args:
         prompts: One per line, or JSON Lines such as GSM8K's.
         model: A directory; the model that ships if not given.
-        num_compared: Compare the curve with its rivals on so many of the prompts; all if not given.
-        gears: What --calibrate finds best if not given; without it 4,8,16.
-        top: Bits, for --calibrate without --gears.
         format: How gears are stored.
-        curve: Drafting file; if not given, the one that ships for the model.
-        calibrate: Calibrate on these prompts first, and use the result.
-        calibrate_base: Choose the lowest gear's codes by the texts that ship, as `generate --calibrate-base` does.
         speculative: Draft lengths of mlx-lm's own speculative decoding.
         draws: Draw two tokens so many times on each of ten prompts, and compare with the top gear's own probabilities.
     """
@@ -264,33 +241,19 @@ def lossless(
         "group_size": q_group_size,
         "format": format,
     }
-    if calibrate:
-        flags = ["--prompts", calibrate, "--format", format, "--q-group-size", str(q_group_size), "--kernels", kernels]
-        flags += ["--activations", activations, "--max-tokens", str(max_tokens)]
-        flags += ["--gears", gears] if gears else ["--top", top]
-        curve = calibrated(*flags, *(["--model", model] if model else []))
-    made = read_draft_file(curve) if curve else None
-    ladder = Ladder(made.gears) if made else Ladder.parse(gears or "4,8,16")
     loaded, tokenizer = load(model)
-    drafted = None
-    if calibrate_base:
-        drafted = shipped_base(loaded, tokenizer, get_format(format), [gear.bits for gear in ladder])
-        settings["base"] = drafted[1].layers
-    gearbox = Gearbox(loaded, ladder, **settings)
-    if drafted is not None:
-        draft_with(*drafted, gearbox, str(model))
-    rule, wish = find_rule(gearbox, curve)
-    draft = gearbox.ladder.find(wish) if wish else gearbox.ladder[0]
+    gearbox = Gearbox(loaded, gears, **settings)
+    draft = gearbox.ladder[0]
     asked = [encode(tokenizer, prompt) for prompt in read_prompts(prompts)[:num_prompts]]
     gearbox.shift(gearbox.ladder.top)
     texts = []
     for prompt in track(asked, "the top gear alone"):
         texts.append([r.token for r in mlx_lm.stream_generate(loaded, tokenizer, prompt, max_tokens)])
     whole = Texts(gearbox, tokenizer, draft, max_tokens, asked, texts)
-    some = replace(whole, prompts=asked[:num_compared], texts=texts[:num_compared])
+    fixed = {length: whole.lossless(FixedLength(length), f"drafts of {length}") for length in lengths}
     result: dict[str, Any] = {
         "model": model or "demo",
-        "gears": [gear.bits for gear in ladder],
+        "gears": [gear.bits for gear in gearbox.ladder],
         "draft_bits": draft.bits,
         "format": format,
         "kernels": kernels,
@@ -299,30 +262,20 @@ def lossless(
         "max_tokens": max_tokens,
         "weight_bytes_top": gearbox.weight_bytes_per_token(gearbox.ladder.top),
         "weight_bytes_draft": gearbox.weight_bytes_per_token(draft),
-        "bound": getattr(rule, "bound", None),
-        "drafting": json.loads(made.text()) if made else None,
-        "curve": whole.lossless(rule, "lossless"),
+        "fixed": fixed,
+        "best_fixed": min(fixed, key=lambda length: fixed[length]["weight_bytes_per_token"], default=None),
     }
-    result |= some.of_lengths(rule, list(map(int, filter(None, lengths.split(",")))))
     if speculative:
-        second = Gearbox(load(model)[0], ladder, **settings)
-        found = {length: some.speculative(second, length) for length in map(int, speculative.split(","))}
-        result["mlx_lm_speculative"] = found
+        second = Gearbox(load(model)[0], gears, **settings)
+        result["mlx_lm_speculative"] = {length: whole.speculative(second, length) for length in speculative}
     if draws:
+        rule = FixedLength(USUAL_LENGTH)
         result["chi_square"] = [
             draw_pairs(gearbox, prompt, rule, draft, temp, draws, f"draws, prompt {number}")
-            for number, prompt in enumerate(some.prompts[:10], 1)
+            for number, prompt in enumerate(whole.prompts[:10], 1)
         ]
     print(json.dumps(result, indent=2))
     return Found(data=result)
-
-
-def calibrated(*flags: str) -> str:
-    """Calibrate as a user does. Returns the path of the drafting file."""
-    file = str(Path(tempfile.mkdtemp()) / "drafting.json")
-    command = [sys.executable, "-m", "gearbx_mlx.calibrate", "--mode", "lossless", *flags, "--out", file]
-    subprocess.run(command, check=True, stdout=sys.stderr)
-    return file
 
 
 SETTINGS = {
@@ -335,8 +288,8 @@ CALIBRATED = "calibrated"
 ALONE = "bfloat16 alone"
 
 
-def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> tuple[BaseKey, Base]:
-    """The base that is calibrated with what ships, and its key; an earlier run's base is used if it was kept."""
+def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[int]) -> Base:
+    """The base that is calibrated with what ships; an earlier run's base is used if it was kept."""
     text = text_of(tokenizer, None)
     key = key_of(model, format, ladder, "all", DEFAULT_GROUP_SIZE, text)
     base = key.find()
@@ -344,7 +297,7 @@ def shipped_base(model: Any, tokenizer: Any, format: Format, ladder: Sequence[in
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
             base = make_base(model, key, format, texts, progress)
-    return key, base
+    return base
 
 
 class Writer:
@@ -368,9 +321,8 @@ class Writer:
             self.gearbox = Gearbox(loaded, gears, format=format, low_model=low)
             return
         ladder = [gear.bits for gear in Ladder.parse(gears)]
-        key, base = shipped_base(loaded, self.tokenizer, get_format(format or "planes"), ladder)
+        base = shipped_base(loaded, self.tokenizer, get_format(format or "planes"), ladder)
         self.gearbox = Gearbox(loaded, gears, format=format, base=base.layers)
-        draft_with(key, base, self.gearbox, model)
 
     def alone(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
         return self.written(Static(), prompt, max_tokens)
@@ -462,7 +414,6 @@ def lossless_time(
     settings: list[str] = [*SETTINGS],  # noqa: B006
     max_tokens: int = 200,
     pairs: int = 5,
-    cost: Literal["time", "bytes"] = "time",
     lookup_tokens: int = MOST_DRAFTED,
 ) -> Found:
     """What mode lossless saves in time on a real language model, beside plain bfloat16.
@@ -475,10 +426,9 @@ def lossless_time(
         num_prompts: Of each file.
         settings: Formats and gears, as they are named in the table.
         pairs: Trials of a prompt, whose median counts.
-        cost: What drafts are to save.
         lookup_tokens: As of `generate`; 0: no lookup.
     """
-    mode = Lossless(cost=cost, lookup_tokens=lookup_tokens)
+    mode = Lossless(lookup_tokens=lookup_tokens)
     plain = Writer(model, "4,16", "planes", mode)
     writers = {name: Writer(model, *SETTINGS[name], mode, name.endswith(CALIBRATED)) for name in settings}
     ways = {"first": plain.alone, ALONE: plain.alone} | {name: writer.lossless for name, writer in writers.items()}

@@ -1,27 +1,29 @@
 """What mode lossless would save in time on larger models: passes of random weights, drafts of a real model."""
 
-from itertools import chain
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import msgspec
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.cli.settings import check_choice
-from gearbx_mlx.decoding.draft_trials import GearRecord, draft_times, record_agreement
+from gearbx_mlx.decoding.caches import Snapshot
+from gearbx_mlx.decoding.draft_trials import TimedPasses
+from gearbx_mlx.decoding.drafting import looking, second_head
+from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.kernels.dispatch import on_cpu
-from gearbx_mlx.routing.acceptance import (
-    AcceptanceCurve,
-    LearnedAgreement,
-    Recorded,
-    fit_curve,
-    typical_agreement,
-    usual_agreement,
-)
-from gearbx_mlx.routing.rounds import LearnedCosts, predicted_cost
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, MOST_ROWS, LearnedAgreement
+from gearbx_mlx.routing.rounds import CostRule, LearnedCosts
 
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here
@@ -46,28 +48,85 @@ LARGE = {
     "Qwen2.5-14B": ("qwen2", 5120, 48, 13824, 40, 8, 152064),
 }
 Drafts = list[tuple[list[float], list[bool]]]
-
-KINDS = ("smollm2 4,16", "smollm2 4,16, calibrated", "smollm2 6,16", "gearbx_mlx/demo_model 3,16")
-PARTS = 7  # of the texts, one of which a(H) is learned from first: some 500 tokens
-
-
-def records_of(writer: Writer, prompts: list[list[int]], tokens: int) -> list[GearRecord]:
-    """Where the low gear agrees with the texts of the top gear."""
-    box, found = writer.gearbox, []
-    for prompt in track(prompts, "drafts"):
-        text, _ = writer.alone(prompt, tokens)
-        found += record_agreement(box, box.ladder.top, [box.ladder[0]], prompt, text)
-    return found
+"""Of each text the margins of drafted tokens, and whether the top gear chooses the same token."""
+BLOCK = 8  # tokens that a gear reads on the top gear's cache before it is put right again: the length of a usual draft
+TRIALS, LOOP = 9, 8  # of passes, after one that does not count; tokens of mlx-lm's own loop
 
 
 def drafts_of(writer: Writer, asked: list[list[int]], tokens: int) -> Drafts:
-    """The margins of drafted tokens, each with whether the top gear chooses the same token."""
-    return [(each.margins, each.agrees) for each in records_of(writer, asked, tokens)]
+    """What the low gear would draft along the texts of the top gear."""
+    found = []
+    for prompt in track(asked, "drafts"):
+        text, _ = writer.alone(prompt, tokens)
+        found.append(drafts_along(writer.gearbox, prompt, text))
+    return found
 
 
-def fitted(sequences: Recorded) -> AcceptanceCurve:
-    entropies, agrees = (list(chain.from_iterable(column)) for column in zip(*sequences))
-    return fit_curve(entropies, agrees)
+def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list[float], list[bool]]:
+    """The low gear's margins along a text that the top gear wrote, on its KV cache, and where both choose alike."""
+    low, top, reader = box.ladder[0], box.ladder.top, reader_of(box)
+    cache = make_prompt_cache(box.model)
+    box.shift(top)
+    if len(prompt) > 1:
+        box.model(mx.array(prompt[:-1])[None], cache=cache)
+    inputs, margins, agrees = [prompt[-1], *text[:-1]], list[float](), list[bool]()
+    for start in range(0, len(inputs), BLOCK):
+        block, before = mx.array(inputs[start : start + BLOCK])[None], Snapshot(cache)
+        box.shift(low)
+        with looking(second_head(box, low)):
+            logits = box.model(block, cache=cache)[0]
+        before.restore()
+        margins += np.array(reader.margins(logits)).tolist()
+        agrees += np.array(mx.argmax(logits, axis=-1) == mx.array(text[start : start + BLOCK])).tolist()
+        box.shift(top)
+        mx.eval(box.model(block, cache=cache))
+    return margins, agrees
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of a token of the top gear in mlx-lm's loop, of a drafted token, and of verifications by rows."""
+
+    alone: float
+    draft: float
+    rows: list[float]
+
+    @classmethod
+    def of(cls, box: Gearbox, context: int) -> "PassSeconds":
+        """Medians of trials in turn, after so many tokens."""
+        passes = TimedPasses(box, box.ladder.top, box.ladder[0], context)
+
+        def alone() -> float:
+            box.shift(box.ladder.top)
+            loop = generate_step(mx.array([1]), box.model, max_tokens=LOOP, prompt_cache=passes.cache)
+            begun = [time.perf_counter() for _ in loop]
+            mx.eval([layer.state for layer in passes.cache])  # the loop has begun one token more
+            return (begun[-1] - begun[0]) / (LOOP - 1)
+
+        verified = [partial(passes.verified, rows) for rows in range(1, MOST_ROWS + 1)]
+        seconds = passes.seconds([alone, passes.drafted, *verified], TRIALS)
+        first, token, *rows = map(statistics.median_low, seconds)
+        return cls(first, token, rows)
+
+    def replayed(self, drafts: Drafts) -> float:
+        """Seconds of a token in rounds, replayed on recorded drafts; a(m) learns from them."""
+        learned = LearnedAgreement()
+        rule, spent, written = CostRule(learned, LearnedCosts((self.draft, dict(enumerate(self.rows, 1))))), 0.0, 0
+        for margins, agrees in drafts:
+            place = 0
+            while place < len(margins):
+                rule.begin()
+                drafted, room = 0, min(MOST_DRAFTED, len(margins) - place - 1)
+                while drafted < room:
+                    drafted += 1
+                    if not rule.goes_on(margins[place + drafted - 1]):
+                        break
+                accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
+                learned.add(margins[place : place + drafted], accepted)
+                spent += drafted * self.draft + self.rows[drafted]
+                place += accepted + 1
+            written += place
+        return spent / written
 
 
 @study("docs/lossless.md", "docs/formats.md", minutes=10)
@@ -105,64 +164,16 @@ def larger_shapes(
     rows, figures = [], []
     for shape in shapes:
         box = Gearbox(random_model(COMMON | dict(zip(FIELDS, every[shape]))), gears, kernels="native")
-        times = draft_times(box, box.ladder.top, box.ladder[0], context, known["nearest codes"], LearnedAgreement())
-        costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
-        faster = [times.alone / predicted_cost(each, LearnedAgreement(), costs) for each in known.values()]
-        parts = (times.draft, times.verification[3], times.verification[7])
+        times = PassSeconds.of(box, context)
+        faster = [times.alone / times.replayed(each) for each in known.values()]
+        parts = (times.draft, times.rows[3], times.rows[7])
         gigabytes = box.weight_bytes_per_token(box.ladder.top) / 1e9
         shown = [f"{seconds / times.alone:.2f}" for seconds in parts]
         rows.append([shape, f"{gigabytes:.2f}", f"{1e3 * times.alone:.1f}", *shown, *(f"{x:.2f}" for x in faster)])
-        figures.append({"shape": shape, "times": msgspec.to_builtins(times), "faster": faster})
+        figures.append({"shape": shape, "times": asdict(times), "faster": faster})
         del box
         mx.clear_cache()
     shares = ["a drafted token", "4 rows verified", "8 rows"]
     head = ["shape", "GB in 16 bits", "16 bits, ms a token", *shares, *(f"times as fast, {name}" for name in known)]
     block = "larger_shapes" if on_cpu() else "larger_shapes_gpu"
     return Found({block: table_here(head, rows)}, figures)
-
-
-@study("docs/lossless.md", minutes=6)
-def learned_agreement(
-    prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
-    num_prompts: list[int] = [12, 24],  # noqa: B006
-    kinds: list[str] = [*KINDS],  # noqa: B006
-    max_tokens: int = 100,
-) -> Found:
-    """What it is worth to learn from margins how often drafts agree, beside curves of the entropy.
-
-    Rounds are replayed on drafts along the model's own texts, with the times of passes on this machine. A seventh of
-    the texts, some 500 tokens, comes first: the calibrated a(H) is fitted to it, and a(m) has learned from it. The
-    other texts count.
-
-    Args:
-        prompts: Files: one per line, or JSON Lines as in GSM8K.
-        num_prompts: Of each file.
-        kinds: Model, gears, and whether the base is calibrated.
-    """
-    rows, figures = [], []
-    for kind in kinds:
-        name = kind.removesuffix(", calibrated")
-        model, gears = name.split(" ")
-        writer = Writer(model, gears, "planes", Lossless(), calibrated=kind != name)
-        box = writer.gearbox
-        records = records_of(writer, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens)
-        entropies, margins = ([(getattr(r, what), r.agrees) for r in records] for what in ("entropies", "margins"))
-        times = draft_times(box, box.ladder.top, box.ladder[0], max_tokens, entropies, fitted(entropies))
-        costs = LearnedCosts((times.draft, dict(enumerate(times.verification, 1))))
-        learned = LearnedAgreement()
-        predicted_cost(margins[::PARTS], learned, costs)
-        ways: dict[str, tuple[Any, Recorded]] = {
-            "2^(-H/4)": (typical_agreement, entropies),
-            "a(H), calibrated": (fitted(entropies[::PARTS]), entropies),
-            "a(m), not learned": (usual_agreement, margins),
-            "a(m), learned": (learned, margins),
-        }
-        faster = {}
-        for way, (curve, sequences) in ways.items():
-            rest = [each for i, each in enumerate(sequences) if i % PARTS]
-            faster[way] = times.alone / predicted_cost(rest, curve, costs)
-        agrees = [right for _, each in entropies for right in each]
-        share = sum(agrees) / len(agrees)
-        rows.append([Path(kind).name, f"{share:.3f}", *(f"{value:.2f}" for value in faster.values())])
-        figures.append({"kind": kind, "agreement": share, "faster": faster})
-    return Found({"learned_agreement": table_here(["model, gears", "agreement", *faster], rows)}, figures)

@@ -42,7 +42,6 @@ COMMANDS = {
     "convert a table": "convert --manifest {inputs}/manifest.json --gears 4 --mlx-path out",
     "calibrate": "calibrate -m 16 --out out.json",
     "calibrate kickdown": "calibrate --mode kickdown --gears 4,16 -m 8 --out out.json",
-    "calibrate lossless": "calibrate --mode lossless --gears 4,16 -m 8 --out out.json",
     "calibrate a target": "calibrate --target-kl 0.01 --gears 4,16 -m 8 --out out.json",
     "evaluate": f"evaluate {TEXT} --policy kickdown lossless --share 0.5 --out out",
     "evaluate answers": f"evaluate {NUMBERS} --policy kickdown --out out",

@@ -25,7 +25,7 @@ MODES = {  # each in one gear, or with the text of one gear
     "static": {"gears": TOP, "mode": "static"},
     "kickdown": {"gears": TOP, "mode": "kickdown", "thresholds": "0"},
     "lossless": {"gears": TOP, "mode": "lossless"},
-    "telemetry-only": {"telemetry_only": True},
+    "telemetry-only": {"mode": "telemetry-only"},
     "pair": {"small_model": str(DEMO_MODEL), "thresholds": "0.5"},
     "draft model": {"gears": TOP, "mode": "static", "draft_model": str(DEMO_MODEL)},
 }

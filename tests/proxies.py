@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import httpx
 from fake_server import answer, chat_entry, chat_event, events, one_model
 
-from gearbx_mlx.cli.gears import GateSettings, RoutingSettings
+from gearbx_mlx.cli.gears import RoutingSettings
 from gearbx_mlx.server import ProxySettings
 from gearbx_mlx.server.run import serving_proxy
 from gearbx_mlx.serving.web import Guard
@@ -30,10 +30,9 @@ def proxy(
 ) -> Iterator[httpx.Client]:
     """A client of a proxy between two servers; `flags` are fields of ProxySettings."""
     settings = ProxySettings(small_server=small, large_server=large, **flags)
-    gate = GateSettings(window=window, min_gear_duration=duration)
-    routing = RoutingSettings(thresholds)
+    routing = RoutingSettings(window=window, min_gear_duration=duration, thresholds=thresholds)
     with (
-        serving_proxy(settings, routing, gate, guard or Guard(), ("127.0.0.1", 0)) as server,
+        serving_proxy(settings, routing, guard or Guard(), ("127.0.0.1", 0)) as server,
         httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
     ):
         yield client

@@ -232,7 +232,6 @@ class TestCache:
         for found in (key.find(), key_of(model, format, (4, 16), "all", GROUP).find()):
             assert found is not None
             assert found.layers.keys() == made.layers.keys()
-            assert found.held_back == made.held_back == TEXTS[::4]
             assert all(mx.array_equal(found.layers[p].weights[0], made.layers[p].weights[0]) for p in made.layers)
 
     @pytest.mark.some(2)
@@ -269,7 +268,7 @@ class TestCache:
             base = make_base(model, key, format, TEXTS, progress)
         assert len(chosen) - before == len(base.layers) - (0 if damage else 7)
         assert key.parts() == []
-        whole = base_of(model, texts=[text for i, text in enumerate(TEXTS) if i % 4])
+        whole = base_of(model, texts=TEXTS)
         for path, planes in whole.layers.items():
             assert mx.array_equal(planes.weights[0], base.layers[path].weights[0]), path
 
@@ -361,7 +360,6 @@ def test_a_converted_base_agrees_more_often_and_restores(cache, tmp_path):
     shipped = load(None)[0]
     again = load(tmp_path / "original")[0]
     assert all(mx.array_equal(a, weights_of(again)[name]) for name, a in weights_of(shipped).items())
-    assert (tmp_path / "base" / "drafting.json").exists()
     _, tokenizer = load(None)
     text = text_of(tokenizer, None).texts[0]
     wanted = mx.argmax(shipped(mx.array([text])), axis=-1)

@@ -25,7 +25,7 @@ def files(tmp_path_factory):
     made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
     made.script.write_text(SCRIPT)
     run = {name: import_module(f"gearbx_mlx.{name}").main for name in ("sensitivity", "convert")}
-    small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,8", "--manage", "attention"]
+    small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,6,8", "--manage", "attention"]
     call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
     content = json.loads(made.manifest.read_text())
     content["layers"]["model.layers.2.self_attn.q_proj"]["min_bits"] = 8
@@ -36,7 +36,7 @@ def files(tmp_path_factory):
         "--manifest",
         str(made.manifest),
         "--gears",
-        "4,5,8",
+        "4,5,6,8",
         "--mlx-path",
         str(made.checkpoint),
     )
@@ -71,7 +71,7 @@ def test_the_manifest_lies_in_the_checkpoint(files):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
-    flags = ["--machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8", "--cap-bits", "5"]
+    flags = ["--watch-machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
     original = told(command, tmp_path, "--manifest", files.manifest, *flags)
     assert told(command, tmp_path, "--model", files.checkpoint, *flags) == original
     moved = [move for moves in original[1] for move in moves or ()]
@@ -86,7 +86,7 @@ def test_another_order_may_be_given(files, command, tmp_path):
         layer["kl"] = {bits: 0.001 / (place + 1) / int(bits) for bits in layer["kl"]}
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    flags = ["--model", files.checkpoint, "--machine", files.script]
+    flags = ["--model", files.checkpoint, "--watch-machine", files.script]
     _, own = told(command, tmp_path, *flags)
     _, given = told(command, tmp_path, *flags, "--manifest", other)
     assert own != given
@@ -95,7 +95,6 @@ def test_another_order_may_be_given(files, command, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--target-tps", "5", "--cap-bits", "6"], "--cap-bits has 6, and the gears of {model} have 4, 5, 8 bits; "),
         (["--manifest", "{other}"], "{other}: made for another model"),
         (["--target-tps", "5", "--manifest", "{other}"], "{other}: made for another model"),
     ],

@@ -56,7 +56,7 @@ class TestPipes:
             "error: mode 'rout' does not exist; choose from route, kickdown, lossless, static",
             f"error: x: cannot be read as a thresholds file {MISSING}",
             "error: --gear: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
-            f"error: none.json: cannot be read as a drafting file {MISSING}",
+            "error: /mode: --curve is gone",
             "error: draft length is 99; give 1 to 15 tokens",
             "error: /mode: unrecognized arguments: --bogus 1",
             "error: /mode: No closing quotation; close the quotation",
@@ -87,7 +87,6 @@ class TestPipes:
             "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
             f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
             "/mode route --thresholds a\0": "cannot be read as a thresholds file",
-            "/mode lossless --curve a\0.json": "cannot be read as a drafting file",
             "/mode telemetry-only": "mode 'telemetry-only' is for weights as they are, and these are in gears: ",
         }
         with chat(gears="3,16") as session:
@@ -198,14 +197,14 @@ class TestCommands:
     @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --draft-length 2", "/gear low"])
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
         with (
-            chat(telemetry_only=True) as session,
+            chat(mode="telemetry-only") as session,
             pytest.raises(GearbxError, match="no layer of this model changes gear; mode telemetry-only was asked for"),
         ):
             obey(session, line)
 
     def test_flags_that_no_answer_can_have_are_refused_before_the_chat(self, command, tmp_path):
         for flags, complaint in (
-            (("--mode", "lossless", "--curve", tmp_path / "none.json"), "cannot be read as a drafting file"),
+            (("--mode", "lossless", "--draft-length", "16"), "draft length is 16; give 1 to 15 tokens"),
             (("--mode", "kickdown", "--draft-model", DEMO_MODEL), "takes no draft model"),
         ):
             done = command("chat", *flags)

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.formats import CodebookOptions, changed_name, codebook, codebook_library, get_format
+from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import ReconstructedLinear, ReconstructedSwitchLinear
 from gearbx_mlx.formats.codebook import (
     LAYOUT,
@@ -326,7 +326,6 @@ class TestOptions:
         assert format.name == "codebook-library:cap=0.05,group=64,library=8,rounds=7,sigma=2.5"
         assert get_format(format.name).options == options
         assert Codebook().name == "codebook"
-        assert changed_name("codebook:sigma=2.5", {"sigma": 3.0}) == "codebook"
 
     @pytest.mark.parametrize(
         ("name", "words"),

@@ -54,14 +54,13 @@ def test_compared_in_evaluate(command, tmp_path):
 
 
 class TestChoices:
-    GIVEN = ("--outlier-sigma", "2.5", "--library-group", "32", "--library-size", "8", "--lloyd-rounds", "3")
     NAME = "codebook-library:group=32,library=8,rounds=3,sigma=2.5"
 
     @pytest.mark.slow
     def test_a_checkpoint_records_them_and_reads_them_back(self, command, tmp_path):
         model, out = tmp_path / "model", tmp_path / "out"
         save_model(tiny_model(vocab_size=4096), model)
-        layout = ("--format", "codebook-library", "--gears", "4,16", *self.GIVEN)
+        layout = ("--format", self.NAME, "--gears", "4,16")
         done = command("convert", "--model", model, "--mlx-path", out, *layout)
         assert done.status == 0, done.err
         assert json.loads((out / "gears.json").read_text())["format"] == self.NAME
@@ -72,27 +71,30 @@ class TestChoices:
         for gearbox in (saved, made):
             gearbox.shift("low")
         assert mx.allclose(saved.model(PROMPT), made.model(PROMPT), atol=1e-5).item()
-        done = command("generate", "--model", out, "--max-tokens", "2", "--lloyd-rounds", "3")
+        done = command("generate", "--model", out, "--max-tokens", "2", "--format", self.NAME)
         assert done.status == 0, done.err
-        done = command("generate", "--model", out, "--max-tokens", "2", "--lloyd-rounds", "4")
+        done = command(
+            "generate", "--model", out, "--max-tokens", "2", "--format", self.NAME.replace("rounds=3", "rounds=4")
+        )
         assert done.status == 2
         assert "rounds=4,sigma=2.5, and the gears of" in done.err
         assert done.err.count("\n") == 1
 
     @pytest.mark.parametrize(
-        ("flags", "words"),
+        ("format", "words"),
         [
-            (("--outlier-sigma", "0.5"), "--outlier-sigma is 0.5; give 1 to 100"),
-            (("--outlier-cap", "0.9"), "--outlier-cap is 0.9; give 0 to 0.5"),
-            (("--lloyd-rounds", "0"), "--lloyd-rounds is 0; give 1 to 1000"),
-            (("--library-size", "300"), "--library-size is 300; give 1 to 256"),
-            (("--library-group", "48"), "--library-group is 48; choose from 32, 64, 128, 256"),
-            (("--library-size", "16", "--format", "codebook"), "--library-size is for format codebook-library"),
-            (("--lloyd-rounds", "9"), "--lloyd-rounds is for format codebook or codebook-library"),
+            ("codebook:sigma=0.5", "--format: sigma of codebooks is 0.5; give 1 to 100"),
+            ("codebook:cap=0.9", "--format: cap of codebooks is 0.9; give 0 to 0.5"),
+            ("codebook:rounds=0", "--format: rounds of codebooks is 0; give 1 to 1000"),
+            ("codebook-library:library=300", "--format: library of codebooks is 300; give 1 to 256"),
+            ("codebook-library:group=48", "--format: group of codebooks is 48; choose from 32, 64, 128, 256"),
+            ("codebook:library=16", "--format is codebook:library=16, and library belongs to format codebook-library"),
+            ("planes:rounds=9", "--format is planes:rounds=9, and only codebooks have choices; give --format planes"),
+            ("nested", "--format is nested; choose from planes, affine"),
         ],
     )
-    def test_choices_that_there_are_not(self, command, tmp_path, flags, words):
-        done = command("convert", *flags, "--mlx-path", tmp_path / "out")
+    def test_choices_that_there_are_not(self, command, tmp_path, format, words):
+        done = command("convert", "--format", format, "--mlx-path", tmp_path / "out")
         assert done.status == 2
         assert words in done.err
         assert done.err.count("\n") == 1

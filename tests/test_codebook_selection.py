@@ -366,14 +366,14 @@ class TestFlags:
     def test_bits_by_floors(self, command):
         done = command(
             *("generate", "--format", "codebook", "--gears", "2,16", "--manage", "attention"),
-            *("--min-cos-strict", "0.95", "--max-tokens", "2", "--initial-gear", "low"),
+            *("--auto-bits", "0.95", "--max-tokens", "2", "--initial-gear", "low"),
         )
         assert done.status == 0, done.err
         assert "attention: 24×xfp3" in done.err
         assert "(floor 0.95)" in done.err
 
     def test_floors_that_there_are_not(self, command):
-        done = command("generate", "--format", "codebook", "--gears", "2,16", "--min-cos-lazy", "1.2")
+        done = command("generate", "--format", "codebook", "--gears", "2,16", "--auto-bits", "0.98,1.2")
         assert done.status != 0
         assert "the lazy floor is 1.2; give a cosine between 0 and 1" in done.err
         done = command("generate", "--auto-bits")

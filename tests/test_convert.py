@@ -366,7 +366,7 @@ class TestFunction:
 class TestBitsByQuality:
     @pytest.mark.slow
     def test_floors_give_every_layer_its_bits(self, convert):
-        _, out = convert("llama", "--format", "codebook", "--min-cos-strict", "0.97")
+        _, out = convert("llama", "--format", "codebook", "--auto-bits", "0.97")
         report = json.loads((out / "selection.json").read_text())
         assert report["floors"]["strict"] == 0.97
         saved = json.loads((out / "gears.json").read_text())

@@ -13,7 +13,6 @@ from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gears import read_thresholds
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.decoding.draft_plans import SHIPPED, read_draft_file
 from gearbx_mlx.evaluation.answers import Attempt
 from gearbx_mlx.evaluation.session import EvaluationSession, Journal
 from gearbx_mlx.evaluation.text import read_documents, read_rows
@@ -47,7 +46,6 @@ def read_session(file: Path) -> EvaluationSession:
 READERS = {
     "manifest.json": (MANIFEST, read_precision),
     "thresholds.json": (THRESHOLDS, lambda file: read_thresholds(str(file))),
-    "draft.json": (json.loads(next(SHIPPED.glob("*.json")).read_text()), read_draft_file),
     "states.json": (STATES, Scripted.from_file),
     "config.json": (
         json.loads((DEMO_MODEL / "config.json").read_text()),

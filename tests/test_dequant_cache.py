@@ -1,4 +1,4 @@
-"""--dequant-cache: a gear's weights are unpacked once, kept while it is engaged, and multiplied by MLX."""
+"""--kernels dequant-cache: a gear's weights are unpacked once, kept while it is engaged, and multiplied by MLX."""
 
 import pytest
 
@@ -11,10 +11,9 @@ PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "1
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["rowwise", "groupwise", "codebook", "codebook-library:sigma=2.5"])
 def test_the_text_is_that_without_the_cache(command, format):
-    name, _, choice = format.partition(":sigma=")
-    flags = ["--format", name, *(["--outlier-sigma", choice] if choice else []), "--gears", "4,16"]
+    flags = ["--format", format, "--gears", "4,16"]
     flags += ["--manage", "attention"]  # codebooks take long to make
-    kept = command("generate", *PROMPT, *flags, "--dequant-cache")
+    kept = command("generate", *PROMPT, *flags, "--kernels", "dequant-cache")
     assert kept.status == 0, kept.err
     assert kept.out == command("generate", *PROMPT, *flags, "--kernels", "mlx").out
 
@@ -43,16 +42,12 @@ def test_bytes_are_those_of_the_weights_that_are_multiplied(fresh_demo):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ((), "--dequant-cache: format planes is multiplied packed; give --format rowwise"),
-        (("--format", "affine"), "--dequant-cache: format affine is multiplied packed; give --format rowwise"),
-        (
-            ("--format", "rowwise", "--kernels", "native"),
-            "--dequant-cache lets MLX multiply; leave out --kernels native",
-        ),
+        ((), "--kernels dequant-cache: format planes is multiplied packed; give --format rowwise"),
+        (("--format", "affine"), "--kernels dequant-cache: format affine is multiplied packed; give --format rowwise"),
     ],
 )
 def test_where_there_is_nothing_to_keep_it_is_refused_in_a_line(command, flags, message):
-    done = command("generate", *PROMPT, *flags, "--dequant-cache")
+    done = command("generate", *PROMPT, *flags, "--kernels", "dequant-cache")
     assert (done.status, done.err) == (2, f"error: {message}\n")
 
 
@@ -62,6 +57,6 @@ def test_a_geared_checkpoint_is_refused(command, tmp_path):
         command("convert", "--format", "rowwise", "--gears", "4,16", "--manage", "attention", "--mlx-path", out).status
         == 0
     )
-    done = command("generate", "--model", out, *PROMPT, "--dequant-cache")
+    done = command("generate", "--model", out, *PROMPT, "--kernels", "dequant-cache")
     assert done.status == 2
-    assert done.err.startswith(f"error: --dequant-cache: {out} has its gears packed")
+    assert done.err.startswith(f"error: --kernels dequant-cache: {out} has its gears packed")

@@ -148,7 +148,6 @@ class TestCommand:
         ("flags", "said"),
         [
             (["--pipeline"], "mlx-lm's class 'llama' has no pipeline; leave --pipeline out"),
-            (["--mode", "lossless", "--cost", "time"], "cost 'time' is for one process"),
         ],
     )
     def test_what_the_model_cannot_do_on_ranks_is_one_line(self, flags, said):

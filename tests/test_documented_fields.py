@@ -18,8 +18,7 @@ from gearbx_mlx.convert import convert
 from gearbx_mlx.decoding.modes import MODES
 from gearbx_mlx.gears.manifest import Manifest
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.acceptance import DraftFile
-from gearbx_mlx.routing.gates import ScheduleFile, ThresholdFile
+from gearbx_mlx.routing.gates import ThresholdFile
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def runs(tmp_path_factory):
     tale = "--ignore-chat-template", "--prompt", "Once upon a time", "--max-tokens", "60"  # enough to try both ways
     found = []
     named = [("--mode", mode, *flags) for mode, flags in modes.items()]
-    for flags in [*named, ("--cost", "time", *tale), ("--tolerance", "0.5", *tale), ("--gear", "low")]:
+    for flags in [*named, tale, ("--gear", "low")]:
         path = tmp_path_factory.mktemp("run")
         command = ["generate", "--max-tokens", "12", *flags, "--trace", path / "t.jsonl", "--summary", path / "s.json"]
         with pytest.MonkeyPatch.context() as patch:
@@ -66,8 +65,6 @@ def test_every_field_of_the_trace_is_described(runs):
     ("heading", "kind"),
     [
         ("Thresholds", ThresholdFile),
-        ("Schedules", ScheduleFile),
-        ("Drafting", DraftFile),
         ("gears.json", Manifest),
         ("The precision manifest", PrecisionManifest),
     ],

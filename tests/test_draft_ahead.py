@@ -14,12 +14,14 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler, make_logits_processors, make_sampler
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx import Gearbox, Lossless, stream_generate
+from gearbx_mlx.decoding import lossless
+from gearbx_mlx.decoding.draft_plans import DraftPlan
 from gearbx_mlx.decoding.drafting import Drafter, Writer
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength, ProductRule
-from gearbx_mlx.routing.rounds import Costs, Rounds, joint_rule
+from gearbx_mlx.routing.acceptance import MOST_DRAFTED, FixedLength
+from gearbx_mlx.routing.rounds import Costs, Rounds
 
 TALE = "Once upon a time there was a king who"
 SOME = (1, 4, MOST_DRAFTED)
@@ -50,9 +52,18 @@ class InTurn:
         return self._left > 0
 
 
-def after(tokens):
+class After:
     """A rule that ends every draft after so many tokens; a drafter cannot know that before."""
-    return ProductRule(lambda entropy: 0.5, 0.5 ** (tokens - 0.5))
+
+    def __init__(self, tokens):
+        self._tokens = tokens
+
+    def begin(self):
+        self._left = self._tokens
+
+    def goes_on(self, entropy):
+        self._left -= 1
+        return self._left > 0
 
 
 def written(model, prompt=PROMPT[0], seed=5, **keywords):
@@ -78,8 +89,8 @@ class TestTheTextIsTheTopGears:
         given = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
         theirs = written(model, **given)
         for depth in SOME:
-            lossless = LosslessModel(gearbox, InTurn(), prompt_tokens=5, draft_ahead=depth, **given)
-            assert_same(written(lossless, **given), theirs)
+            model_of_rounds = LosslessModel(gearbox, InTurn(), prompt_tokens=5, draft_ahead=depth, **given)
+            assert_same(written(model_of_rounds, **given), theirs)
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["gemma3_text", "mamba", "lfm2", "mixtral"])
@@ -89,8 +100,8 @@ class TestTheTextIsTheTopGears:
         gearbox = Gearbox(model, "6,16")
         made, _ = written(model, prompt)
         for depth in (2, MOST_DRAFTED):
-            lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
-            assert [token for token, _ in written(lossless, prompt)[0]] == [token for token, _ in made]
+            model_of_rounds = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
+            assert [token for token, _ in written(model_of_rounds, prompt)[0]] == [token for token, _ in made]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -109,12 +120,12 @@ class TestTheTextIsTheTopGears:
         gearbox = Gearbox(tiny, "6,16", kernels=kernels)
         made, _ = written(tiny, **fresh())
         for depth in (2, MOST_DRAFTED):
-            lossless = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
-            assert [token for token, _ in written(lossless, **fresh())[0]] == [token for token, _ in made]
+            model_of_rounds = LosslessModel(gearbox, InTurn(), draft_ahead=depth)
+            assert [token for token, _ in written(model_of_rounds, **fresh())[0]] == [token for token, _ in made]
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(("max_tokens", "stops"), [(1, False), (2, False), (7, False), (24, True)])
-    def test_wherever_it_ends(self, geared_demo, demo, max_tokens, stops):
+    def test_wherever_it_ends(self, geared_demo, demo, max_tokens, stops, monkeypatch):
         tokenizer = copy.deepcopy(demo.tokenizer)
         geared_demo.shift("high")
         if stops:
@@ -125,17 +136,11 @@ class TestTheTextIsTheTopGears:
             (r.token, r.text, r.finish_reason) for r in mlx_lm.stream_generate(demo.model, tokenizer, TALE, max_tokens)
         ]
         for depth in (1, 4):
-            mode = Lossless(rule=after(6), draft_ahead=depth)
+            monkeypatch.setattr(lossless, "steps_ahead", lambda depth=depth: depth)
+            mode = Lossless(rule=After(6))
             ours = list(stream_generate(demo.model, tokenizer, TALE, max_tokens, gearbox=geared_demo, mode=mode))
             assert [(r.token, r.text, r.finish_reason) for r in ours] == theirs
         assert theirs[-1][2] == ("stop" if stops else "length")
-
-    def test_with_costs_in_time(self, geared_demo, demo):
-        geared_demo.shift("high")
-        theirs = [r.token for r in mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 60)]
-        mode = Lossless(cost="time", draft_ahead=3)
-        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 60, gearbox=geared_demo, mode=mode))
-        assert [r.token for r in ours] == theirs
 
     def test_a_cache_has_nothing_of_what_was_thrown_away(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
@@ -162,7 +167,7 @@ class TestDrafts:
             mx.random.seed(7)
             text = Writer(Chooser(**settings), PROMPT[0, -1].item(), 99, stop_tokens.__contains__, PROMPT[0].tolist())
             drafter = Drafter(gearbox, low, MLX_READER, depth)
-            done = drafter.draft([text], self.begun(gearbox), joint_rule(rule), most)
+            done = drafter.draft(text, self.begun(gearbox), rule, most)
             found[depth] = text, done
             assert mx.random.state[0].tolist() == mx.random.key(7).tolist()
         return found
@@ -172,7 +177,7 @@ class TestDrafts:
     @pytest.mark.parametrize("sampler", SAMPLERS)
     def test_are_the_same_at_every_depth(self, tiny, sampler, processors):
         settings = {"sampler": SAMPLERS[sampler] or greedy_sampler, "processors": PROCESSORS[processors]}
-        found = self.drafts(Gearbox(tiny, "6,16"), after(5), **settings)
+        found = self.drafts(Gearbox(tiny, "6,16"), After(5), **settings)
         first = found[0][0]
         assert len(first.tokens) == 5
         for depth, (text, done) in found.items():
@@ -181,15 +186,15 @@ class TestDrafts:
 
     def test_nothing_is_thrown_away_beyond_an_end_that_is_known(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
-        for rule, most, length in ((FixedLength(5), 12, 5), (after(9), 4, 4)):
+        for rule, most, length in ((FixedLength(5), 12, 5), (After(9), 4, 4)):
             found = self.drafts(gearbox, rule, most)
             assert {(len(text.tokens), done.discarded) for text, done in found.values()} == {(length, 0)}
 
     def test_end_at_a_stop_token(self, tiny):
         gearbox = Gearbox(tiny, "6,16")
-        whole = self.drafts(gearbox, after(9), depths=(0,))[0][0].tokens
+        whole = self.drafts(gearbox, After(9), depths=(0,))[0][0].tokens
         place = next(place for place, token in enumerate(whole[1:], 1) if token not in whole[:place])
-        found = self.drafts(gearbox, after(9), stop_tokens=frozenset({whole[place]}))
+        found = self.drafts(gearbox, After(9), stop_tokens=frozenset({whole[place]}))
         for depth, (text, done) in found.items():
             assert text.tokens == whole[: place + 1]
             assert done.discarded == min(depth, 12 - place - 1)
@@ -201,7 +206,7 @@ class TestDrafts:
             seen.append(tokens)
             return logits
 
-        draft, _ = self.drafts(Gearbox(tiny, "6,16"), after(4), depths=(2,), processors=(processor,))[2]
+        draft, _ = self.drafts(Gearbox(tiny, "6,16"), After(4), depths=(2,), processors=(processor,))[2]
         text = PROMPT[0].tolist()
         assert [tokens.tolist() for tokens in seen[:5]] == [text + draft.tokens[:place] for place in range(5)]
         assert len(seen) == 6
@@ -209,8 +214,9 @@ class TestDrafts:
 
 class TestWhatIsCounted:
     @pytest.mark.parametrize("depth", [0, 1, 4])
-    def test_passes_and_bytes_are_of_all_steps(self, geared_demo, demo, depth):
-        mode = Lossless(rule=after(4), draft_ahead=depth)
+    def test_passes_and_bytes_are_of_all_steps(self, geared_demo, demo, depth, monkeypatch):
+        monkeypatch.setattr(lossless, "steps_ahead", lambda: depth)
+        mode = Lossless(rule=After(4))
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 24, gearbox=geared_demo, mode=mode))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         drafted, discarded = sum(r.drafted for r in responses), sum(r.discarded for r in responses)
@@ -232,10 +238,14 @@ class TestWhatIsCounted:
         assert spent[1] - spent[0] == pytest.approx(2 * 0.25 / 5, rel=0.2)  # both lean to the top gear alone
 
     def test_summary_and_trace(self, command, tmp_path, monkeypatch):
-        """On a machine where two steps ahead were measured as the fastest."""
-        monkeypatch.setattr("gearbx_mlx.decoding.lossless.depth_here", lambda *_: 2)
+        monkeypatch.setattr(lossless, "steps_ahead", lambda: 2)
+        monkeypatch.setattr(
+            lossless,
+            "plan_of",
+            lambda gearbox, *_: DraftPlan(After(3), Rounds(Costs(lambda: 0.2, lambda rows: 1.0), 0)),
+        )
         summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
-        flags = ("--mode", "lossless", "--cost", "bytes", "-m", 16, "--prompt", TALE, "--ignore-chat-template")
+        flags = ("--mode", "lossless", "-m", 16, "--prompt", TALE, "--ignore-chat-template")
         done = command("generate", *flags, "--summary", summary, "--trace", trace)
         assert done.status == 0
         counted = json.loads(summary.read_text())
@@ -243,10 +253,3 @@ class TestWhatIsCounted:
         assert counted["discarded"] == sum(row["discarded"] for row in rows) > 0
         assert counted["passes"]["low"] == counted["drafted"] + counted["discarded"]
         assert f"{counted['discarded']} steps thrown away" in done.err.replace("\n", " ")
-
-
-class TestSettings:
-    @pytest.mark.parametrize("depth", [-1, 16, True, 2.0, "2"])
-    def test_refuses_what_is_no_depth(self, depth):
-        with pytest.raises(GearbxError, match=f"draft_ahead is {depth!r}; give 0 to 15"):
-            Lossless(draft_ahead=depth)

@@ -5,13 +5,11 @@ import json
 import mlx.core as mx
 import pytest
 from architectures import GROUP, tiny
-from conftest import save_model, weights_of
+from conftest import save_model
 
 from gearbx_mlx import convert
 from gearbx_mlx.cli import loaded
-from gearbx_mlx.decoding.draft_plans import shipped
 from gearbx_mlx.kernels.dispatch import GPU
-from gearbx_mlx.routing.acceptance import parse_draft_file
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
 
@@ -58,7 +56,7 @@ class TestAGearedCheckpoint:
         [
             (["--mode", "route"], "route"),
             (["--mode", "static", "--gear", "low"], "static"),
-            (["--telemetry-only"], "telemetry-only"),
+            (["--mode", "telemetry-only"], "telemetry-only"),
             (["--draft-length", "2"], "lossless"),
             (["--thresholds", "1.5"], "route"),
             (["--initial-gear", "low"], "route"),
@@ -91,6 +89,18 @@ class TestModeLossless:
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
+
+    @pytest.mark.parametrize(
+        ("free", "said"),
+        [
+            (1e12, "gears 4,16 in format planes, native kernels: a draft beside the weights as they are"),
+            (1000, "gears 4,16 in format exact, native kernels: one exact copy of the weights with its draft inside"),
+        ],
+    )
+    def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
+        monkeypatch.setattr(loaded, "available_memory", lambda: free)
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--describe", "--q-group-size", GROUP)
+        assert said in " ".join(done.err.split())
 
     def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
         monkeypatch.setattr(loaded, "device", lambda: GPU)
@@ -131,38 +141,3 @@ class TestModeLossless:
             "choose from 4, 16" if model == "exact" else "choose format planes or affine, or make the model bfloat16"
         )
         assert remedy in done.err
-
-
-class TestDrafting:
-    def test_a_file_says_how_its_gears_are_stored(self, command, places, summary, tmp_path):
-        file, flags = tmp_path / "d.json", ("--q-group-size", GROUP)
-        done = command(
-            *("calibrate", "--mode", "lossless", "--model", places / "bfloat16", *flags, *GENERATE),
-            *("--format", "exact", "--gears", "3,16", "--num-prompts", 1, "--out", file),
-        )
-        assert done.status == 0, done.err
-        made = parse_draft_file(file.read_text())
-        assert (made.format, made.gears) == ("exact", [3, 16])
-        assert made.weight_bytes_per_token_original > made.weight_bytes_per_token_top
-        run = summary("bfloat16", *flags, "--mode", "lossless", "--curve", file)
-        assert bits(run) == [3, 16]
-        assert run["weight_bytes_per_token_original"] == made.weight_bytes_per_token_original
-
-    def test_the_ladders_of_the_format_are_compared(self, command, places, tmp_path):
-        flags = "--model", places / "bfloat16", "--format", "exact", "--num-prompts", 1, *GENERATE
-        common = ("calibrate", "--mode", "lossless", "--q-group-size", GROUP, *flags)
-        done = command(*common, "--out", tmp_path / "d.json")
-        assert done.status == 0, done.err
-        for ladder in ("3,16", "4,16", "4,8,16"):
-            assert f"\n{ladder} " in f"\n{done.err}"
-        assert " than the original weights (predicted)" in done.out
-        done = command(*common, "--top", 8)
-        assert done.status == 2
-        assert "--top 8: the top gear of format exact has 16 bits; leave out --top or --format" in done.err
-
-    def test_the_files_that_ship_compare_with_bfloat16(self, demo):
-        read = sum(array.nbytes for array in weights_of(demo.model).values())  # tied: a token reads all of them
-        exact = [made for made in shipped() if made.format == "exact"]
-        assert sorted(made.gears for made in exact) == [[3, 16], [4, 16]]
-        for made in exact:
-            assert made.weight_bytes_per_token_original == read

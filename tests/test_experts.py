@@ -277,5 +277,5 @@ class TestDescription:
         assert "native kernels: " in shown
         assert "4 8 16 model.layers.0-5.mlp.up_proj x 6" in shown
         assert "mlx kernels: as asked" in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
-        watched = command("generate", "--max-tokens", 4, "--describe", "--telemetry-only").err
+        watched = command("generate", "--max-tokens", 4, "--describe", "--mode", "telemetry-only").err
         assert "telemetry only" in watched

@@ -6,7 +6,6 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, convert, load, stream_generate
-from gearbx_mlx.decoding.draft_plans import shipped
 from gearbx_mlx.routing.gates import ThresholdFile, fitting
 
 
@@ -50,17 +49,6 @@ class TestThresholds:
         written = ThresholdFile(**json.loads((tmp_path / "t.json").read_text()))
         with pytest.warns(GearbxWarning, match="made for another model"):
             fitting(written, written.gears, written.vocab_size, "another")
-
-
-@pytest.mark.parametrize(("format", "changes"), [("affine", {}), ("planes", {"group_size": 32})])
-def test_a_drafting_file_of_another_format_or_group_size_gets_a_word(tmp_path, format, changes):
-    made = next(file for file in shipped() if file.gears == [4, 8] and file.format == "planes")
-    path = tmp_path / "d.json"
-    path.write_text(made.text())
-    model, tokenizer = load()
-    gearbox = Gearbox(model, "4,8", format=format, **changes)
-    with pytest.warns(GearbxWarning, match="the drafting file was made for"):
-        list(stream_generate(model, tokenizer, "x", 3, mode=Lossless(curve=path), gearbox=gearbox))
 
 
 @pytest.mark.parametrize("kernels", ["mlx", "auto"])

@@ -141,7 +141,7 @@ def test_codes_of_8_bits_get_gears_and_draft(tmp_path, native):
     assert str(box.ladder) == "4,8"
     texts = [
         [r.token for r in gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 20, gearbox=box, mode=mode)]
-        for mode in ("static", Lossless(cost="bytes"))
+        for mode in ("static", Lossless())
     ]
     assert texts[0] == texts[1]
 

@@ -28,9 +28,6 @@ PAIR = (*MODEL, "--small-model", SMALL, "--thresholds", "5")
 COMMANDS = {
     "route": ("calibrate", *MODEL, "-m", 8),
     "kickdown": ("calibrate", *GEARS, "--mode", "kickdown", "-m", 8),
-    "lossless": ("calibrate", *GEARS, "--mode", "lossless", "-m", 4),
-    "target": ("calibrate", *GEARS, "--target-kl", 0.01, "-m", 6),
-    "target on a text": ("calibrate", *GEARS, "--target-kl", 0.01, "--data", HELD_OUT, "--tokens", 40),
     "text": ("evaluate", *GEARS, "--data", HELD_OUT, "--tokens", 24, "--context", 8, "--policy", "lossless"),
     "text of a pair": ("evaluate", *PAIR, "--data", HELD_OUT, "--tokens", 40, "--context", 8),
     "final numbers": (*NUMBERS, *GEARS, "-m", 6),
@@ -140,19 +137,6 @@ def test_a_killed_command_goes_on_to_the_same_result(command, flags, tmp_path):
     assert written(tmp_path / "out") == written(tmp_path / "once")
 
 
-def test_another_wish_goes_on_from_the_same_records(command, flags, tmp_path, monkeypatch):
-    out, met = tmp_path / "out", list(flags["target"])
-    place = met.index("--target-kl")
-    unmet = [*met[:place], "--target-bytes", 1, *met[place + 2 :]]
-    done = command(*unmet, "--out", out)
-    assert done.status == 2
-    assert f"with another wish, the same command goes on from {out}.incomplete" in done.err
-    with parts_added(monkeypatch) as parts:
-        assert command(*met, "--out", out).status == 0
-    assert not {"reference.npy", "static-4.npz", "static-16.npz"} & {*parts}
-    assert {path.name for path in tmp_path.iterdir()} == {"out"}
-
-
 def test_other_prompts_or_lengths_do_not_go_on(command, flags, tmp_path, monkeypatch):
     out, prompts = tmp_path / "t.json", tmp_path / "prompts.txt"
     prompts.write_text("Once upon a time\nTwo and two are\n")
@@ -235,7 +219,7 @@ class TestAFullDisk:
         assert [file.name for file in (tmp_path / "recordings").iterdir()] == ["static-4.npz"]
 
     @pytest.mark.some(1)
-    @pytest.mark.parametrize("name", ["route", "target", "final numbers"])
+    @pytest.mark.parametrize("name", ["route", "final numbers"])
     def test_a_command_goes_on_when_there_is_room(self, command, flags, tmp_path, monkeypatch, name):
         once, out, add = tmp_path / "once", tmp_path / "out", Journal.add
         assert command(*flags[name], "--out", once).status == 0
@@ -258,12 +242,3 @@ def test_a_device_keeps_nothing_and_a_link_keeps_its_parts_beside_its_target(com
     (tmp_path / "link").symlink_to(tmp_path / "there" / "a.json")
     assert beside(tmp_path / "link", ".journal") == tmp_path / "there" / "a.json.journal"
     assert command(*flags["route"], "--out", "/dev/null").status == 0
-
-
-def test_a_directory_that_holds_more_than_a_session_is_left(command, flags, tmp_path):
-    mine = tmp_path / "p.json.incomplete" / "notes.txt"
-    mine.parent.mkdir()
-    mine.write_text("mine")
-    assert command(*flags["target"], "--out", tmp_path / "p.json").status == 0
-    assert [path.name for path in mine.parent.iterdir()] == ["notes.txt"]
-    assert json.loads((tmp_path / "p.json").read_text())["verified"]

@@ -225,7 +225,7 @@ class TestCommand:
         script, trace, summary = (tmp_path / name for name in ("machine.jsonl", "trace.jsonl", "summary.json"))
         script.write_text('{"tokens": 0, "thermal": "nominal"}\n{"tokens": 15, "thermal": "critical"}\n')
         ran = command(
-            "generate", "--gears", "4,8", "--machine", script, "-m", 30, "--trace", trace, "--summary", summary
+            "generate", "--gears", "4,8", "--watch-machine", script, "-m", 30, "--trace", trace, "--summary", summary
         )
         assert ran.status == 0
         assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical" in (
@@ -274,11 +274,8 @@ class TestCommand:
             (["--target-tps", "1e-300"], "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
             (["--target-tps", "nan"], "--target-tps is nan"),
             (["--target-tps", "5", "--mode", "lossless"], "--mode lossless writes the top gear's text"),
-            (["--target-tps", "5", "--telemetry-only"], "--mode telemetry-only changes no gear"),
-            (["--cap-bits", "5"], "--cap-bits goes with --target-tps or --watch-machine"),
-            (["--target-tps", "5", "--cap-bits", "7"], "--cap-bits has 7; choose from"),
-            (["--target-tps", "5", "--cap-bits", "a"], "--cap-bits 'a' are not whole numbers with commas between"),
-            (["--machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
+            (["--target-tps", "5", "--mode", "telemetry-only"], "--mode telemetry-only changes no gear"),
+            (["--watch-machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
             (["--max-memory", "much"], "--max-memory: 'much' is not a size; give bytes such as 3GB"),
             (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),
         ],

@@ -7,10 +7,10 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, Lossless
-from gearbx_mlx.decoding.draft_plans import DraftPlans, seconds_of_ways
+from gearbx_mlx.decoding.draft_plans import learned_plan, seconds_of_ways
 from gearbx_mlx.decoding.draft_trials import few_pass_times
-from gearbx_mlx.routing.acceptance import default_rule
-from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TIME, TRIAL, UNMADE
+from gearbx_mlx.routing.acceptance import USUAL_LENGTH
+from gearbx_mlx.routing.rounds import FIRST, FIRST_PASSES, LONGEST, MOST_ROWS, TRIAL, UNMADE
 
 
 @pytest.fixture
@@ -20,13 +20,16 @@ def file(monkeypatch, own_cache):
     return own_cache / "tuning.json"
 
 
+def unmeasured(gearbox, draft):
+    """A trial before the first text that says nothing."""
+
+
 class Start:
     """A start of the program: a gearbox, and texts whose tokens take the given seconds in rounds or alone."""
 
     def __init__(self, seed=0, ladder="4,16", **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), ladder, **settings)
-        self.plans = DraftPlans(self.gearbox, self.gearbox.ladder[0], default_rule(), TIME, 15)
-        self.plan, self.now = self.plans.of(1), 0.0
+        self.plan, self.now = learned_plan(self.gearbox, self.gearbox.ladder[0], 15, unmeasured), 0.0
         self.plan.stretches._clock = lambda: self.now
 
     def write(self, tokens, rounds, alone, draft=0.3):
@@ -44,15 +47,15 @@ class Start:
                     costs.add_draft(draft)
                 if costs.wants_verification(1):
                     costs.add_verification(1, alone)
-        self.plans.keep()
+        self.plan.keep()
         return ways
 
 
 def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
-    plans = [Lossless().plans(Gearbox(tiny_model(), "4,16"))]
+    assert Lossless().plan(Gearbox(tiny_model(), "4,16")).rounds.costs.measured
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    plans += [Lossless(cost=cost).plans(Gearbox(tiny_model(), "4,16")) for cost in (None, "time")]
-    assert [plan.of(1).rounds.costs.measured for plan in plans] == [True, False, True]
+    plan = Lossless().plan(Gearbox(tiny_model(), "4,16"))
+    assert (plan.rounds.costs.measured, plan.rule.length) == (False, USUAL_LENGTH)
 
 
 @pytest.mark.filterwarnings("error")
@@ -124,20 +127,10 @@ def test_a_file_that_lacks_something_is_measured_again(file):
 def test_what_drafts_show_is_there_at_the_next_start(file):
     first = Start()
     first.plan.agreement.add([0.1] * 40, 40)
-    first.plans.keep()
+    first.plan.keep()
     again, other = Start(), Start(seed=1)
     assert again.plan.agreement(0.1) == pytest.approx(first.plan.agreement(0.1))
     assert first.plan.agreement(0.1) > other.plan.agreement(0.1)
-
-
-def test_what_stays_within_a_tolerance_is_learned_apart(file):
-    first = Start()
-    first.plan.agreement.add([0.1] * 40, 40)
-    first.plans.keep()
-    gearbox = Start().gearbox
-    plans = [DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, tolerance=nats) for nats in (0.0, 0.5)]
-    own, other = (plan.of(1).agreement(0.1) for plan in plans)
-    assert own > other
 
 
 def test_the_summary_knows_both_ways_from_an_earlier_start(file):
@@ -159,20 +152,19 @@ def test_a_first_start_measures_before_the_text(file, monkeypatch):
         called.append(draft.bits)
         return 0.3, {1: 1.0, 4: 1.3}
 
-    def plans(gearbox=gearbox):
-        return DraftPlans(gearbox, gearbox.ladder[0], default_rule(), TIME, 15, trial=trial)
+    def plan(gearbox=gearbox):
+        return learned_plan(gearbox, gearbox.ladder[0], 15, trial)
 
-    first = plans()
-    costs = first.of(1).rounds.costs
+    first = plan()
+    costs = first.rounds.costs
     assert costs.ready
     assert costs.draft() == 0.3
     assert [costs.verification(rows) for rows in (1, 2, 4, 16)] == pytest.approx([1.0, 1.1, 1.3, 1.3])
-    first.of(2)  # texts that share passes learn while they are written
     first.keep()
-    plans(Gearbox(tiny_model(), "4,16")).of(1)
+    assert plan(Gearbox(tiny_model(), "4,16")).rounds.costs.ready
     assert called == [4]
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    assert not plans(Gearbox(tiny_model(), "4,16")).of(1).rounds.costs.ready
+    assert not plan(Gearbox(tiny_model(), "4,16")).rounds.costs.ready
 
 
 def test_what_is_measured_leaves_the_gearbox_as_it_was(file):

@@ -14,9 +14,8 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
     ("name", "arguments"),
     [
         ("generate", ("--thresholds", LONG)),
-        ("generate", ("--mode", "lossless", "--curve", LONG)),
         ("generate", ("--manifest", LONG)),
-        ("generate", ("--machine", LONG)),
+        ("generate", ("--watch-machine", LONG)),
         ("generate", ("--summary", LONG)),
         ("generate", ("--trace", LONG)),
         ("generate", ("--prompt-cache-file", LONG)),
@@ -28,7 +27,6 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
         ("analyze", ("--prompts", DATA, "--out", LONG)),
         ("calibrate", ("--out", LONG)),
         ("calibrate", ("--prompts", LONG)),
-        ("calibrate", ("--target-kl", 0.1, "--data", LONG)),
         ("convert", ("--mlx-path", LONG)),
         ("convert", ("--model", LONG)),
         ("convert", ("--manifest", LONG)),

@@ -17,7 +17,7 @@ from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.draft_plans import DraftPlan
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.routing.acceptance import FixedLength
-from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches, joint_rule
+from gearbx_mlx.routing.rounds import TRIAL, CostRule, Costs, OneStretch, Rounds, Stretches
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
@@ -47,9 +47,7 @@ class TestLookup:
 
         gearbox = Gearbox(model, "6,16", kernels="native")
         theirs = list(generate_step(prompt, model, max_tokens=40))
-        lossless = LosslessModel(
-            gearbox, plan=DraftPlan(joint_rule(FixedLength(4)), certain_lookups()), prompt_tokens=12
-        )
+        lossless = LosslessModel(gearbox, plan=DraftPlan(FixedLength(4), certain_lookups()), prompt_tokens=12)
         ours = list(generate_step(prompt, lossless, max_tokens=40, sampler=counted))
         for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
             assert mine == token
@@ -57,16 +55,14 @@ class TestLookup:
         assert proposed > 0
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize("cost", ["time", "bytes"])
     @pytest.mark.parametrize("sampler", ["greedy", "temperature", "top-p"])
-    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, cost, sampler):
+    def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler):
         (theirs, after), (ours, after_ours) = both(
-            geared_demo, demo.tokenizer, TWICE, max_tokens=50, sampler=SAMPLERS[sampler], cost=cost, lookup_tokens=15
+            geared_demo, demo.tokenizer, TWICE, max_tokens=50, sampler=SAMPLERS[sampler], lookup_tokens=15
         )
         assert_same(told(ours), told(theirs))
         assert after == after_ours
-        if cost == "bytes":
-            assert any(r.source == "lookup" for r in ours)
+        assert any(r.source == "lookup" for r in ours)
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize(
@@ -79,14 +75,12 @@ class TestLookup:
         ],
     )
     def test_with_keywords_of_mlx_lm(self, geared_demo, demo, keywords):
-        (theirs, after), (ours, after_ours) = both(
-            geared_demo, demo.tokenizer, TWICE, cost="bytes", **{"max_tokens": 40} | keywords
-        )
+        (theirs, after), (ours, after_ours) = both(geared_demo, demo.tokenizer, TWICE, **{"max_tokens": 40} | keywords)
         assert_same(told(ours), told(theirs))
         assert after == after_ours
 
     def test_every_token_has_one_source_and_what_is_looked_up_reads_no_weights(self, geared_demo, demo):
-        mode = Lossless(cost="bytes")
+        mode = Lossless()
         run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 40, gearbox=geared_demo, mode=mode))
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
         sources = Counter(r.source for r in run)
@@ -101,13 +95,11 @@ class TestLookup:
             assert r.from_draft == (r.source == "draft")
             assert r.gear == ("low" if r.from_draft else "high")
 
-    def test_the_same_text_with_costs_in_bytes_has_the_same_passes(self, geared_demo, demo):
+    def test_the_same_text_has_the_same_passes_where_nothing_is_measured(self, geared_demo, demo):
         runs = [
             [
                 (r.token, r.passes, r.source)
-                for r in stream_generate(
-                    demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=Lossless(cost="bytes")
-                )
+                for r in stream_generate(demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=Lossless())
             ]
             for _ in range(2)
         ]
@@ -115,15 +107,14 @@ class TestLookup:
 
     def test_can_be_turned_off_and_bounded(self, geared_demo, demo):
         for most in (0, 3):
-            mode = Lossless(cost="bytes", lookup_tokens=most)
+            mode = Lossless(lookup_tokens=most)
             run = list(stream_generate(demo.model, demo.tokenizer, TWICE, 30, gearbox=geared_demo, mode=mode))
             assert max(r.looked_up for r in run) == most
 
     @pytest.mark.parametrize(
         ("setting", "says"),
         [
-            ({"cost": "money"}, "choose from time, bytes"),
-            ({"cost": "time", "draft_length": 4}, "cost and draft_length exclude each other"),
+            ({"draft_length": 4, "rule": FixedLength(3)}, "draft_length and rule exclude each other"),
             ({"lookup_tokens": 16}, "lookup_tokens is 16; give 0 to 15"),
             ({"lookup_tokens": True}, "lookup_tokens is True; give 0 to 15"),
             ({"lookup_tokens": 3.0}, "lookup_tokens is 3.0; give 0 to 15"),
@@ -139,8 +130,8 @@ class TestLookup:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "drafts save bytes; lookup proposes up to 15 tokens at once"),
-        (("--cost", "bytes", "--lookup-tokens", 0), "drafts save bytes; lookup proposes nothing"),
+        ((), "drafts save time; lookup proposes up to 15 tokens at once"),
+        (("--lookup-tokens", 0), "drafts save time; lookup proposes nothing"),
         (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
         (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
@@ -154,7 +145,7 @@ def test_describe_says_how_tokens_are_proposed(command, flags, says):
 @pytest.mark.slow
 def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
     summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
-    flags = ("--mode", "lossless", "--cost", "bytes", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)
+    flags = ("--mode", "lossless", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)
     done = command("generate", *flags, "--summary", summary, "--trace", trace)
     assert done.status == 0
     counted = json.loads(summary.read_text())
@@ -167,7 +158,7 @@ def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
     assert f"{counted['looked_up']}, {counted['lookup_accepted']} accepted" in done.err
 
 
-@pytest.mark.parametrize("flag", [("--cost", "time"), ("--lookup-tokens", 3)])
+@pytest.mark.parametrize("flag", [("--draft-length", 3), ("--lookup-tokens", 3)])
 def test_the_flags_are_of_mode_lossless(command, flag):
     done = command("generate", "-m", 2, "--mode", "static", *flag)
     assert done.status == 2
@@ -200,7 +191,7 @@ def test_the_text_is_the_same_whichever_way_is_faster(geared_demo, demo, sampler
         geared_demo.shift("high")
         rounds = Rounds(Costs(lambda: 0.1, lambda rows: 1.0))
         prompt = mx.array(demo.tokenizer.encode(TWICE))
-        plan = DraftPlan(joint_rule(FixedLength(4)), rounds, stretches or OneStretch())
+        plan = DraftPlan(FixedLength(4), rounds, stretches or OneStretch())
         lossless = LosslessModel(geared_demo, plan=plan, prompt_tokens=len(prompt))
         alone = []
 
@@ -224,7 +215,7 @@ def test_the_time_between_texts_does_not_count_where_a_prompt_has_one_token(tiny
     gearbox, now = Gearbox(tiny, "4,16"), [0.0]
     stretches = Stretches(lambda: now[0])
     for _ in range(3 * TRIAL[True]):
-        plan = DraftPlan(joint_rule(FixedLength(1)), Rounds(Costs(lambda: 0.1, lambda rows: 1.0), 0), stretches)
+        plan = DraftPlan(FixedLength(1), Rounds(Costs(lambda: 0.1, lambda rows: 1.0), 0), stretches)
         lossless = LosslessModel(gearbox, plan=plan, prompt_tokens=1, max_tokens=1)
         lossless(mx.array([[1]]), cache=make_prompt_cache(tiny))
         assert stretches.in_rounds

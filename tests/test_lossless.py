@@ -21,7 +21,7 @@ from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.acceptance import FixedLength, ProductRule
+from gearbx_mlx.routing.acceptance import FixedLength
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"
@@ -58,7 +58,7 @@ def assert_same(ours, theirs):
         assert np.array_equal(mine[3], other[3])
 
 
-def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tokens=None, **keywords):
+def both(gearbox, tokenizer, prompt, seed=3, rule=None, lookup_tokens=None, **keywords):
     """mlx-lm in the top gear alone, and lossless mode, from the same random state; and the state afterwards."""
     runs = []
     for mode in (None, "lossless"):
@@ -70,7 +70,7 @@ def both(gearbox, tokenizer, prompt, seed=3, rule=None, cost="bytes", lookup_tok
         if mode is None:
             run = list(mlx_lm_loop(gearbox)(gearbox.model, tokenizer, prompt, **given))
         else:
-            mode = Lossless(rule=rule, cost=cost, lookup_tokens=lookup_tokens)
+            mode = Lossless(rule=rule, lookup_tokens=lookup_tokens)
             run = list(stream_generate(gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=mode, **given))
         runs.append((run, mx.random.state[0].tolist()))
     return runs
@@ -83,7 +83,7 @@ class TestIsTheTopGear:
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "6,16", kernels=kernels)
         theirs = list(generate_step(PROMPT[0], model, max_tokens=40))
-        for rule in (FixedLength(1), FixedLength(4), FixedLength(15), ProductRule(lambda h: 0.9, 0.5)):
+        for rule in (FixedLength(1), FixedLength(4), FixedLength(15)):
             lossless = LosslessModel(gearbox, rule)
             ours = list(generate_step(PROMPT[0], lossless, max_tokens=40))
             for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):

@@ -26,6 +26,7 @@ from gearbx_mlx import (
     entropy_bits,
     stream_generate,
 )
+from gearbx_mlx.cli.resolved import FLAGS, settings_of_mode
 from gearbx_mlx.decoding import modes
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.loading import DEMO_MODEL, load
@@ -38,6 +39,10 @@ SAMPLED = ("--temp", 0.9, "--seed", 5)
 class TestRegistry:
     def test_every_mode_has_the_name_that_it_is_registered_under(self):
         assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
+
+    def test_every_flag_of_a_mode_is_a_setting_of_one(self):
+        settings = {name for mode in modes.MODES for name in settings_of_mode(mode)}
+        assert not {*FLAGS} - settings
 
     def test_a_further_mode_is_a_class_and_a_line(self, demo, geared_demo, monkeypatch):
         monkeypatch.setitem(modes.MODES, "first", f"{__name__}:First")
@@ -99,14 +104,13 @@ class TestWithoutAMode:
         ("flags", "mode", "by"),
         [
             ((), "lossless", None),
-            (("--cost", "bytes"), "lossless", None),
             (("--gears", "16"), "static", None),
             (("--gear", "low"), "static", "--gear"),
             (("--draft-model", DEMO_MODEL), "static", "--draft-model"),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--hysteresis", "0.5"), "route", "--hysteresis"),
             (("--target-tps", "1"), "route", "--target-tps"),
-            (("--telemetry-only",), "telemetry-only", None),
+            (("--mode", "telemetry-only"), "telemetry-only", None),
         ],
         ids=str,
     )
@@ -130,9 +134,9 @@ class TestWithoutAMode:
         observed, _ = load()
         assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
 
-    def test_a_batch_drafts_too(self, fresh_demo):
+    def test_a_batch_is_the_top_gears(self, fresh_demo):
         written = batch_generate(fresh_demo.model, fresh_demo.tokenizer, [TALE, "The cat"], max_tokens=12)
-        assert any(response.source == "draft" for trace in written.traces for response in trace)
+        assert {response.gear for trace in written.traces for response in trace} == {"high"}
 
     def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
         convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")

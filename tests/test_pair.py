@@ -370,7 +370,6 @@ class TestGenerate:
             (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
             (["--small-model", "S", "--gears", "4,8"], ["--gears is for one model"]),
             (["--small-model", "S", "--draft-model", "D"], ["--draft-model is for one model"]),
-            (["--small-model", "S", "--telemetry-only"], ["--telemetry-only is for one model"]),
             (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
             (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
             (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),

@@ -10,7 +10,6 @@ from test_bad_input import assert_refused
 
 from gearbx_mlx import (
     Gearbox,
-    GearbxError,
     GearbxWarning,
     Kickdown,
     Lossless,
@@ -21,11 +20,9 @@ from gearbx_mlx import (
     stream_generate,
 )
 from gearbx_mlx import evaluate as evaluation
-from gearbx_mlx.gears.ladder import parse_schedule
-from gearbx_mlx.routing.gates import Monitor, ScheduleGate
 
 TALE = "Once upon a time there was a king"
-LOW_TEXTS = [Static("low"), Route(schedule="low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]
+LOW_TEXTS = [Static("low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]
 
 
 def written(demo, gearbox, mode, count=12, **keywords):
@@ -92,35 +89,6 @@ class TestWhoReads:
             list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
         assert "high" not in gearbox.active_memory or gearbox.shifts <= 1
         list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))  # said once
-
-
-class TestSchedules:
-    def test_gears_by_the_place_of_a_token(self, demo, geared_demo):
-        found = written(demo, geared_demo, Route(schedule="16:5,3"))
-        assert [response.gear for response in found] == ["high"] * 5 + ["low"] * 7
-
-    def test_a_gate_chooses_for_the_token_after_the_next(self):
-        gate, monitor = ScheduleGate([2, 1, 0], [3, 4]), Monitor(64)
-        gears = [2, 2] + [gate.update(monitor.update(1.0)) for _ in range(8)]
-        assert gears == [2, 2, 2, 1, 1, 1, 1, 0, 0, 0]
-
-    def test_is_read_from_text(self):
-        assert parse_schedule("8:32, 6:64,4") == (["8", "6", "4"], [32, 64])
-        assert parse_schedule("4") == (["4"], [])
-
-    @pytest.mark.parametrize("text", ["", "8:32", "8:-1,4", "8:1.5,4", ":3,4", "8:x,4", "8,4", "8:3,"])
-    def test_what_is_none(self, text):
-        with pytest.raises(GearbxError, match="such as 8:32,6:64,4"):
-            parse_schedule(text)
-
-    @pytest.mark.parametrize("schedule", ["3:5,16", "16:5,16", "16:0,3"])
-    def test_one_that_does_not_descend_or_has_an_empty_part(self, demo, geared_demo, schedule):
-        with pytest.raises(GearbxError):
-            written(demo, geared_demo, Route(schedule=schedule))
-
-    def test_is_instead_of_thresholds(self):
-        with pytest.raises(GearbxError, match="leave thresholds"):
-            Route([1.0], schedule="16:5,3")
 
 
 class TestChat:
@@ -193,10 +161,6 @@ def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
         (["--mode", "static", "--gear", "4", "--prompt-gear", "5"], "5"),
         (["--prompt-gear", "8"], "--prompt-gear"),
         (["--mode", "lossless", "--prompt-gear", "8"], "--prompt-gear"),
-        (["--schedule", "4:3,8"], "descend"),
-        (["--schedule", "8:3"], "8:3"),
-        (["--schedule", "7:3,4"], "7"),
-        (["--mode", "static", "--schedule", "8:3,4"], "--schedule"),
     ],
 )
 def test_flags_that_cannot_be(command, flags, named):

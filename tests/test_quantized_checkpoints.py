@@ -92,7 +92,7 @@ def test_its_text_is_mlx_lms_token_for_token(command, tmp_path):
     assert [response.token for response in responses] == [response.token for response in expected]
     assert all(mx.array_equal(a.logprobs, b.logprobs).item() for a, b in zip(responses, expected))
     flags = ("-p", "Once upon a time", "--ignore-chat-template", "-m", 32, "--summary", tmp_path / "s.json")
-    flags += ("--telemetry-only",)
+    flags += ("--mode", "telemetry-only")
     done = command("generate", "--model", tmp_path / "packed", *flags)
     assert "".join(response.text for response in expected) in done.out
     summary = json.loads((tmp_path / "s.json").read_text())

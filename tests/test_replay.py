@@ -70,11 +70,6 @@ class TestReplay:
         result = recorded(geared, RoutePolicy(geared.ladder, gate, Monitor(128)), reference)
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
-    def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
-        at_once = replay.record(replay.read_at_once(geared, WINDOWS, geared.ladder.top), reference)
-        assert at_once.kl.max() < 1e-9
-        assert at_once.window.tolist() == [0] * 11 + [1] * 5
-
     def test_noise_is_small_and_leaves_the_model_as_it_was(self, geared, reference):
         with noisy(geared, seed=0):
             floor = recorded(geared, StaticPolicy(geared.ladder.top), reference)

@@ -85,7 +85,7 @@ class TestOddNames:
 
     def test_nothing_is_said_of_the_model_that_ships(self, tmp_path, command):
         done = command("convert", "--format", "exact", "--mlx-path", tmp_path / "out")
-        assert done.err.splitlines()[-1].startswith("next: ")
+        assert done.status == 0
         assert "--restore" not in done.err
 
     @pytest.mark.parametrize("shard", ["model\x07.safetensors", "model\\1.safetensors"])

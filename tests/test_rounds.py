@@ -13,7 +13,6 @@ from gearbx_mlx.routing.rounds import (
     MOST_ROWS,
     PROBED,
     REMEMBERED,
-    ROW_SHARE,
     CostRule,
     Costs,
     LearnedCosts,
@@ -140,14 +139,6 @@ class TestWhatIsLookedUp:
         learned(rounds.agreement, 1.0)
         assert rounds.looked_up(LONGEST, 1) == 1
 
-    def test_several_texts_pay_a_row_each_for_a_token_of_one(self):
-        """If rows cost as much as passes, nothing is proposed in company, though a text alone might propose."""
-        agreement = LookupAgreement()
-        learned(agreement, 1.0)
-        found = [Rounds(costs(row=0.15), texts=texts, agreement=agreement).looked_up(8, 15) for texts in (1, 4, 8)]
-        assert found[0] == found[1] == 15
-        assert found[2] == 0
-
     def test_what_is_never_right_is_not_proposed(self):
         rounds = Rounds(costs(row=0.01))
         learned(rounds.agreement, 0.0)
@@ -198,10 +189,9 @@ def spent_on(rounds, drafted, accepted, tokens=2000):
 
 
 class TestNeverMuchSlower:
-    @pytest.mark.parametrize("texts", [1, 4])
-    def test_before_any_draft_a_token_costs_what_the_top_gear_alone_costs(self, texts):
-        rounds = Rounds(costs(first=3.0), texts=texts)
-        assert rounds.with_drafts() == rounds.alone() == 3.0 / texts
+    def test_before_any_draft_a_token_costs_what_the_top_gear_alone_costs(self):
+        rounds = Rounds(costs(first=3.0))
+        assert rounds.with_drafts() == rounds.alone() == 3.0
 
     @pytest.mark.parametrize(("draft", "row"), [(1.2, 0.05), (0.9, 0.4), (0.3, 1.0)])
     @pytest.mark.parametrize("accepted", [0.0, 0.3, 0.6])
@@ -228,8 +218,8 @@ class TestNeverMuchSlower:
         assert ratio < 0.6
 
 
-def measured(seconds, draft=0.3, times=REMEMBERED + FIRST_PASSES, texts=1):
-    found = LearnedCosts(texts=texts)
+def measured(seconds, draft=0.3, times=REMEMBERED + FIRST_PASSES):
+    found = LearnedCosts()
     for _ in range(times):
         found.add_draft(draft)
         for rows, value in seconds.items():
@@ -251,11 +241,8 @@ class TestLearnedCosts:
         assert [found.verification(row) for row in rows] == [1, 1.375, 1.75, 1.75, 1.75, 2.875, 4, 4]
         assert found.draft() == 0.3
 
-    def test_of_one_text_more_rows_than_were_measured_cost_no_more_and_of_several_their_share(self):
+    def test_more_rows_than_were_measured_cost_no_more(self):
         assert measured({1: 2.0, 3: 3.0}).verification(16) == 3.0
-        found = measured({1: 2.0, 3: 3.0}, texts=4)
-        assert [found.verification(rows) for rows in (1, 2, 3)] == [2.0, 2.5, 3.0]
-        assert found.verification(5) == pytest.approx(3.0 + 2 * 4 * ROW_SHARE * 2.0)
 
     def test_are_medians_of_the_latest_passes(self):
         found = measured({1: 1.0})
@@ -313,11 +300,8 @@ class TestLearnedCosts:
             lengths.append(length)
         assert lengths[0] > 2 * lengths[1]
 
-    @pytest.mark.parametrize("texts", [1, 3])
-    def test_before_any_measurement_drafts_of_texts_end_where_half_of_them_are_likely_wrong(self, texts):
-        rule = CostRule(lambda entropy: 1.0 - entropy, LearnedCosts(texts=texts))
-        rule.begin(texts)
-        assert rule.goes_on(*[0.4] * texts)  # 0.6 for each text
-        assert not rule.goes_on(*[0.4] * texts)  # 0.36
-        rule.begin(2)
-        assert not rule.goes_on(0.4, None)  # nothing may follow the other text
+    def test_before_any_measurement_drafts_end_where_half_of_them_are_likely_wrong(self):
+        rule = CostRule(lambda entropy: 1.0 - entropy, LearnedCosts())
+        rule.begin()
+        assert rule.goes_on(0.4)  # 0.6
+        assert not rule.goes_on(0.4)  # 0.36

@@ -115,7 +115,7 @@ def test_one_gear_of_prompts_for_all_modes():
         ["--gears", "4,8,16", "--prompt-gear", "5"],
         ["--gears", "4,8,16", "--mode", "lossless", "--prompt-gear", "turbo"],
         ["--prompt-gear", "6"],
-        ["--telemetry-only", "--prompt-gear", "8"],
+        ["--mode", "telemetry-only", "--prompt-gear", "8"],
         ["--small-model", "gearbx_mlx/demo_model", "--prompt-gear", "8"],
     ],
 )

@@ -70,7 +70,7 @@ def test_an_answer_fits_its_schema(demo, geared_demo, mode, schema):
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("mode", [Lossless(draft_length=4), Lossless(lookup_tokens=15), Lossless(draft_ahead=2)])
+@pytest.mark.parametrize("mode", [Lossless(draft_length=4), Lossless(lookup_tokens=15)])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature):
     runs = []

@@ -123,9 +123,9 @@ def test_a_file_that_a_flag_names_counts_by_its_content(tmp_path):
     assert difference([one, two]) is None
     assert difference([one, two, other]).startswith("rank 2 differs from rank 0: --manifest is a file with the digest ")
     assert difference([one, flag_facts({"manifest": "none.json", "prompt": "x" * 5000})]) is not None
-    one, two, other = [mode_facts(Lossless(curve=str(name))) for name in names]
+    one, two, other = [mode_facts(Lossless(draft_length=length)) for length in (3, 3, 4)]
     assert difference([one, two]) is None
-    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: curve of mode lossless is a file with")
+    assert difference([one, two, other]).startswith("rank 2 differs from rank 0: draft_length of mode lossless is 4")
     assert difference([one, mode_facts(Static())]).startswith("rank 1 differs from rank 0: the mode is static, and")
 
 

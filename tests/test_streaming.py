@@ -8,7 +8,6 @@ import re
 import shutil
 import threading
 import time
-from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +23,6 @@ from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
 from gearbx_mlx.gears.strips import Piece, Strip, StripReader
 from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
-from gearbx_mlx.routing.acceptance import best_bound, fit_curve, replay_drafts
-from gearbx_mlx.routing.rounds import CostRule, Costs
 
 LAYERS = 6
 MODELS = {
@@ -420,36 +417,7 @@ class TestSeveral:
         assert_no_reader_is_left()
 
 
-def recorded(scale):
-    """Texts of 200 tokens: entropies, and whether gears agree, which they do for 2^(-H/4) of the tokens."""
-    draws = np.random.default_rng(0)
-    entropies = draws.exponential(scale, (100, 200))
-    agrees = draws.random(entropies.shape) < 2.0 ** -(entropies / 4)
-    return list(zip(entropies.tolist(), agrees.tolist())), fit_curve(entropies.flatten(), agrees.flatten())
-
-
 class TestWhenDraftsEnd:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("verification", [2.5, 5, 12, 30, 80])
-    @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
-    def test_the_rule_finds_the_best_bound(self, scale, verification):
-        sequences, curve = recorded(scale)
-        _, least = best_bound(sequences, curve, 1.0, verification)
-        drafting = replay_drafts(sequences, CostRule(curve, Costs(lambda: 1.0, lambda rows: verification)))
-        assert drafting.weight_bytes_per_token(1.0, verification) < 1.005 * least
-
-    @pytest.mark.slow
-    def test_drafts_get_longer_when_the_disk_gets_slower(self):
-        sequences, curve = recorded(1.0)
-        costs = SimpleNamespace(verification=3.0)
-        rule = CostRule(curve, Costs(lambda: 1.0, lambda rows: costs.verification))
-        lengths = []
-        for costs.verification in (3.0, 30.0, 3.0):
-            drafting = replay_drafts(sequences, rule)
-            lengths.append(drafting.drafted / drafting.verifications)
-        assert lengths[1] > 1.8 * lengths[0]
-        assert lengths[2] == pytest.approx(lengths[0], rel=0.05)
-
     @pytest.mark.slow
     def test_measured_speeds_decide(self, checkpoint):
         path, drafted = checkpoint(), []

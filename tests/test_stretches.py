@@ -123,20 +123,6 @@ def test_a_text_that_drafts_badly_does_not_decide_about_the_next_one():
     assert sorted(found)[int(0.95 * len(found))] < 1.12
 
 
-def test_texts_that_share_their_passes_begin_with_the_top_gear_alone_and_try_rounds_for_less_long():
-    """Otherwise short texts in company would mostly be trials of rounds, which seldom pay there."""
-    now, ways = [0.0], []
-    stretches = Stretches(lambda: now[0], texts=4)
-    for _ in range(48):
-        stretches.token()
-        if stretches.over:
-            stretches.turn()
-        ways.append(stretches.in_rounds)
-        now[0] += 1.5 if ways[-1] else 1.0
-    assert not any(ways[:8])
-    assert sum(ways) == TRIAL[False]  # one trial in 48 tokens, as long as one of the top gear
-
-
 def test_a_pause_in_the_first_trial_does_not_decide():
     """Otherwise rounds would wait for their next trial, and a short text would be written without them."""
     ways = with_pauses(1.0, 2.0, 10**9, 1000.0, tokens=120)  # after the first token

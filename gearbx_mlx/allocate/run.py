@@ -13,7 +13,7 @@ from ..bit_selection.precision import GearTable, fit, read_precision
 from ..bit_selection.sensitivity import calibration_windows, exact_of, single_layer_gearbox
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
-from ..cli.settings import human_bytes, next_command
+from ..cli.settings import human_bytes
 from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text
@@ -54,7 +54,6 @@ def run(settings: AllocateSettings) -> int:
             report(allocator, gear, tables[gear])
     write_text(out, structs.replace(manifest, gears=dict(sorted(tables.items()))).as_json())
     print(out)
-    note(next_command("generate", [settings.model], manifest=out, gears=wanted.gears))
     return 0
 
 

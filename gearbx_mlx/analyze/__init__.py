@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..cli.flags import ModelSettings
-from ..cli.gears import GateSettings, LadderSettings, RoutingSettings
+from ..cli.gears import LadderSettings, RoutingSettings
 from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.settings import Settings, command_settings, flag, flag_of, given, parser_of
 from ..cli.start import call, command
@@ -72,7 +72,6 @@ class AnalysisSettings(Settings):
 class AnalyzeSettings:
     model: ModelSettings
     prompt: PromptSettings
-    gate: GateSettings
     routing: RoutingSettings
     ladder: LadderSettings
     analysis: AnalysisSettings

@@ -13,8 +13,8 @@ from typing import Any
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.flags import TELEMETRY_ONLY, output_path
-from ..cli.gears import LayoutSettings, Routing, check_routing, initial_gear, routing_for
+from ..cli.flags import TELEMETRY_ONLY, ModeSettings, output_path
+from ..cli.gears import LayoutSettings, Routing, RoutingSettings, check_routing, initial_gear, routing_for
 from ..cli.loaded import Geared, Loaded
 from ..cli.prompt import check_prompt, encoded, read_prompts
 from ..cli.resolved import ModeChoice, resolve_gears
@@ -170,7 +170,8 @@ class RunHere(AnalyzedRun):
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     resolved = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears))
-    choice = ModeChoice(TELEMETRY_ONLY, routing=settings.routing, gate=settings.gate, asked=True)
+    routing = {name: getattr(settings.routing, name) for name in RoutingSettings.__match_args__}
+    choice = ModeChoice(TELEMETRY_ONLY, ModeSettings(**routing), asked=True)
     loaded = Loaded.of(replace(resolved, mode=choice))
     loaded.resolved.check_mode()
     tokenizer, ladder = loaded.tokenizer, loaded.resolved.ladder
@@ -278,7 +279,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
             ladder=ladder,
             settings=settings,
             server=server,
-            routing=routing_for(settings.routing, settings.gate, ladder, size, str),
+            routing=routing_for(settings.routing, ladder, size, str),
             vocab_size=size,
             source=source,
             tally=IntervalTally.of([gear.name for gear in ladder]),

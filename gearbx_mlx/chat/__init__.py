@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, SamplingSettings, check_pair
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
 from ..cli.start import command
@@ -32,8 +32,6 @@ class ChatSettings:
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings
-    routing: RoutingSettings
-    gate: GateSettings
     mode: ModeSettings
     controller: ControllerSettings
     terminal: TerminalSettings
@@ -63,15 +61,12 @@ class ModeChange:
     """The settings that /mode may change."""
 
     mode: ModeSettings
-    routing: RoutingSettings
-    gate: GateSettings
 
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
     """A mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
     parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
-    for kind in (ModeSettings, RoutingSettings, GateSettings):
-        add_flags(parser, kind)
+    add_flags(parser, ModeSettings)
     return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))
 
 

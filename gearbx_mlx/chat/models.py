@@ -11,8 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.resolved import LOSSLESS, ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
-from ..decoding.draft_plans import drafting_gear, find_file, find_rule
+from ..cli.resolved import ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
 from ..decoding.mode import Mode, refuse_draft_model
 from ..decoding.modes import MODES
 from ..decoding.pair import PairedModel
@@ -126,21 +125,17 @@ class GearedChat:
         self._choice, self._held = choice, ""
 
     def _held_choice(self, gear: str) -> ModeChoice:
-        return replace(self._start, mode=STATIC, asked=True, gear=gear)
+        return replace(self._start, mode=STATIC, asked=True, own=replace(self._start.own, gear=gear))
 
     def _check(self, choice: ModeChoice) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
-        gearbox, ladder = self._geared.gearbox, self._geared.gearbox.ladder
+        ladder = self._geared.gearbox.ladder
         if self._observes and choice.mode != TELEMETRY_ONLY:
             raise GearbxError(f"mode '{choice.mode}' needs gears, and {self._why}")
         check_mode(choice.mode, self.modes)
         check_governing(self._settings.controller, choice.mode, None)
         if choice.mode not in (ROUTE, STATIC, TELEMETRY_ONLY):
             refuse_draft_model(choice.mode, self._keywords)
-        if choice.mode == LOSSLESS and isinstance(gearbox, Gearbox):
-            how = choice.draft_length or choice.curve
-            _, draft = find_rule(gearbox, find_file(gearbox, how) or how)
-            drafting_gear(gearbox, draft)
         check_in_ladder(choice, ladder)
         self._geared.mode("", choice)
 
@@ -154,7 +149,7 @@ class PairChat:
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
-        self._turns = turns_of(settings.routing.thresholds, settings.gate)
+        self._turns = turns_of(settings.mode.thresholds, settings.mode)
         self._pair = load_pair(settings.model, small_model)
         self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
@@ -175,7 +170,7 @@ class PairChat:
     def coming(self, message: str) -> NextAnswer:
         if self._held:
             return NextAnswer(self._pair.mode(self._turns, self._held, math.inf if self._held == NAMES[0] else 0.0))
-        return NextAnswer(self._pair.mode(self._turns, self._settings.routing.initial_gear))
+        return NextAnswer(self._pair.mode(self._turns, self._settings.mode.initial_gear))
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords

@@ -5,7 +5,7 @@ and reads its own answers beside the problems and the prose that ship. A model t
 another model wrote.
 
 A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
-planes under the names that mlx-lm gives them, the texts that were held back, and the drafting file made of these.
+planes under the names that mlx-lm gives them.
 While it is made, each block's planes are kept in a file of their own: an interrupted calibration goes on from there.
 """
 
@@ -25,8 +25,6 @@ import platformdirs
 from mlx_lm.sample_utils import make_sampler
 
 from ..conversion.calibrated_base import LONGEST, CalibratedBase, calibrate_base, steps
-from ..decoding.draft_plans import CALIBRATED
-from ..decoding.draft_trials import draft_files, record_along
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
@@ -38,11 +36,9 @@ from ..gears.ladder import DENSE
 from ..kernels.bit_planes import Planes
 from ..loading import DEMO_MODEL
 from ..ranks.place import current
-from ..routing.acceptance import DraftFile, parse_draft_file
 from .resolved import LOSSLESS, Resolved
-from .terminal import note, progress_bar, spinner
+from .terminal import note, progress_bar
 
-HELD_BACK = 4  # of so many texts one is left for the curve: along the others, the gears agree more than elsewhere
 READ = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
 VERSION = "3"
 NAMES = ("weight", "scales", "biases")
@@ -164,13 +160,11 @@ class Base:
     """A calibrated base.
 
     layers: path to the lowest gear's plane. rounded: path to reason of layers that have the nearest codes, all or some
-    of their experts. held_back: texts, as tokens, that did not calibrate it. drafting: how it drafts along these.
+    of their experts.
     """
 
     layers: dict[str, Planes]
     rounded: dict[str, str] = field(default_factory=dict)
-    held_back: list[list[int]] = field(default_factory=list)
-    drafting: DraftFile | None = None
 
 
 @dataclass(frozen=True)
@@ -223,8 +217,6 @@ class BaseKey:
         }
         about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
-        about["held_back"] = msgspec.json.encode(base.held_back).decode()
-        about["drafting"] = "" if base.drafting is None else base.drafting.text()
         with replacing_arrays(file) as place:
             mx.save_safetensors(place, arrays, about)
 
@@ -241,10 +233,8 @@ def read_base(file: Path, key: BaseKey) -> Base | None:
         for path in {name.rpartition(".")[0] for name in arrays}:
             words, scales, biases = (arrays[f"{path}.{name}"] for name in NAMES)
             layers[path] = Planes([words], scales, [biases], (bits,), group_size)
-        drafting = parse_draft_file(about["drafting"]) if about["drafting"] else None
-        held_back = msgspec.json.decode(about["held_back"], type=list[list[int]])
-        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), held_back, drafting)
-    except (RuntimeError, KeyError, ValueError, GearbxError):
+        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]))
+    except (RuntimeError, KeyError, ValueError):
         return None
 
 
@@ -266,7 +256,7 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
 
     Args:
         model: not quantized, without gears.
-        texts: tokens. Every fourth is held back.
+        texts: tokens.
         progress: a bar (`progress_bar`).
 
     Raises:
@@ -274,8 +264,6 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
     """
     layers, _ = discover(model, key.manage, key.group_size, format)
     task = progress.add_task("calibrating", total=steps(model))
-    held_back = list(texts[::HELD_BACK])
-    used = [text for i, text in enumerate(texts) if i % HELD_BACK or len(texts) < HELD_BACK]
     begun: dict[str, Planes] = {}
     for part in key.parts():
         done = read_base(part, key)
@@ -289,8 +277,8 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
             kept.update(new)
         progress.advance(task)
 
-    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(used), advance, begun)
-    base = Base(found.layers, found.rounded, held_back)
+    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(texts), advance, begun)
+    base = Base(found.layers, found.rounded)
     key.keep(base)
     return base
 
@@ -299,19 +287,6 @@ def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
     """Texts of READ tokens in all, or a little more, from everywhere in them; all of them if they have fewer."""
     share = min(1.0, READ / max(1, sum(map(len, texts))))
     return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
-
-
-def drafting_along(gearbox: Gearbox, texts: Sequence[Sequence[int]], name: str) -> DraftFile:
-    """How the lowest gear drafts for the top one.
-
-    Args:
-        texts: tokens, which did not calibrate it.
-        name: of the model.
-    """
-    top, low = gearbox.ladder.top, gearbox.ladder[0]
-    records = [record_along(gearbox, top, low, text) for text in texts]
-    (file,) = draft_files(gearbox, top, {low: records}, name, gearbox.group_size, gearbox.format.name)
-    return file
 
 
 def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey, Base] | None:
@@ -350,13 +325,3 @@ def show_rounded(base: Base) -> None:
         paths = [path for path, why in base.rounded.items() if why == reason]
         more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
         note(f"base: {', '.join(paths[:3])}{more} rounded: {reason}")
-
-
-def draft_with(key: BaseKey, base: Base, gearbox: Gearbox, name: str) -> None:
-    """Let lossless mode draft by the curve of a base, which is made where it is not kept yet."""
-    if base.drafting is None and base.held_back and gearbox.ladder.top.dense:
-        with spinner("drafting curve"):
-            base.drafting = drafting_along(gearbox, base.held_back, name)
-        key.keep(base)
-    if base.drafting is not None:
-        CALIBRATED[gearbox] = base.drafting

@@ -2,27 +2,23 @@
 
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from ..decoding.modes import MODES
-from ..errors import GearbxError, numbers
+from ..errors import GearbxError
 from ..files.writing import check_writable
 from ..gears.ladder import (
     DTYPES,
-    SUPPORTED,
     WHOLE,
     WHOLE_LADDER,
-    WIDTHS,
     Ladder,
     check_kv_gears,
     kv_ladder,
-    parse_schedule,
 )
 from ..kernels import DEVICES, KERNELS
 from ..machine.readers import Scripted
@@ -38,7 +34,6 @@ from ..routing.pair import (
     pair_monitor,
     scaled,
 )
-from ..routing.rounds import COSTS
 from .gears import AUTO, FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
 from .settings import Settings, flag, flag_of, parse_bytes
 
@@ -53,7 +48,7 @@ class SamplingSettings(Settings):
     temp: float = flag(0.0, "Sampling temperature; 0: greedy.", least=0, most=1000)
     top_p: float = flag(1.0, "Sampling top-p.", least=0, most=1)
     min_p: float = flag(0.0, "Sampling min-p.", least=0, most=1, rare=True)
-    top_k: int = flag(0, "Sampling top-k.", least=0)
+    top_k: int = flag(0, "Sampling top-k.", least=0, rare=True)
     xtc_probability: float = flag(0.0, "Probability of XTC sampling.", least=0, most=1, rare=True)
     xtc_threshold: float = flag(0.1, "Threshold for XTC sampling.", least=0, most=0.5, rare=True)
     min_tokens_to_keep: int = flag(1, "Tokens to keep for min-p sampling.", least=1, rare=True)
@@ -68,7 +63,7 @@ class SamplingSettings(Settings):
 class CacheSettings(Settings):
     title: ClassVar[str] = "KV cache and drafts"
 
-    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", least=1)
+    max_kv_size: int | None = flag(None, "Set the maximum key-value cache size", least=1, rare=True)
     prefill_step_size: int = flag(2048, "Prompt tokens processed at a time.", least=1, rare=True)
     kv_bits: int | None = flag(
         None, "Bits for KV cache quantization. Default: none", choices=(2, 3, 4, 5, 6, 8), rare=True
@@ -176,6 +171,7 @@ def batch_policy_flag() -> Any:
         "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
         "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
         named=True,
+        rare=True,
     )
 
 
@@ -184,21 +180,9 @@ CAP_BITS = (4, 5, 6, 8)
 SLOWEST = 0.001  # tokens per second
 
 
-def parse_widths(text: str) -> tuple[int, ...]:
-    """--cap-bits as numbers. Raises GearbxError for bits that no layer can be stored at."""
-    widths = numbers("--cap-bits", text, int, "5,6")
-    unknown = [bits for bits in widths if bits not in WIDTHS]
-    if unknown:
-        raise GearbxError(f"--cap-bits has {unknown[0]}; choose from {SUPPORTED}")
-    return widths
-
-
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """What the controller aims at and watches; it runs if any of the first four is set.
-
-    target_tps: tokens per second. machine: a file that plays the machine's state.
-    """
+    """What the controller aims at and watches; it runs if any of them is set."""
 
     title: ClassVar[str] = "controller"
 
@@ -208,12 +192,12 @@ class ControllerSettings(Settings):
         "machine's heat, battery and memory too.",
         metavar="N",
     )
-    watch_machine: bool = flag(False, "Cap by heat, battery and memory, at any speed.", rare=True)
-    machine: str | None = flag(
+    watch_machine: str | None = flag(
         None,
-        "Play the machine's state from a file (docs/machine.md) instead of reading it.",
+        "Cap by heat, battery and memory, at any speed; with FILE by a state that the file plays (docs/machine.md).",
         metavar="FILE",
-        named=True,
+        nargs="?",
+        const="",
         rare=True,
     )
     max_memory: str | None = flag(
@@ -221,20 +205,11 @@ class ControllerSettings(Settings):
         "Keep this process below so much memory, such as 3GB: layers are capped when it is near, the least sensitive "
         "first, which frees memory with --residency disk.",
         metavar="SIZE",
-    )
-    cap_bits: tuple[int, ...] | None = flag(
-        None,
-        "Bits, such as 5,6, that layers may be capped to in addition to those of the gears. Default: "
-        f"{', '.join(map(str, CAP_BITS))} in {NESTED} below the top gear, none in other formats",
-        metavar="BITS",
         rare=True,
-        parse=parse_widths,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.wanted and self.cap_bits:
-            raise GearbxError("--cap-bits goes with --target-tps or --watch-machine; give one")
         _ = self.limit  # raises now what is wrong with it
         if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
             raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
@@ -243,34 +218,24 @@ class ControllerSettings(Settings):
 
     @property
     def wanted(self) -> bool:
-        watching = self.watch_machine or self.machine is not None or self.max_memory is not None
-        return self.target_tps is not None or watching
+        return any(value is not None for value in (self.target_tps, self.watch_machine, self.max_memory))
+
+    @property
+    def machine(self) -> str | None:
+        """The file that plays the machine's state; None: this machine, if it is watched."""
+        return self.watch_machine or None
 
     @cached_property
     def limit(self) -> int | None:
         """--max-memory in bytes, read once. Raises GearbxError for what is not a size."""
         return None if self.max_memory is None else parse_bytes(self.max_memory, "--max-memory")
 
-    def widths(self, model: str | None, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
+    def widths(self, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
         """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.
 
         Args:
-            model: its name, for the error.
             stored: bits of the gears that the checkpoint holds, to which nothing can be added; None: no gears.
-
-        Raises:
-            GearbxError: --cap-bits that a geared checkpoint does not have.
         """
-        given = self.cap_bits
-        missing = [bits for bits in given or () if stored is not None and bits not in stored]
-        if missing:
-            bits = ", ".join(map(str, stored or ()))
-            raise GearbxError(
-                f"--cap-bits has {missing[0]}, and the gears of {model} have {bits} bits; choose from these, "
-                "or convert the original with more --gears"
-            )
-        if given is not None:
-            return given
         if not self.wanted or format == WHOLE:  # whose layers have the widths of its ladder alone
             return ()
         if stored is not None:
@@ -356,8 +321,8 @@ TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
 
 
 @dataclass(frozen=True)
-class ModeSettings(Settings):
-    """The mode as given (None: as files, model and small model say), and the settings of single modes."""
+class ModeSettings(RoutingSettings):
+    """The mode as given (None: as files, model and small model say), and the settings of all modes."""
 
     title: ClassVar[str] = "mode"
 
@@ -367,32 +332,16 @@ class ModeSettings(Settings):
         "same --gears, --kernels and --dtype; by default, bfloat16 weights are stored once, in format "
         f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
+        "telemetry-only: nothing shifts, and a record names the gear that route would use. "
         "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
         "else lossless",
         choices=tuple(MODES),
     )
-    telemetry_only: bool = flag(False, "Shift nothing, show the gear that would be used.", rare=True)
     gear: str | None = flag(
         None, "The gear of --mode static, which it implies: name or bits. Default: the top gear", named=True
     )
-    curve: str | None = flag(
-        None,
-        "For --mode lossless, when to stop drafting: a file from gearbx_mlx.calibrate --mode lossless, whose gears are "
-        "then the default. Default: what ships for the demo model, or a rule for any model.",
-        metavar="FILE",
-        named=True,
-        rare=True,
-    )
     draft_length: int | None = flag(
         None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N", rare=True
-    )
-    cost: str | None = flag(
-        None,
-        "For --mode lossless, what drafts are to save: time, which is measured while the text is written and kept for "
-        "the next start, or bytes of weights, as calibrated. The text is the same. Default: time; bytes where ranks "
-        "share a model",
-        choices=COSTS,
-        rare=True,
     )
     lookup_tokens: int | None = flag(
         None,
@@ -403,14 +352,6 @@ class ModeSettings(Settings):
         metavar="N",
         rare=True,
     )
-    tolerance: float | None = flag(
-        None,
-        "For --mode lossless: keep a drafted token if the top gear gives it a log-probability within NATS of its best. "
-        "More than 0 is faster and no longer lossless; the summary says what was given up. Default: 0",
-        least=0,
-        most=sys.float_info.max,
-        metavar="NATS",
-    )
     prompt_gear: str | None = flag(
         None,
         "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
@@ -418,25 +359,10 @@ class ModeSettings(Settings):
         named=True,
         rare=True,
     )
-    schedule: str | None = flag(
-        None,
-        "For --mode route, which it implies: gears by the place of a token, in the place of thresholds, such as "
-        "8:32,6:64,4: 32 tokens in 8 bits, 64 in 6, the rest in 4.",
-        named=True,
-        rare=True,
-    )
     small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.schedule is not None:
-            parse_schedule(self.schedule, "--schedule")
-        if self.telemetry_only and self.mode not in (None, TELEMETRY_ONLY):
-            raise GearbxError(f"--telemetry-only and --mode {self.mode} exclude each other; give one")
-        if self.curve is not None and self.draft_length is not None:
-            raise GearbxError("--curve and --draft-length exclude each other; give one")
-        if self.cost is not None and self.draft_length is not None:
-            raise GearbxError("--cost and --draft-length exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
         if self.small_model is not None and self.mode not in (None, PAIR):
@@ -447,7 +373,7 @@ class ModeSettings(Settings):
     @property
     def observes(self) -> bool:
         """Whether no layer may change gear."""
-        return self.telemetry_only or self.mode == TELEMETRY_ONLY
+        return self.mode == TELEMETRY_ONLY
 
 
 @dataclass(frozen=True)
@@ -488,10 +414,6 @@ class GearedSettings(Protocol):
     @property
     def floors(self) -> FloorSettings: ...
     @property
-    def routing(self) -> RoutingSettings: ...
-    @property
-    def gate(self) -> GateSettings: ...
-    @property
     def mode(self) -> ModeSettings: ...
     @property
     def controller(self) -> ControllerSettings: ...
@@ -508,7 +430,10 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     """
     if settings.mode.small_model is None:
         return
-    of_mode = {name: value for name, value in vars(settings.mode).items() if name not in ("mode", "small_model")}
+    routed = {*RoutingSettings.__match_args__, "mode", "small_model"}  # which a pair has too
+    of_mode = {
+        item.name: getattr(settings.mode, item.name) for item in fields(settings.mode) if item.name not in routed
+    }
     single = {
         "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
@@ -520,5 +445,5 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
     for setting, value in single.items():
         if value is not None and value is not False:
             raise GearbxError(f"{flag_of(setting)} is for one model; leave it out with --small-model")
-    if settings.routing.initial_gear not in (AUTO, "small", "large"):
-        raise GearbxError(f"--initial-gear {settings.routing.initial_gear}: a pair has {AUTO}, small, large")
+    if settings.mode.initial_gear not in (AUTO, "small", "large"):
+        raise GearbxError(f"--initial-gear {settings.mode.initial_gear}: a pair has {AUTO}, small, large")

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ..bit_selection.defaults import LAZY, STRICT, Floors
-from ..errors import LARGEST_SHOWN, GearbxError, about
+from ..errors import LARGEST_SHOWN, GearbxError, about, numbers
 from ..files.reading import read_as
 from ..formats import (
     CODEBOOKS,
     DEFAULT_FORMAT,
     FORMATS,
-    GROUPS,
     RECONSTRUCTED,
     CodebookOptions,
-    changed_name,
-    check_option,
     has_codebooks,
+    name_with,
     split_name,
 )
 from ..gears.ladder import (
@@ -33,6 +31,7 @@ from ..gears.ladder import (
     WHOLE_LADDER,
     Ladder,
 )
+from ..gone import gone
 from ..kernels import ACTIVATIONS, KERNELS
 from ..routing.gates import (
     DEFAULT_HYSTERESIS,
@@ -48,36 +47,40 @@ from ..routing.gates import (
 from .settings import Settings, flag, flag_of
 
 AUTO: Literal["auto"] = "auto"
+DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 Thresholds = tuple[float, ...] | Literal["auto"]
 MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
 
+def parse_floors(text: str) -> tuple[float, ...]:
+    """--auto-bits as numbers, two at most. Raises GearbxError for anything else."""
+    floors = numbers("--auto-bits", text, float, "0.98,0.93") if text else ()
+    if len(floors) > 2:
+        raise GearbxError(f"--auto-bits is {text}; give two floors at most, such as 0.98,0.93")
+    return floors
+
+
 @dataclass(frozen=True)
 class FloorSettings(Settings):
-    """Floors as given; a floor implies `auto_bits`."""
+    """Floors as given; none or one: the others by default."""
 
     title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
 
-    auto_bits: bool = flag(
-        False, "Give every layer the fewest bits that reach its floor; a gear of fewer bits has it at those.", rare=True
-    )
-    min_cos_strict: float | None = flag(
+    auto_bits: tuple[float, ...] | None = flag(
         None,
-        "Floor of attention, shared experts, dense MLPs and the head; implies --auto-bits. "
-        f"Default: XFP_MIN_COS_STRICT or {STRICT}",
-        metavar="COSINE",
-        rare=True,
-    )
-    min_cos_lazy: float | None = flag(
-        None,
-        f"Floor of routed experts; implies --auto-bits. Default: XFP_MIN_COS_LAZY or {LAZY}",
-        metavar="COSINE",
+        "Give every layer the fewest bits whose cosine reaches its floor: one for attention, shared experts, dense "
+        "MLPs and the head, and one for routed experts. A gear of fewer bits has a layer at those. "
+        f"Default: XFP_MIN_COS_STRICT or {STRICT}, XFP_MIN_COS_LAZY or {LAZY}",
+        metavar="STRICT,LAZY",
+        nargs="?",
+        const="",
+        parse=parse_floors,
         rare=True,
     )
 
     @property
     def wanted(self) -> bool:
-        return self.auto_bits or self.min_cos_strict is not None or self.min_cos_lazy is not None
+        return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
         """The floors for a format; None where none are asked for.
@@ -85,9 +88,9 @@ class FloorSettings(Settings):
         Raises:
             GearbxError: a floor outside (0, 1), or a format that has no codebooks.
         """
-        if not self.wanted:
+        if self.auto_bits is None:
             return None
-        floors = Floors.chosen(self.min_cos_strict, self.min_cos_lazy)
+        floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
         if not has_codebooks(format):
             raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
         return floors
@@ -98,19 +101,24 @@ if TYPE_CHECKING:
     from ..gears.manifest import Manifest
 
 
-CODEBOOK_FLAGS = {
-    "outlier_sigma": "sigma",
-    "outlier_cap": "cap",
-    "lloyd_rounds": "rounds",
-    "library_size": "library",
-    "library_group": "group",
-}
 OF_LIBRARY = ("library", "group")
 
 
-def codebook_flag(name: str, help: str) -> Any:
-    """A flag for a choice of a codebook format."""
-    return flag(None, f"{help}. Default: {getattr(CodebookOptions, name):g}", rare=True)
+def parse_format(text: str) -> str:
+    """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
+    base, choices = split_name(text)
+    if base not in FORMATS:
+        raise GearbxError(f"--format is {text}; choose from {', '.join(FORMATS)}")
+    if not choices:
+        return base
+    if base not in CODEBOOKS:
+        raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
+    with about("--format"):
+        chosen = CodebookOptions.parse(choices)
+    for name in OF_LIBRARY:
+        if base != CODEBOOKS[1] and f"{name}=" in choices:
+            raise GearbxError(f"--format is {text}, and {name} belongs to format {CODEBOOKS[1]}; give that one")
+    return name_with(base, chosen)
 
 
 @dataclass(frozen=True)
@@ -119,49 +127,22 @@ class FormatSettings(Settings):
 
     title: ClassVar[str] = "gears"
 
-    format: str | None = flag(None, f"How gears are stored. Default: {DEFAULT_FORMAT}", choices=tuple(FORMATS))
+    format: str | None = flag(
+        None,
+        f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}",
+        parse=parse_format,
+        metavar="FORMAT",
+    )
     manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
     q_group_size: int | None = flag(
         None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES, rare=True
     )
-    outlier_sigma: float | None = codebook_flag("sigma", "Codebooks: deviations beyond which a weight is an outlier")
-    outlier_cap: float | None = codebook_flag("cap", "Codebooks: largest share of outliers in a matrix")
-    lloyd_rounds: int | None = codebook_flag("rounds", "Codebooks: rounds of Lloyd's iteration")
-    library_size: int | None = codebook_flag("library", "codebook-library: codebooks of a matrix, 1 to 256")
-    library_group: int | None = codebook_flag(
-        "group", f"codebook-library: weights that share a codebook, {', '.join(map(str, GROUPS))}"
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for field, name in CODEBOOK_FLAGS.items():
-            value = getattr(self, field)
-            if value is not None:
-                check_option(name, value, flag_of(field))
-                if self.format is not None:
-                    self.named(self.format)
-
-    def named(self, format: str) -> str:
-        """The name of a format with the choices that flags make for its codebooks.
-
-        Raises:
-            GearbxError: choices for a format that does not have them.
-        """
-        chosen = {name: getattr(self, field) for field, name in CODEBOOK_FLAGS.items()}
-        chosen = {name: value for name, value in chosen.items() if value is not None}
-        for field, name in CODEBOOK_FLAGS.items():
-            fitting = CODEBOOKS[1:] if name in OF_LIBRARY else CODEBOOKS
-            if name in chosen and split_name(format)[0] not in fitting:
-                raise GearbxError(
-                    f"{flag_of(field)} is for format {' or '.join(fitting)}, and the format is {format}; "
-                    f"give --format {fitting[0]}"
-                )
-        return changed_name(format, chosen)
 
     @property
     def chosen_format(self) -> str:
-        """The format as flags say, with the choices for its codebooks, else the default."""
-        return self.named(self.format or DEFAULT_FORMAT)
+        """The format as flags say, else the default."""
+        return self.format or DEFAULT_FORMAT
 
     def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
         """Format, manage and group size: those of `source`, which flags may repeat and not change, else the defaults.
@@ -178,8 +159,6 @@ class FormatSettings(Settings):
             field = "q_group_size" if key == "group_size" else key
             there = default if source is None else getattr(source, key)
             wanted = getattr(self, field)
-            if key == "format":
-                wanted = self.named(self.format or str(there))
             if source is not None and wanted not in (None, there):
                 name = flag_of(field)
                 raise GearbxError(f"{name} is {wanted}, and {why} {there}; leave out {name}")
@@ -228,8 +207,10 @@ class GearFlags(Settings):
         "auto",
         "MLX's own, or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of layer "
         "the fastest, measured once on this machine, except for the original weights alone (--gears 16), which stay "
-        "mlx-lm bit for bit; measure: measures again, with a table.",
-        choices=KERNELS,
+        f"mlx-lm bit for bit; measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that are "
+        "unpacked once after a shift and kept, for formats without packed weights of MLX "
+        f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights.",
+        choices=(*KERNELS, DEQUANT_CACHE),
         rare=True,
     )
     activations: str = flag(
@@ -257,19 +238,10 @@ class GearFlags(Settings):
         metavar="TEXT",
     )
 
-    dequant_cache: bool = flag(
-        False,
-        "Unpack a gear's weights once after a shift, keep them, and let MLX multiply: for formats without packed "
-        f"weights of MLX ({', '.join(RECONSTRUCTED)}). It costs the memory of dense weights.",
-        rare=True,
-    )
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.calibrate_base is not None and self.other_codes:
             raise GearbxError("--calibrate-base chooses codes; leave it out, or leave out --manifest and --low-model")
-        if self.dequant_cache and self.kernels not in ("auto", "mlx"):
-            raise GearbxError(f"--dequant-cache lets MLX multiply; leave out --kernels {self.kernels}")
 
     @property
     def other_codes(self) -> bool:
@@ -279,15 +251,15 @@ class GearFlags(Settings):
     @property
     def keeps_originals(self) -> bool:
         """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
-        return self.other_codes or self.residency == "disk" or self.kernels == "mlx" or self.dequant_cache
+        return self.other_codes or self.residency == "disk" or self.kernels in ("mlx", DEQUANT_CACHE)
 
 
-def quality_ladder(format: str, by_quality: bool, default: str = DEFAULT_LADDER) -> Ladder:
+def quality_ladder(format: str, by_quality: bool) -> Ladder:
     """The default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
     if format == WHOLE:
         return Ladder.parse(WHOLE_LADDER)
     if not has_codebooks(format):
-        return Ladder.parse(default)
+        return Ladder.parse(DEFAULT_LADDER)
     return Ladder((2, 16) if by_quality else (4, 16))
 
 
@@ -312,7 +284,8 @@ class GateSettings(Settings):
 
     def filled(self, file: ThresholdFile | None = None) -> "GateValues":
         """Every setting: as given, else as calibrated, else by default."""
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        own = {name: getattr(self, name) for name in GateValues.__match_args__}
+        given = {name: value for name, value in own.items() if value is not None}
         calibrated = GateValues() if file is None else GateValues(file.window, file.hysteresis, file.min_gear_duration)
         return replace(calibrated, **given)
 
@@ -334,8 +307,8 @@ class Routing(GateValues):
 
 
 @dataclass(frozen=True)
-class RoutingSettings(Settings):
-    """Thresholds as given (a file, or bits with commas between; None: the paper's), and the gear to begin in."""
+class RoutingSettings(GateSettings):
+    """Thresholds as given (a file, or bits with commas between; None: the paper's), their gate, and the first gear."""
 
     title: ClassVar[str] = "routing"
 
@@ -371,6 +344,9 @@ def read_thresholds(text: str | None) -> ThresholdFile | Thresholds | None:
 def parse_gate(text: str) -> ThresholdFile:
     """A thresholds file from its text. Raises GearbxError for gate settings that no gate can have, too."""
     content = parse_thresholds(text)
+    said = gone(f"a file for mode '{content.mode}'")
+    if said is not None:
+        raise GearbxError(said)
     GateSettings(content.window, content.hysteresis, content.min_gear_duration)
     return content
 
@@ -385,9 +361,7 @@ def check_routing(settings: RoutingSettings, ladder: Ladder) -> None:
             ladder.find(settings.initial_gear)
 
 
-def routing_for(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
-) -> Routing:
+def routing_for(settings: RoutingSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]) -> Routing:
     """The routing of a model.
 
     Args:
@@ -407,19 +381,19 @@ def routing_for(
             thresholds = fitting(source, [gear.bits for gear in ladder], vocab_size, fingerprint())
         except GearbxError as error:
             raise GearbxError(f"{settings.thresholds}: {error}; {MAKE_THRESHOLDS}") from error
-        return Routing(**vars(gate.filled(source)), thresholds=thresholds)
+        return Routing(**vars(settings.filled(source)), thresholds=thresholds)
     thresholds = default_thresholds(len(ladder), vocab_size) if source is None else source
     check_thresholds(thresholds, len(ladder))
-    return Routing(**vars(gate.filled()), thresholds=thresholds)
+    return Routing(**vars(settings.filled()), thresholds=thresholds)
 
 
 def route_fields(
-    settings: RoutingSettings, gate: GateSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
+    settings: RoutingSettings, ladder: Ladder, vocab_size: int, fingerprint: Callable[[], str]
 ) -> dict[str, Any]:
     """The routing of mode route, which can find its thresholds on a prompt. Raises GearbxError as `routing_for`."""
     if settings.source == AUTO:
-        return vars(gate.filled()) | {"thresholds": AUTO}
-    return vars(routing_for(settings, gate, ladder, vocab_size, fingerprint))
+        return vars(settings.filled()) | {"thresholds": AUTO}
+    return vars(routing_for(settings, ladder, vocab_size, fingerprint))
 
 
 def initial_gear(settings: RoutingSettings, ladder: Ladder, prompt: str) -> str:

@@ -42,7 +42,7 @@ from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
-from .bases import Base, draft_with, find_base
+from .bases import Base, find_base
 from .flags import (
     TELEMETRY_ONLY,
     CacheSettings,
@@ -52,8 +52,8 @@ from .flags import (
     Turns,
     check_sampling,
 )
-from .gears import LayoutSettings, initial_gear, route_fields, routing_for
-from .resolved import OF_ONE_MODE, ROUTE, ModeChoice, Resolved, settings_of_mode
+from .gears import DEQUANT_CACHE, LayoutSettings, initial_gear, route_fields, routing_for
+from .resolved import ROUTE, ModeChoice, Resolved, settings_of_mode
 from .settings import human_bytes
 from .tables import kernels_table
 from .terminal import messages, note, progress_bar, show_compiling, show_encoding, spinner
@@ -104,9 +104,9 @@ class Loaded:
         if resolved.drafts_best and takes_whole(resolved, self.model):
             resolved = layout_of_drafts(resolved, self.model)
         found = find_base(resolved, self.model, self.tokenizer)
+        if found is not None:
+            resolved = replace(resolved, why=f"{resolved.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(resolved, self.model, None if found is None else found[1])
-        if found is not None and isinstance(gearbox, Gearbox):
-            draft_with(*found, gearbox, self.name)
         if isinstance(gearbox, Observer) and not resolved.observes:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
@@ -116,7 +116,7 @@ class Loaded:
             note(f"{self.name} changes no gear in mode {TELEMETRY_ONLY}; other modes use its {self.codes}")
         elif self.codes:
             note(f"{self.name} is quantized to {self.codes}")
-        return Geared(self, gearbox)
+        return Geared(replace(self, resolved=resolved), gearbox)
 
     def check_gears(self) -> None:
         """Raises GearbxError for a quantized model whose codes have one gear."""
@@ -142,6 +142,14 @@ class Geared:
     def mode(self, prompt: str, choice: ModeChoice | None = None) -> Mode:
         """The mode for a prompt, as typed; `choice` replaces that of the flags. Raises GearbxError as make_mode."""
         return make_mode(choice or self.loaded.resolved.mode, self.gearbox, prompt)
+
+    def why(self) -> str:
+        """Return which gears, format and kernels run, and what decided about them, in one sentence."""
+        resolved, gearbox = self.loaded.resolved, self.gearbox
+        if not isinstance(gearbox, Gearbox):
+            return f"gears {gearbox.ladder} are only named: no layer changes gear"
+        kernels = "native kernels" if gearbox.kernels.native else f"MLX's kernels ({gearbox.kernels.reason})"
+        return f"gears {gearbox.ladder} in format {gearbox.format.name}, {kernels}: {resolved.why}"
 
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | None]:
@@ -183,14 +191,14 @@ def in_own_codes(resolved: Resolved, codes: OwnCodes) -> Resolved:
     given = {
         "--manifest": resolved.manifest,
         "the floors": resolved.floors,
-        "--dequant-cache": resolved.dequant_cache,
+        f"--kernels {DEQUANT_CACHE}": resolved.kernels == DEQUANT_CACHE,
         "--low-model": resolved.low_model,
         f"--residency {resolved.residency}": resolved.residency != "resident",
     }
     with about(model_name(resolved.model.model)):
         ladder = ladder_of_codes(codes, resolved.asked, given)
-        drafts_best = resolved.drafts_best and resolved.mode.draft_length is None and not resolved.mode.changes
-        found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder)
+        drafts_best = resolved.drafts_best and resolved.mode.own.draft_length is None and not resolved.mode.changes
+        found = replace(resolved, ladder=codes.drafting() if drafts_best else ladder, why="the checkpoint's own codes")
         found.check_mode()
     return found
 
@@ -205,7 +213,7 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
         GearbxError: one of them, another format or group size, or gears that the codes do not have.
     """
     refused = {
-        "--format": asked.format not in (None, DEFAULT_FORMAT),  # planes, which a drafting file asks for
+        "--format": asked.format not in (None, DEFAULT_FORMAT),
         "--q-group-size": asked.q_group_size not in (None, codes.group_size),
         **given,
     }
@@ -233,11 +241,14 @@ def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     """
     whole, weights = resolved.in_whole_weights(), sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole.ladder[0].bits // DENSE
-    if device() == METAL or (device() == CPU and ROOM * beside > available_memory()):
-        return whole
+    short = device() == CPU and ROOM * beside > available_memory()
+    if device() == METAL or short:
+        reason = "memory is short" if short else "this GPU waits for memory"
+        return replace(whole, why=f"one exact copy of the weights with its draft inside, since {reason}")
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
-    note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
-    return replace(resolved, ladder=whole.ladder)
+    if resolved.model.model is not None:  # else next to nothing
+        note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
+    return replace(resolved, ladder=whole.ladder, why="a draft beside the weights as they are, which is fastest here")
 
 
 def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
@@ -270,7 +281,7 @@ def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None)
         residency=resolved.residency,
         checkpoint=find(resolved.model.model or DEMO_MODEL) if resolved.residency == "disk" else None,
         dtype=dtype,
-        kernels="mlx" if resolved.dequant_cache else resolved.kernels,
+        kernels="mlx" if resolved.kernels == DEQUANT_CACHE else resolved.kernels,
         activations=resolved.activations,
         base=None if base is None else base.layers,
         **layers,
@@ -352,15 +363,15 @@ def make_mode(choice: ModeChoice, gearbox: Gearbox | Observer, prompt: str) -> M
     """
     kind = mode_class(choice.of(isinstance(gearbox, Observer)).mode)
     has, ladder = settings_of_mode(kind.name), gearbox.ladder
-    given = {name: getattr(choice, name) for name in OF_ONE_MODE}
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    values["window"] = choice.gate.filled().window
-    if choice.schedule is None and "thresholds" in has:
+    own = choice.own
+    values: dict[str, Any] = {name: value for name, value in vars(own).items() if value is not None}
+    values["window"] = own.filled().window
+    if "thresholds" in has:
         model = gearbox.model
-        settings = choice.routing, choice.gate, ladder, vocabulary(model), partial(model_fingerprint, model)
+        settings = own, ladder, vocabulary(model), partial(model_fingerprint, model)
         routed = kind.name in (ROUTE, TELEMETRY_ONLY)
         values |= route_fields(*settings) if routed else vars(routing_for(*settings))
-        values |= {"initial_gear": initial_gear(choice.routing, ladder, prompt)}
+        values |= {"initial_gear": initial_gear(own, ladder, prompt)}
     return kind(**{field: value for field, value in values.items() if field in has})
 
 
@@ -383,7 +394,7 @@ def make_watch(settings: ControllerSettings, own: Sequence[Reader], verbose: boo
     """
     if settings.machine is not None:
         return Watch([Scripted.from_file(settings.machine), *own])
-    if own and not (settings.watch_machine or settings.target_tps is not None):
+    if own and settings.watch_machine is None and settings.target_tps is None:
         return Watch(own)
     readers, absent = this_machine()
     reasons: dict[str, list[str]] = {}

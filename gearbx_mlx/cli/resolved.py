@@ -1,6 +1,5 @@
 """What a command is to run: flags, files and checkpoint brought together, once, before a weight is read."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,33 +8,29 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
-from ..decoding.draft_plans import read_draft_file, shipped
 from ..decoding.mode import SAME
 from ..decoding.modes import MODES, mode_class
 from ..errors import GearbxError, about
-from ..formats import DEFAULT_FORMAT, RECONSTRUCTED, get_format, split_name, with_cache
+from ..formats import RECONSTRUCTED, get_format, split_name, with_cache
 from ..formats.base import Format
-from ..gears.ladder import DEFAULT_LADDER, DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels.device import device_in_use
 from ..loading import DEMO_MODEL, adapter_contents, find, fingerprint, gears_of, is_packed, model_contents
-from ..routing.acceptance import DraftFile
 from ..routing.gates import ThresholdFile
-from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings
+from .flags import TELEMETRY_ONLY, ControllerSettings, GearedSettings, ModelSettings, ModeSettings
 from .gears import (
-    AUTO,
+    DEQUANT_CACHE,
     FloorSettings,
-    GateSettings,
     GearFlags,
     LayoutSettings,
-    RoutingSettings,
     check_routing,
     quality_ladder,
 )
 from .settings import flag_of
 
 ROUTE, KICKDOWN, LOSSLESS, STATIC = "route", "kickdown", "lossless", "static"
-GOVERNING = "target_tps", "watch_machine", "machine", "max_memory"  # flags of what caps gears, which route has
+GOVERNING = "target_tps", "watch_machine", "max_memory"  # flags of what caps gears, which route has
 TOP_ALONE = "draft_model", "kv_gear"  # flags that lossless does not take, and the top gear alone does
 NO_FLAGS, NO_FLOORS, UNGOVERNED = GearFlags(), FloorSettings(), ControllerSettings()
 
@@ -44,23 +39,15 @@ NO_FLAGS, NO_FLOORS, UNGOVERNED = GearFlags(), FloorSettings(), ControllerSettin
 class ModeChoice:
     """The mode, and what belongs to it, files followed.
 
-    by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether it has to be this mode;
-    else nothing shifts where a model turns out to have no gears. changes: whether later texts may have other modes.
+    own: settings as given. by: the flag that chose the mode, in the place of --mode; "" where none did. asked: whether
+    it has to be this mode; else nothing shifts where a model turns out to have no gears. changes: whether later texts
+    may have other modes.
     """
 
     mode: str = LOSSLESS
+    own: ModeSettings = field(default_factory=ModeSettings)
     by: str = ""
     asked: bool = False
-    routing: RoutingSettings = field(default_factory=RoutingSettings)
-    gate: GateSettings = field(default_factory=GateSettings)
-    gear: str | None = None
-    curve: str | None = None
-    draft_length: int | None = None
-    cost: str | None = None
-    lookup_tokens: int | None = None
-    tolerance: float | None = None
-    prompt_gear: str | None = None
-    schedule: str | None = None
     changes: bool = False
 
     def of(self, observes: bool) -> "ModeChoice":
@@ -74,9 +61,10 @@ class Resolved:
 
     saved: the gears of the checkpoint, if it is a geared one. floors: bits follow from them. precision: the manifest
     whose tables the gears have. calibrate_base: the text that chooses the lowest gear's codes ("": what ships).
-    cap_bits: further bits that layers are stored at. dequant_cache: keep what was unpacked until the gear is left.
+    cap_bits: further bits that layers are stored at.
     asked: gears, format and group size as given. drafts_best: mode lossless without any of these, so that they are
     chosen for the model: the draft of original weights (`layout_of_drafts`), and of codes (`OwnCodes.drafting`).
+    why: what decided about gears and format, in words.
     """
 
     model: ModelSettings
@@ -90,7 +78,6 @@ class Resolved:
     activations: str
     low_model: str | None
     calibrate_base: str | None
-    dequant_cache: bool
     floors: Floors | None
     manifest: str | None
     precision: PrecisionManifest | None
@@ -100,6 +87,7 @@ class Resolved:
     kv_gears: tuple[int, ...] | None = None
     mode: ModeChoice = ModeChoice(STATIC)  # what measures gears takes no base that happens to be kept
     drafts_best: bool = False
+    why: str = ""
 
     @property
     def observes(self) -> bool:
@@ -133,13 +121,11 @@ class Resolved:
 
 def check_in_ladder(mode: ModeChoice, ladder: Ladder) -> None:
     """Raises GearbxError for thresholds or gears of a mode that the ladder does not have; it names the flag."""
-    check_routing(mode.routing, ladder)
-    for name, gear in {"gear": mode.gear, "prompt_gear": mode.prompt_gear}.items():
+    check_routing(mode.own, ladder)
+    for name, gear in {"gear": mode.own.gear, "prompt_gear": mode.own.prompt_gear}.items():
         if gear is not None and (name, gear) != ("prompt_gear", SAME):
             with about(flag_of(name)):
                 ladder.find(gear)
-    if mode.schedule is not None:
-        ladder.schedule(mode.schedule, flag_of("schedule"))
 
 
 def resolve(settings: GearedSettings, mode_changes: bool = False) -> Resolved:
@@ -167,20 +153,18 @@ def resolve_gears(
     flags: GearFlags = NO_FLAGS,
     floors: FloorSettings = NO_FLOORS,
     controller: ControllerSettings = UNGOVERNED,
-    default: str = DEFAULT_LADDER,
 ) -> Resolved:
     """A model with its gears: of a geared checkpoint, else as flags and manifest say, else by default.
 
     Args:
         controller: where it caps layers, a manifest says the order; without a flag the one beside a geared checkpoint.
-        default: the ladder where neither a flag nor the checkpoint has one.
 
     Raises:
         GearbxError: a flag that differs from the checkpoint or the manifest, or floors where bits are given.
     """
     name, saved = model.model, gears_of(model.model)
     precision: PrecisionManifest | None = None
-    ladder = layout.gears
+    ladder, why = layout.gears, "the defaults" if layout.gears is None else "the gears that were asked for"
     if saved is not None:
         if floors.wanted:
             raise GearbxError(f"the gears of {name} have their bits; leave out the floors, or give the original")
@@ -192,39 +176,45 @@ def resolve_gears(
             precision = precision_beside(name, saved, flags.manifest)
         with about(name):
             ladder = saved.chosen(ladder)
-        filled = layout.filled(saved, f"the gears of {name} have")
+        filled, why = layout.filled(saved, f"the gears of {name} have"), "gears of the checkpoint"
     elif flags.manifest is not None:
         if floors.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors")
         precision = read_precision(Path(flags.manifest))
-        filled = layout.filled(precision, f"{flags.manifest} was measured with")
+        filled, why = layout.filled(precision, f"{flags.manifest} was measured with"), f"tables of {flags.manifest}"
     else:
         filled = layout.filled(None, "")
     format = filled.pop("format")
-    if flags.dequant_cache:
+    cached = flags.kernels == DEQUANT_CACHE
+    if cached:
         check_dequant_cache(None if saved is None else name, format)
-    ladder = ladder or quality_ladder(format, floors.wanted, default)
+    ladder = ladder or quality_ladder(format, floors.wanted)
     return Resolved(
         model=model,
         saved=saved,
         ladder=ladder,
-        format=with_cache(format) if flags.dequant_cache else get_format(format),
+        format=with_cache(format) if cached else get_format(format),
         **filled,
         **vars(flags),
         floors=floors.floors(format),
         precision=precision,
-        cap_bits=controller.widths(name, ladder, format, None if saved is None else saved.gears),
+        cap_bits=controller.widths(ladder, format, None if saved is None else saved.gears),
         controller=controller,
         asked=layout,
+        why=why,
     )
 
 
 def check_dequant_cache(geared: str | None, format: str) -> None:
     """Raises GearbxError for a geared checkpoint, or a format that has packed weights of MLX's own."""
     if geared is not None:
-        raise GearbxError(f"--dequant-cache: {geared} has its gears packed; leave it out, or give the original")
+        raise GearbxError(
+            f"--kernels {DEQUANT_CACHE}: {geared} has its gears packed; leave it out, or give the original"
+        )
     if split_name(format)[0] not in RECONSTRUCTED:
-        raise GearbxError(f"--dequant-cache: format {format} is multiplied packed; give --format {RECONSTRUCTED[0]}")
+        raise GearbxError(
+            f"--kernels {DEQUANT_CACHE}: format {format} is multiplied packed; give --format {RECONSTRUCTED[0]}"
+        )
 
 
 def precision_beside(model: str | None, saved: Manifest, given: str | None) -> PrecisionManifest | None:
@@ -252,31 +242,20 @@ def choose_mode(
         mode_changes: as in `resolve`.
 
     Raises:
-        GearbxError: flags that exclude each other, a flag of another mode, a file that is not a drafting file.
+        GearbxError: flags that exclude each other, a flag of another mode.
     """
-    own, routing, layout = settings.mode, settings.routing, settings.layout
-    mode, by, curve = TELEMETRY_ONLY if own.observes else own.mode, "", own.curve
-    made = calibrated(routing)
-    if isinstance(made, DraftFile):
-        if mode not in (None, LOSSLESS):
-            raise GearbxError(f"{routing.thresholds}: is for --mode lossless; leave out the other mode")
-        mode, curve = LOSSLESS, curve or routing.thresholds
-        routing = RoutingSettings(initial_gear=routing.initial_gear)
-    elif made is not None and made.mode != ROUTE:
+    own, layout = settings.mode, settings.layout
+    mode, by = TELEMETRY_ONLY if own.observes else own.mode, ""
+    made = own.source if isinstance(own.source, ThresholdFile) else None  # it may say for which mode and gears
+    if made is not None and made.mode == KICKDOWN:
         layout = replace(layout, gears=layout.gears or Ladder(made.gears))
-        if made.mode == KICKDOWN and mode is None:  # a static gear needs no mode
+        if mode is None:
             mode, by = KICKDOWN, "thresholds"
-    given = {name: getattr(own, name) for name in OF_ONE_MODE} | {"curve": curve}
-    choice = ModeChoice(mode or LOSSLESS, by, mode is not None, routing, settings.gate, changes=mode_changes, **given)
+    choice = ModeChoice(mode or LOSSLESS, own, by, mode is not None, mode_changes)
     if mode is None:
         ladder = layout.gears or (saved.ladder if saved is not None else None)
         choice = without_mode(settings, choice, whole=ladder is not None and ladder[0].dense)
-    if layout.gears is None and choice.mode == LOSSLESS and not settings.floors.wanted:
-        file = default_drafting(curve, settings)
-        if file is not None:
-            stored = file.format if saved is None and not settings.gears.other_codes else None
-            layout = replace(layout, gears=Ladder(file.gears), format=layout.format or stored)
-    check_flags(replace(choice, prompt_gear=None) if mode_changes else choice)
+    check_flags(choice.mode, given_flags(own) - {"prompt_gear"} if mode_changes else given_flags(own))
     return choice, layout
 
 
@@ -286,9 +265,9 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     Args:
         whole: the original weights are the only gear, which is mlx-lm bit for bit.
     """
-    flags, controller = given_flags(choice), settings.controller
+    flags, controller = given_flags(choice.own), settings.controller
     asked = bool(flags - settings_of_mode(TELEMETRY_ONLY))
-    governed = [name for name in GOVERNING if getattr(controller, name)]
+    governed = [name for name in GOVERNING if getattr(controller, name) is not None]
     others = flags - settings_of_mode(LOSSLESS) - {"prompt_gear"}  # which several modes have, so that it names none
     if governed or others:
         mode = ROUTE if governed or others <= settings_of_mode(ROUTE) else STATIC
@@ -297,31 +276,6 @@ def without_mode(settings: GearedSettings, choice: ModeChoice, whole: bool) -> M
     if alone or (whole and not flags):
         return replace(choice, mode=STATIC, by=min(alone, default=""), asked=asked)
     return replace(choice, asked=asked)
-
-
-def calibrated(routing: RoutingSettings) -> DraftFile | ThresholdFile | None:
-    """The file that --thresholds names, if it names one: it may say for which mode and gears it was made."""
-    if routing.thresholds in (None, AUTO):
-        return None
-    try:
-        return read_draft_file(routing.thresholds)
-    except GearbxError:
-        return routing.source if isinstance(routing.source, ThresholdFile) else None
-
-
-def default_drafting(curve: str | None, settings: GearedSettings) -> DraftFile | None:
-    """The drafting file whose gears are the default: the one given, or for the demo model the one that saves most."""
-    if curve is not None:
-        return read_draft_file(curve)
-    if settings.model.model is not None or settings.gears.manifest is not None:
-        return None
-    format = DEFAULT_FORMAT if settings.gears.keeps_originals else settings.layout.format
-    return max((file for file in shipped() if format in (None, file.format)), key=saving, default=None)
-
-
-def saving(file: DraftFile) -> float:
-    """How many times fewer bytes than the original weights are read; 0 where these are not the top gear."""
-    return (file.gears[-1] == DENSE) * file.weight_bytes_per_token_of_original / file.weight_bytes_per_token
 
 
 def check_governing(settings: ControllerSettings, mode: str, draft_model: str | None) -> None:
@@ -334,38 +288,23 @@ def check_governing(settings: ControllerSettings, mode: str, draft_model: str | 
         raise GearbxError("with --draft-model tokens come several at a time and cannot be timed; leave it out")
 
 
-def check_flags(choice: ModeChoice) -> None:
-    """Raises GearbxError for a flag that the mode does not have, or of the gate beside a schedule, which has none."""
-    has = settings_of_mode(choice.mode)
+def check_flags(mode: str, given: set[str]) -> None:
+    """Raises GearbxError for a flag that the mode does not have."""
+    has = settings_of_mode(mode)
     for name in FLAGS:
-        if name in given_flags(choice) - has:
-            modes = [mode for mode in MODES if name in settings_of_mode(mode) and mode != "pair"]
+        if name in given - has:
+            modes = [each for each in MODES if name in settings_of_mode(each) and each != "pair"]
             raise GearbxError(f"{flag_of(name)} is for --mode {' or '.join(modes)}; leave it out, or give that mode")
-    beside = [flag_of(name) for name in given_flags(choice, OF_GATE)]
-    if choice.schedule is not None and beside:
-        raise GearbxError(f"--schedule says all gears of a text; leave {' and '.join(sorted(beside))} out")
 
 
-OF_ONE_MODE = (
-    "gear",
-    "curve",
-    "draft_length",
-    "cost",
-    "lookup_tokens",
-    "tolerance",
-    "schedule",
-    "prompt_gear",
-)
-OF_GATE = ("thresholds", "initial_gear", "hysteresis", "min_gear_duration", "window")
-FLAGS = (*OF_ONE_MODE, *OF_GATE[:-1])  # every mode has a window
+EVERY_MODE = {"mode", "small_model", "window"}  # flags that say no mode
+FLAGS = tuple(item.name for item in fields(ModeSettings) if item.name not in EVERY_MODE)
 
 
-def given_flags(choice: ModeChoice, names: Sequence[str] = FLAGS) -> set[str]:
-    """Those of the fields for which a flag was given."""
-    values = {**vars(choice.routing), **vars(choice.gate), **vars(choice)}
-    if choice.routing.initial_gear == AUTO:
-        values["initial_gear"] = None
-    return {name for name in names if values[name] is not None}
+def given_flags(own: ModeSettings) -> set[str]:
+    """Flags that belong to some modes, and were given."""
+    default = ModeSettings()
+    return {name for name in FLAGS if getattr(own, name) != getattr(default, name)}
 
 
 def settings_of_mode(mode: str) -> set[str]:

@@ -10,17 +10,16 @@ import difflib
 import math
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
-from importlib import import_module
+from dataclasses import MISSING, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError, check_range
+from ..gone import gone
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -101,7 +100,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
-        self.kind = kind
+        self.command, self.kind = command, kind
         if command:
             self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
 
@@ -134,18 +133,21 @@ class FlagParser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
+        self.refuse_gone(name)
         near = nearest(name, self.flags()) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
         self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
 
-    def shares(self, item: Field) -> bool:
-        """Whether a field of another command's settings is a flag of this command too: the same name and help."""
-        return any((action.dest, action.help) == (item.name, item.metadata["help"]) for action in self._actions)
+    def refuse_gone(self, name: str) -> None:
+        """Exit with one line for a flag, or a flag with a value, that is gone."""
+        said = gone(name, self.command)
+        if said is not None:
+            self.exit(2, f"{self.prog}: error: {said}\n")
 
-    def words(self, values: Mapping[str, Any]) -> list[str]:
-        """What a user types for these values of flags, by their fields' names, in the order of `--help`."""
-        given = (action for action in self._actions if action.dest in values)
-        return [word for action in given for word in typed(action, values[action.dest])]
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices and action.option_strings:
+            self.refuse_gone(f"{action.option_strings[-1]} {value}")
+        super()._check_value(action, value)
 
     def flags(self) -> Iterator[str]:
         """The names of all flags, those of subcommands too."""
@@ -158,15 +160,6 @@ class FlagParser(argparse.ArgumentParser):
 def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
     """The name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
     return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
-
-
-def typed(action: argparse.Action, value: Any) -> list[str]:
-    """What a user types for the value of a flag."""
-    name = action.option_strings[-1]
-    if action.nargs == 0 or (action.nargs == "?" and value == action.const):
-        return [name]
-    words = [as_text(part) for part in (value if action.nargs == "+" else [value])]
-    return [f"{name}={words[0]}"] if len(words) == 1 and words[0].startswith("-") else [name, *words]
 
 
 def as_text(value: Any) -> str:
@@ -210,30 +203,6 @@ def name_as_typed(command: str) -> str:
     """`gearbx_mlx generate`, `gearbx_mlx.generate` or `python -m gearbx_mlx.generate`."""
     typed = Path(sys.argv[0]).name
     return typed if typed.startswith("gearbx") and not typed.endswith(".py") else f"python -m gearbx_mlx.{command}"
-
-
-def next_command(command: str, groups: Iterable["Settings"], **changes: object) -> str:
-    """A line that says what to do next, as a command that can be pasted: `next: gearbx_mlx generate --model out`.
-
-    It keeps each flag that was given and that the next command has too, with the same help.
-
-    Args:
-        groups: settings of this command.
-        changes: further flags by their fields' names, or other values of them; None leaves one out.
-    """
-    parser = import_module(f"gearbx_mlx.{command}").setup_arg_parser()
-    values = {
-        item.name: getattr(group, item.name)
-        for group in groups
-        for item in fields(group)
-        if getattr(group, item.name) != item.default and parser.shares(item)
-    }
-    words = parser.words({name: value for name, value in (values | changes).items() if value is not None})
-    called = name_as_typed(command)
-    if not called.startswith("python"):  # as the command that runs now was called
-        door = re.split("[ .]", called)[0]
-        called = f"{door}{called[len(door)]}{command}" if len(called) > len(door) else f"{door} {command}"
-    return f"next: {called} {shlex.join(words)}".rstrip()
 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
@@ -313,6 +282,9 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raises GearbxError for a value, or one of several, that is not among the choices."""
     for one in value if isinstance(value, list | tuple) else [value]:
         if one not in choices:
+            said = gone(f"{flag_of(name)} {one}")
+            if said is not None:
+                raise GearbxError(said)
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
@@ -335,6 +307,9 @@ def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
     known = sorted(name for members in names.values() for name in members)
     for unknown in sorted(values.keys() - known):
+        said = gone(flag_of(unknown))
+        if said is not None:
+            raise GearbxError(said)
         raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
     for name, value in values.items():
         if value == []:  # what argparse makes of --flag=--

@@ -3,12 +3,10 @@
 mlx-lm offers no such places, so these classes stand in front of methods that it keeps to itself.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 
@@ -18,8 +16,6 @@ from .versions import check_tested
 Pass = Callable[[Sequence[int]], AbstractContextManager]
 """Takes the ids of the sequences whose rows a pass computes; the pass runs inside."""
 
-Tokens = TypeVar("Tokens", bound="GearedTokens")
-
 
 class GearedTokens(GenerationBatch):
     """The sequences that have begun to write. Each has a token that is sampled, and still to be given out."""
@@ -28,7 +24,7 @@ class GearedTokens(GenerationBatch):
     logsumexp: LogSumExp | None = None
 
     @classmethod
-    def of(cls: type[Tokens], model: nn.Module, sampler: Any, begin: Pass, logsumexp: LogSumExp | None) -> Tokens:
+    def of(cls, model: nn.Module, sampler: Any, begin: Pass, logsumexp: LogSumExp | None) -> "GearedTokens":
         """One without sequences, whose log-probabilities are made with this function; with MLX's without one."""
         batch = cls.empty(model, sampler)
         batch.begin, batch.logsumexp = begin, logsumexp
@@ -37,43 +33,6 @@ class GearedTokens(GenerationBatch):
     def _step(self) -> Any:
         with self.begin(self.uids):
             return batch_step(self.logsumexp)(self)
-
-    @property
-    def coming(self) -> mx.array:
-        """The tokens that are sampled, (B,)."""
-        return self._next_tokens
-
-    def let_come(self, tokens: list[int], logprobs: list[mx.array]) -> None:
-        """Have other tokens come next, with the log-probabilities (V,) that each was chosen from."""
-        self._next_tokens, self._next_logprobs = mx.array(tokens, mx.uint32), logprobs
-
-    def room_after(self, row: int) -> int:
-        """How many tokens a sequence may have after the one that is sampled."""
-        return self.max_tokens[row] - self._num_tokens[row] - 1
-
-    def end_of(self, row: int) -> Any:
-        """What says whether a sequence has ended; a copy."""
-        return copy.copy(self._matchers[row])
-
-    def given_out(self, row: int, tokens: Sequence[int], logprobs: Sequence[mx.array]) -> list[Any]:
-        """mlx-lm's responses for tokens of a sequence, the one that is sampled and others after it, up to its end.
-
-        Args:
-            logprobs: (V,) each; the first is for the second token.
-        """
-        responses: list[Any] = []
-        for token, seen in zip(tokens, [self._next_logprobs[row], *logprobs]):
-            self._num_tokens[row] += 1
-            reason = "length" if self._num_tokens[row] >= self.max_tokens[row] else None
-            reason = "stop" if self._matchers[row].advance(token) else reason
-            responses.append(self.Response(self.uids[row], token, seen, reason, None, None))
-            if reason is not None:
-                break
-        given = [response.token for response in responses]
-        self.tokens[row] += given
-        if self.logits_processors[row]:
-            self._token_context[row].update_and_fetch(mx.array(given, mx.int32))
-        return responses
 
 
 class GearedPrompts(PromptProcessingBatch):

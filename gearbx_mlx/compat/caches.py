@@ -5,7 +5,7 @@ cache compute its state when it is first used, by another class for as long.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -44,26 +44,6 @@ def cut_window(part: RotatingKVCache, entries: int) -> None:
     part.offset -= entries
     part._idx = part.keys.shape[2]
     mx.async_eval(part.keys, part.values)  # another thread could not: what is still to be computed belongs to this one
-
-
-def drop_rows(part: BatchKVCache, dropped: Sequence[int]) -> None:
-    """As mlx-lm's `trim`, `prepare` and `finalize` one after the other, and without the padding that all have then."""
-    _, _, offset, padding, end = part.state
-    starts = padding.tolist()
-    new_end = max(end - start - count for start, count in zip(starts, dropped))
-    moves = [new_end - end + count for count in dropped]
-    if any(moves):
-        part.keys, part.values = (rolled(entries, moves) for entries in (part.keys, part.values))
-    part._idx = new_end
-    part.offset = offset - mx.array([*dropped])
-    part.left_padding = padding + mx.array(moves)
-
-
-def rolled(entries: mx.array, moves: Sequence[int]) -> mx.array:
-    """(B, H, N, D) with every row moved to the right by its own number of entries. What leaves at one end enters at the
-    other: it is padding."""
-    rows = [entries[i : i + 1] for i in range(len(moves))]
-    return mx.concatenate([mx.roll(row, move, 2) if move else row for row, move in zip(rows, moves)])
 
 
 SETTLE = "settle"  # attribute of such a cache: what computes its state

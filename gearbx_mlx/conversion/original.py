@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
-from ..decoding.draft_plans import DRAFTING
 from ..errors import GearbxError
 from ..files.reading import LARGEST_JSON, shown, unreadable
 from ..files.writing import PART
@@ -38,6 +37,7 @@ from .views import find
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
+DRAFTING = "drafting.json"  # which earlier versions wrote
 OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, JOURNAL, REPORT, PRECISION, DRAFTING, CARD}
 
 

@@ -188,7 +188,6 @@ class ConvertSettings:
             )
         if self.conversion.calibrate is not None:
             raise GearbxError("--manifest has measured the nearest codes; leave out --calibrate")
-        self.layout.named(self.layout.format or "affine")  # which has no choices
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
 
@@ -217,7 +216,7 @@ class ConvertSettings:
         if not has_codebooks(format):
             raise GearbxError(f"a budget is met by codebooks, and the format is {format}; give --format codebook")
         if self.floors.wanted:
-            raise GearbxError("a budget finds the floors; leave out --auto-bits and --min-cos-strict, --min-cos-lazy")
+            raise GearbxError("a budget finds the floors; leave out --auto-bits")
         return self.budget
 
 
@@ -239,8 +238,8 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
         mlx_path: the directory to write.
         keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
             dtype, device, calibrate (a file of text; "": what ships), embeddings, revision, trust_remote_code,
-            upload_repo, manifest, auto_bits, min_cos_strict,
-            min_cos_lazy, memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
+            upload_repo, manifest, auto_bits,
+            memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
             written instead.
 
     Raises:

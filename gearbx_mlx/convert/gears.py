@@ -1,6 +1,5 @@
 """The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.bases import Base, answered, drafting_along, key_of, make_base, show_rounded, text_of
+from ..cli.bases import Base, answered, key_of, make_base, show_rounded, text_of
 from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
@@ -31,14 +30,12 @@ from ..conversion.original import (
     weights_in,
     write_config,
 )
-from ..decoding.draft_plans import DRAFTING
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.reading import unreadable
 from ..files.writing import write_text
 from ..formats import CODES, get_format
 from ..gears.activations import DTYPES
-from ..gears.gearbox import Gearbox
 from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
@@ -91,8 +88,6 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     write_config(source, work, converter.quantization())
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
-    if base is not None:
-        write_drafting(work, base.held_back, origin, trusted)
     write_card(converter, manifest, work, origin, files.size if files else None)
     (work / JOURNAL).unlink()
 
@@ -141,17 +136,6 @@ def calibrated(
             base = make_base(model, key, format, texts, progress)
         show_rounded(base)
     return key.text, base
-
-
-def write_drafting(work: Path, texts: Sequence[list[int]], origin: Provenance, trusted: bool) -> None:
-    """Write how the lowest gear drafts for the original weights, if the checkpoint has them."""
-    model, _ = load(work, trust_remote_code=trusted)
-    gearbox = Gearbox(model)
-    if len(gearbox.ladder) > 1 and gearbox.ladder.top.dense:
-        with messages.status("drafting curve"):
-            made = drafting_along(gearbox, texts, origin.name)
-        write_text(work / DRAFTING, made.text())
-        note(f"the lowest gear chooses the top gear's token in {made.agreement_overall:.1%} of {made.tokens}")
 
 
 def open_original(source: Path) -> OriginalFiles:

@@ -12,7 +12,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
-from ..cli.settings import human_bytes, next_command
+from ..cli.settings import human_bytes
 from ..cli.terminal import counting, messages, note
 from ..conversion.journal import is_begun
 from ..conversion.model_card import AFFINE, CARD, Provenance, provenance, table_card, write_table
@@ -91,8 +91,6 @@ def run(settings: ConvertSettings) -> int:
         return 0
     out = uploaded_checkpoint(settings)
     print(out)
-    if settings.conversion.restore is None:
-        note(next_command("generate", [settings.conversion], model=out))
     return 0
 
 

@@ -47,8 +47,7 @@ class SeenRow:
     """One row of a pass, and the gear that its sequence wanted then.
 
     step: how the pass came about. texts: that shared it. entropies: reads those of the pass, bits; it waits until they
-    are computed. near_tie: rounding may have decided the row's token. given_up: nats, where a draft stands for the top
-    gear's choice.
+    are computed.
     """
 
     step: Step
@@ -56,8 +55,6 @@ class SeenRow:
     entropies: Callable[[], np.ndarray]
     row: int
     wish: Gear
-    near_tie: bool = False
-    given_up: float = 0.0
 
     @property
     def entropy(self) -> float:
@@ -270,8 +267,6 @@ class BatchGenerator(StagedGenerator):
         responses, forecasts = [], []
         failed: set[int] = set()
         for token in tokens:
-            if token.uid in failed:  # mode lossless makes several tokens of a sequence
-                continue
             each = self.sequences[token.uid]
             seen = each.rows.popleft()
             reading = each.monitor.update(seen.entropy)
@@ -296,7 +291,7 @@ class BatchGenerator(StagedGenerator):
             check_finite(token.logprobs, seen.entropy, self.gearbox, step.gear)
         except GearbxError as not_finite:
             error = each.chooser.error or not_finite
-        shown = seen_of(step, seen.entropy, reading.mean, each.before, seen.near_tie, seen.given_up)
+        shown = seen_of(step, seen.entropy, reading.mean, each.before)
         shown |= {"weight_bytes": step.weight_bytes // together, "together": together, "wish": seen.wish.name}
         return BatchGearResponse(**vars(token), **shown, error=error)
 

@@ -1,7 +1,4 @@
-"""The engine of mode lossless: what may follow texts is proposed for all of them together, and verified in one pass.
-
-A text alone is one text, and a batch several; so both have one engine. A text alone runs in mlx-lm's loop, which
-samples one token after the other (lossless.py); a batch gives out what each text accepts (lossless_batch.py).
+"""What mode lossless proposes: tokens that may follow a text. The top gear verifies them in one pass (lossless.py).
 
 Where the last tokens of a text occurred before, the text itself may propose what follows (routing/lookup.py). Else the
 low gear drafts. Neither KV cache nor random numbers keep a trace of a draft. A token is drafted with the random numbers
@@ -42,13 +39,13 @@ from ..gears.ladder import Gear
 from ..gears.sharding import sharding_of
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import ALONE, Agreement
-from ..routing.acceptance import MOST_DRAFTED, margin_worth
+from ..routing.acceptance import MOST_DRAFTED, DraftRule, longest_draft, margin_worth
 from ..routing.lookup import Lookup
-from ..routing.rounds import JointRule, Rounds
+from ..routing.rounds import Rounds, reads_margins
 from .caches import Snapshot
 from .draft_plans import DraftPlan
 from .response import DRAFT, LOOKUP, Step
-from .sampling import GREEDY, Chooser, GumbelSampler, LogitsReader, Tolerance, sampled_rows
+from .sampling import Chooser, GumbelSampler, LogitsReader
 
 Following = Callable[[int, int], tuple[int, float, float]]
 """From a token, and its place in a draft from 0 on, to the next token, the entropy of all (bits), and its margin."""
@@ -57,7 +54,6 @@ HEAD = "lm_head"
 SEEN_TWICE = 4  # with more, hardly another token wins
 CHUNK = 256  # logits, of which the largest is found first: to sort all of a vocabulary takes ten times as long
 RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a head
-PADDING = 0  # a token that makes proposals equally long, and that is never accepted
 
 
 @dataclass
@@ -120,31 +116,24 @@ class Writer:
 
 @dataclass
 class Proposals:
-    """What may follow texts. steps: of the draft gear, which took `seconds`; discarded: those beyond its end."""
+    """What may follow a text. steps: of the draft gear, which took `seconds`; discarded: those beyond its end."""
 
-    of: Sequence[Writer]
+    writer: Writer
     steps: int = 0
     discarded: int = 0
     seconds: float = 0.0
 
-    @property
-    def width(self) -> int:
-        """Tokens of every text in the pass that verifies."""
-        return 1 + max(len(writer.tokens) for writer in self.of)
-
-    def note(self, plan: DraftPlan, tokens: Sequence[int]) -> None:
-        """Tell a plan how many tokens of each text came of these proposals, with the one that was not proposed."""
+    def note(self, plan: DraftPlan, tokens: int) -> None:
+        """Tell a plan how many tokens of text came of these proposals, with the one that was not proposed."""
         if not self.steps:
             return
-        plan.rounds.note_drafts(self.steps, sum(tokens), self.discarded)
+        plan.rounds.note_drafts(self.steps, tokens, self.discarded)
         if plan.agreement is not None:
-            for writer, count in zip(self.of, tokens):
-                plan.agreement.add(writer.margins, count - 1)
+            plan.agreement.add(self.writer.margins, tokens - 1)
 
-    def rows(self) -> list[list[int]]:
-        """The tokens of that pass, for each text its last one first."""
-        longest = self.width - 1
-        return [[w.token, *w.tokens, *[PADDING] * (longest - len(w.tokens))] for w in self.of]
+    def row(self) -> list[int]:
+        """The tokens of the pass that verifies, the last one of the text first."""
+        return [self.writer.token, *self.writer.tokens]
 
 
 @dataclass
@@ -163,7 +152,7 @@ class SecondHead:
 
 @dataclass(frozen=True)
 class Drafter:
-    """Proposes tokens, for one text or several, and says what that took.
+    """Proposes tokens of a text, and says what that took.
 
     Args:
         gear: that drafts; it may be engaged after a draft.
@@ -179,59 +168,48 @@ class Drafter:
     parts: list[PassParts] = field(default_factory=list)
     """What the gear has of it, if native drafts have some."""
 
-    def propose(
-        self, writers: Sequence[Writer], cache: Any, plan: DraftPlan, inputs: mx.array | None = None
-    ) -> Proposals:
-        """What the texts themselves propose, or else the low gear; perhaps nothing.
-
-        Args:
-            inputs: the last token of every text (B,), if there is such an array.
-        """
-        for writer in writers:
-            writer.look_up(plan.rounds)
-        if not any(writer.drafts for writer in writers) or not plan.rounds.drafts(plan.stretches.tries_rounds):
-            return Proposals(writers)
-        proposals = self.draft(writers, cache, plan.rule, MOST_DRAFTED, inputs)
+    def propose(self, writer: Writer, cache: Any, plan: DraftPlan) -> Proposals:
+        """What the text itself proposes, or else the low gear; perhaps nothing."""
+        writer.look_up(plan.rounds)
+        if not writer.drafts or not plan.rounds.drafts(plan.stretches.tries_rounds):
+            return Proposals(writer)
+        proposals = self.draft(writer, cache, plan.rule, MOST_DRAFTED)
         plan.rounds.costs.add_draft(proposals.seconds, proposals.steps)
         return proposals
 
-    def draft(
-        self, writers: Sequence[Writer], cache: Any, rule: JointRule, most: int, inputs: mx.array | None = None
-    ) -> Proposals:
-        """What the low gear writes after the texts that may go on, `most` tokens at most: one pass for each."""
-        rule.begin(len(writers))
+    def draft(self, writer: Writer, cache: Any, rule: DraftRule, most: int) -> Proposals:
+        """What the low gear writes after the text, `most` tokens at most."""
+        rule.begin()
         start = time.perf_counter()
-        native = self._native(writers, cache)
-        chooser = writers[0].chooser
-        following = None if native is None else natively(native, chooser)
-        if native is not None and following is not None:
-            with rewound([chooser]):
-                return write(writers[0], following, rule, min(most, rule.longest, native.room))
+        native = self._native(cache)
+        most = min(most, longest_draft(rule), most if native is None else native.room)
+        following = None if native is None else natively(native, writer.chooser)
+        if following is not None:
+            with rewound(writer.chooser):
+                return write(writer, following, rule, most)
         with contextlib.ExitStack() as drafting:
             if native is None:
                 self.gearbox.shift(self.gear)
                 drafting.enter_context(Snapshot(cache).borrowed())
                 drafting.enter_context(looking(self.second))
-            drafting.enter_context(rewound([writer.chooser for writer in writers]))
-            inputs = mx.array([writer.token for writer in writers], mx.uint32) if inputs is None else inputs
-            most = min(most, rule.longest, most if native is None else native.room)
+            drafting.enter_context(rewound(writer.chooser))
             # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writers, inputs, self._logits(native, cache), rule.by_margin), most)
+            steps = itertools.islice(self._steps(writer, self._logits(native, cache), reads_margins(rule)), most)
             queued = deque(itertools.islice(steps, 1 + self.ahead))
             drafted = 0
             while queued:
                 drafted += 1
-                if not self._take(writers, *queued.popleft(), rule):
+                if not self._take(writer, *queued.popleft(), rule):
                     break
                 queued.extend(itertools.islice(steps, 1))
-        return Proposals(writers, drafted, len(queued), time.perf_counter() - start)
+        return Proposals(writer, drafted, len(queued), time.perf_counter() - start)
 
-    def _native(self, writers: Sequence[Writer], cache: Any) -> NativeDraft | None:
-        """What drafts for one text in one call a token, without MLX's graph.
+    def _native(self, cache: Any) -> NativeDraft | None:
+        """What drafts in one call a token, without MLX's graph.
 
         The gear is engaged for the first draft. Its parts then run beside the gear that verifies.
         """
-        if len(writers) > 1 or self.ahead or self.agreement is not ALONE:
+        if self.ahead or self.agreement is not ALONE:
             return None
         draft = begin_draft(self.parts[0], cache) if self.parts else None
         if draft is None:
@@ -242,7 +220,7 @@ class Drafter:
         return draft
 
     def _logits(self, native: NativeDraft | None, cache: Any) -> Callable[[mx.array], mx.array]:
-        """Tokens (B,) to the logits (B, V) after them: by the model in the gear that is engaged, or natively."""
+        """A token (1,) to the logits (1, V) after it: by the model in the gear that is engaged, or natively."""
         if native is None:
             return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
         places = itertools.count()
@@ -254,62 +232,45 @@ class Drafter:
         return second_head(self.gearbox, self.gear)
 
     def _steps(
-        self, writers: Sequence[Writer], inputs: mx.array, logits_after: Callable[[mx.array], mx.array], margins: bool
+        self, writer: Writer, logits_after: Callable[[mx.array], mx.array], margins: bool
     ) -> Iterator[tuple[mx.array, mx.array, mx.array | None]]:
-        """The tokens (B,) that follow, without end, the entropies (bits) of their distributions, and perhaps margins.
+        """The tokens (1,) that follow, without end, the entropies (bits) of their distributions, and perhaps margins.
 
         The device still computes them; processors get the tokens so far as such an array too, as from mlx-lm.
         """
-        contexts = [writer.context() for writer in writers]
+        chooser, context = writer.chooser, writer.context()
+        inputs = mx.array([writer.token], mx.uint32)
         while True:
-            logits = logits_after(inputs)
-            choosers = [writer.chooser if writer.drafts else GREEDY for writer in writers]
-            if any(chooser.processors for chooser in choosers):
-                logits = mx.concatenate(
-                    [c.processed(context, logits[i : i + 1]) for i, (c, context) in enumerate(zip(choosers, contexts))]
-                )
-            logprobs = self.reader.normalized(logits)
-            sampled = sampled_rows(choosers, logprobs)
-            sampled, entropy = self.agreement.arrays(sampled, self.reader.entropy(logprobs))
+            logprobs = self.reader.normalized(chooser.processed(context, logits_after(inputs)))
+            sampled, entropy = self.agreement.arrays(chooser.sample(logprobs), self.reader.entropy(logprobs))
             margin = self.reader.margins(logprobs) if margins else None
             mx.async_eval(sampled, entropy, [] if margin is None else margin)
             yield sampled, entropy, margin
             inputs = sampled.reshape(-1)
-            contexts = [
-                None if context is None else mx.concatenate([context, inputs[i : i + 1].astype(mx.uint32)])
-                for i, context in enumerate(contexts)
-            ]
+            context = None if context is None else mx.concatenate([context, inputs.astype(mx.uint32)])
 
     @staticmethod
-    def _take(
-        writers: Sequence[Writer], sampled: mx.array, entropy: mx.array, margin: mx.array | None, rule: JointRule
-    ) -> bool:
-        """Add a step to the drafts, where it counts; returns whether another one pays."""
-        tokens, entropies = np.array(sampled).reshape(-1).tolist(), np.array(entropy).reshape(-1).tolist()
-        margins = [None] * len(writers) if margin is None else np.array(margin).reshape(-1).tolist()
-        readings = []
-        for writer, token, bits, won in zip(writers, tokens, entropies, margins):
-            if writer.chooser.error is not None:  # nothing counts from here on
-                writer.goes_on = False
-            known = won is not None and writer.chooser.greedy
-            if writer.drafts:
-                writer.draft(token, bits, won if known else None)
-            read = bits if won is None else won if known else margin_worth(bits)
-            readings.append(read if writer.drafts else None)
-        return rule.goes_on(*readings) and any(reading is not None for reading in readings)
+    def _take(writer: Writer, sampled: mx.array, entropy: mx.array, margin: mx.array | None, rule: DraftRule) -> bool:
+        """Add a step to the draft; returns whether another one pays."""
+        token, bits = np.array(sampled).item(), np.array(entropy).item()
+        won = None if margin is None else np.array(margin).item()
+        known = won is not None and writer.chooser.greedy
+        writer.draft(token, bits, won if known else None)
+        reading = bits if won is None else won if known else margin_worth(bits)
+        return rule.goes_on(reading) and writer.drafts
 
-    def steps_of(self, proposals: Proposals, text: int, noise: mx.array | None = None) -> Iterator[Step]:
-        """How each token of a text comes about that a verification may make, its own one after all proposed ones.
+    def steps_of(self, proposals: Proposals, noise: mx.array | None = None) -> Iterator[Step]:
+        """How each token comes about that a verification may make, its own one after all proposed ones.
 
-        The passes of the round, and what all texts read in them, stand with the first token. `noise` says how
-        much rounding may move a logit in the verification.
+        The passes of the round, and what was read in them, stand with the first token. `noise` says how much rounding
+        may move a logit in the verification.
         """
-        gearbox, writer, texts = self.gearbox, proposals.of[text], len(proposals.of)
+        gearbox, writer = self.gearbox, proposals.writer
         ran = {gearbox.ladder.top: 1}
-        read = gearbox.weight_bytes_per_token(gearbox.ladder.top, texts * proposals.width)
+        read = gearbox.weight_bytes_per_token(gearbox.ladder.top, len(proposals.row()))
         if proposals.steps:  # else the gear may not have been made yet, and to count its bytes takes long
             ran[self.gear] = proposals.steps + proposals.discarded
-            read += ran[self.gear] * gearbox.weight_bytes_per_token(self.gear, texts)
+            read += ran[self.gear] * gearbox.weight_bytes_per_token(self.gear)
         counted = {"drafted": len(writer.entropies), "discarded": proposals.discarded}
         counted["looked_up"] = len(writer.tokens) - len(writer.entropies)
         for place, token in enumerate([*writer.tokens, None]):
@@ -319,6 +280,14 @@ class Drafter:
             )
             of_round |= {"proposed": token, "proposer": writer.source, "drafts": self.gear}
             yield Step(gearbox.ladder.top, passes=passes, noise=noise, **of_round)
+
+
+def steps_ahead() -> int:
+    """How many steps to queue ahead: on a CPU none, since the device that waits is the one that would queue them.
+
+    On a GPU one, as mlx-lm does: it hides the wait after every token, and costs one pass of the draft gear in a draft.
+    """
+    return 0 if on_cpu() else 1
 
 
 def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
@@ -332,109 +301,25 @@ def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
     return lambda token, place: draft.sampled(token, place, sampler.temp, *kept, key=chooser.next_key())
 
 
-def write(writer: Writer, following: Following, rule: JointRule, most: int) -> Proposals:
-    """Draft for one text as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
+def write(writer: Writer, following: Following, rule: DraftRule, most: int) -> Proposals:
+    """Draft as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
     token, place, wants, start = writer.token, 0, True, time.perf_counter()
+    by_margin = reads_margins(rule)
     while wants and place < most:
         token, bits, margin = following(token, place)
         writer.draft(token, bits, margin)
-        wants = rule.goes_on((margin if rule.by_margin else bits) if writer.drafts else None) and writer.drafts
+        wants = rule.goes_on(margin if by_margin else bits) and writer.drafts
         place += 1
-    return Proposals([writer], place, seconds=time.perf_counter() - start)
+    return Proposals(writer, place, seconds=time.perf_counter() - start)
 
 
 @contextlib.contextmanager
-def rewound(choosers: Sequence[Chooser]) -> Iterator[None]:
-    """Random numbers that texts draw in the block will be drawn again after it, and its errors do not count."""
-    states = [chooser.state for chooser in choosers]
-    # Greedy texts draw nothing; to put numbers back for each of their drafts would only make MLX's graph longer.
-    draws = not all(chooser.greedy and not chooser.processors for chooser in choosers)
+def rewound(chooser: Chooser) -> Iterator[None]:
+    """Random numbers that a text draws in the block will be drawn again after it."""
+    # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
+    draws = not chooser.greedy or chooser.processors
     with same_random_numbers() if draws else contextlib.nullcontext():
-        try:
-            yield
-        finally:
-            for chooser, state in zip(choosers, states):
-                chooser.rewind(state)
-                chooser.error = None
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """The tokens that the top gear chose in a row for one text; the last of them was not proposed.
-
-    logprobs (n, V), entropies (n, bits), near_ties (n) and given_up (n, nats) belong to these tokens, n.
-    """
-
-    tokens: list[int]
-    logprobs: mx.array
-    entropies: np.ndarray
-    near_ties: np.ndarray
-    given_up: np.ndarray
-
-
-def accept(
-    logits: mx.array, proposals: Proposals, reader: LogitsReader, tolerance: Tolerance | None = None
-) -> list[Accepted]:
-    """What every text accepts; its random numbers are then those after these tokens.
-
-    Args:
-        logits: (B, S, V), of the last token of every text and of what is proposed.
-    """
-    writers = proposals.of
-    logprobs = reader.normalized(logits)
-    each = (chosen(writer, own, row, reader, tolerance) for writer, own, row in zip(writers, logits, logprobs))
-    chosen_tokens, states, processed, nats = zip(*each)
-    if any(writer.chooser.processors for writer in writers):
-        logprobs = mx.stack([*processed])
-    counts = mx.arange(logits.shape[1]) <= mx.array([len(w.tokens) for w in writers])[:, None]  # and no padding
-    noise = mx.where(counts, reader.noise(logits), 0).max(axis=-1, keepdims=True)
-    near = reader.near_ties(logprobs, noise)
-    entropies = reader.entropy(logprobs)
-    mx.eval(chosen_tokens, nats, near, entropies)
-    bits, ties = np.array(entropies), np.array(near)  # of which each token's is taken without another operation of MLX
-    done = []
-    for row, writer in enumerate(writers):
-        tokens = np.array(chosen_tokens[row]).tolist()
-        unlike = (i for i, (token, proposed) in enumerate(zip(tokens, writer.tokens)) if token != proposed)
-        count = 1 + next(unlike, len(writer.tokens))
-        writer.chooser.rewind(states[row][count - 1])
-        given_up = np.array(nats[row])[:count]
-        done.append(Accepted(tokens[:count], logprobs[row, :count], bits[row, :count], ties[row, :count], given_up))
-    return done
-
-
-def chosen(
-    writer: Writer, logits: mx.array, logprobs: mx.array, reader: LogitsReader, tolerance: Tolerance | None = None
-) -> tuple[mx.array, list[mx.array | None], mx.array, mx.array]:
-    """What a text chooses by the logits (S, V) and log-probabilities of a pass, as if it had accepted all before.
-
-    Returns:
-        tokens, which may still be computed; with processors they end at the first that was not proposed. The states of
-        its random numbers after each of them. Log-probabilities (S, V), after its processors. Nats given up with each.
-    """
-    chooser, proposals = writer.chooser, len(writer.tokens)
-    if chooser.greedy and not chooser.processors:
-        tokens, given_up = chooser.sampler(logprobs), mx.zeros(len(logprobs))
-        if tolerance is not None and proposals:
-            kept, nats = tolerance.kept(logprobs[:proposals], tokens[:proposals], mx.array(writer.tokens, tokens.dtype))
-            tokens[:proposals], given_up[:proposals] = kept, nats
-        return tokens, [None] * len(logprobs), logprobs, given_up
-    each, states, rows, context = [], [], [], writer.context()
-    for place, proposed in enumerate([*writer.tokens, None]):
-        row = slice(place, place + 1)
-        processed = chooser.processed(context, logits[row]) if chooser.processors else None
-        rows.append(logprobs[row] if processed is None else reader.normalized(processed))
-        token, nats = chooser.sample(rows[-1]), mx.zeros(1)
-        if tolerance is not None and proposed is not None:
-            token, nats = tolerance.kept(rows[-1], token, mx.array([proposed], token.dtype))
-        each.append((token, nats))
-        states.append(chooser.state)
-        if context is not None:  # so that processors see nothing beyond the first token that was not proposed
-            if token.item() != proposed:
-                break
-            context = mx.concatenate([context, mx.array([proposed], mx.uint32)])
-    tokens, given_up = (mx.concatenate(list(column)) for column in zip(*each))
-    return tokens, states, mx.concatenate([*rows, logprobs[len(rows) :]]), given_up
+        yield
 
 
 def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:

@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -25,20 +24,17 @@ from mlx_lm.sample_utils import greedy_sampler
 from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..kernels.dispatch import is_tuning
-from ..ranks.agreement import agreement_of
-from ..routing.acceptance import MOST_DRAFTED, DraftFile, DraftRule, FixedLength, default_rule
+from ..routing.acceptance import MOST_DRAFTED, USUAL_LENGTH, DraftRule, FixedLength
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup
-from ..routing.rounds import BYTES, COSTS, TIME, Rounds, joint_rule
+from ..routing.rounds import Rounds
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
-from .batches import BatchText, SharedMode
+from .batches import BatchGenerator, BatchText, SharedMode
 from .caches import gears_of
-from .draft_plans import DraftPlan, DraftPlans, bytes_of_passes, drafting_gear, find_file, find_rule
-from .draft_trials import depth_here, few_pass_times, times_here
-from .drafting import Drafter, Proposals, Writer
+from .draft_plans import DraftPlan, drafting_gear, fixed_costs, plan_of
+from .draft_trials import few_pass_times
+from .drafting import Drafter, Proposals, Writer, steps_ahead
 from .governor import Governor
-from .lossless_batch import LosslessGenerator
 from .mode import encoded, refuse_draft_model, vocabulary_of
 from .response import GearResponse, Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
@@ -77,7 +73,7 @@ class LosslessModel(ModelWrapper):
     Args:
         gearbox: of the model; of one gear, the text alone proposes tokens.
         plan: where to look up tokens, where to work in rounds, and when a draft ends. A rule stands for rounds
-            everywhere, which always draft and look nothing up; without either, it is the uncalibrated one.
+            everywhere, which always draft and look nothing up; without either, drafts are of always the same length.
         draft: the gear that drafts; the lowest if not given.
         sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
         stop_tokens: tokens after which nothing is drafted.
@@ -107,7 +103,7 @@ class LosslessModel(ModelWrapper):
         self.draft = drafting_gear(gearbox, draft)
         warn_of_other_paths(gearbox)
         if not isinstance(plan, DraftPlan):
-            plan = DraftPlan(joint_rule(plan or default_rule()), Rounds(bytes_of_passes(gearbox, self.draft), 0))
+            plan = DraftPlan(plan or FixedLength(USUAL_LENGTH), Rounds(fixed_costs(gearbox, self.draft), 0))
         self.plan, rounds = plan, plan.rounds
         self.plan.stretches.begin()  # a prompt of one token looks like any token
         self.stop_tokens = frozenset(stop_tokens)
@@ -165,7 +161,7 @@ class LosslessModel(ModelWrapper):
         """Tell the rounds what became of the last draft."""
         done, self._verified = self._verified, None
         if done is not None:
-            done.proposals.note(self.plan, [done.rows.rows])
+            done.proposals.note(self.plan, done.rows.rows)
 
     def _round(self, token: int, cache: Any) -> Verified:
         """What may follow a token, and the pass that verifies it.
@@ -178,7 +174,7 @@ class LosslessModel(ModelWrapper):
                 if self.gearbox.make(self.draft):
                     self.plan.stretches.begin()  # the time that this took belongs to no token
                 start = time.perf_counter()
-                proposals = self._drafter.propose([self._writer(token, cache)], cache, self.plan)
+                proposals = self._drafter.propose(self._writer(token, cache), cache, self.plan)
                 return self._verify(proposals, cache, start + proposals.seconds)
             except GearbxError:
                 raise
@@ -186,7 +182,7 @@ class LosslessModel(ModelWrapper):
                 self._drafting = False
                 said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
                 warnings.warn(said, GearbxWarning, stacklevel=4)
-        alone = Proposals([Writer(self._chooser, token, 0, self.stop_tokens.__contains__)])
+        alone = Proposals(Writer(self._chooser, token, 0, self.stop_tokens.__contains__))
         return self._verify(alone, cache, time.perf_counter())
 
     def _writer(self, token: int, cache: Any) -> Writer:
@@ -205,7 +201,7 @@ class LosslessModel(ModelWrapper):
 
         All that a round does beside its draft counts: `start` is when it began, and the draft took no time.
         """
-        (tokens,), costs = proposals.rows(), self.plan.rounds.costs
+        tokens, costs = proposals.row(), self.plan.rounds.costs
         wanted = costs.wants_verification(len(tokens))
         if wanted and proposals.discarded:
             begun = time.perf_counter()
@@ -216,7 +212,7 @@ class LosslessModel(ModelWrapper):
             mx.eval(rows.logits)
             costs.add_verification(len(tokens), time.perf_counter() - start)
         noise = self.reader.noise(rows.logits).max() if len(tokens) > 1 else None
-        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, 0, noise), list(cache))
+        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, noise), list(cache))
 
 
 class History:
@@ -261,27 +257,18 @@ class Lossless(SharedMode):
     """Write the top gear's text, and read fewer bytes of weights for it.
 
     Args:
-        draft: name or bits of the gear that drafts; the curve's, or the lowest, if not given.
-        curve: what `calibrate --mode lossless` wrote, a path or a DraftFile: it says when to stop drafting.
-        draft_length: a fixed number of tokens to draft.
-        rule: a DraftRule of your own. At most one of these three; without any, what ships for this model and ladder,
-            or a rule for any model.
-        cost: `time` or `bytes`: what drafts are to save, where a curve says when they end. Seconds are measured while
-            texts are written, and kept for the next start; where drafts lose, the top gear goes on without. Texts do
-            not depend on it. Without it time; bytes where ranks share the model, and with GEARBX_TUNE=0.
+        draft: name or bits of the gear that drafts; the lowest if not given.
+        draft_length: a fixed number of tokens to draft. Without it drafts are as long as saves time here, by how often
+            tokens of a margin are accepted and by the seconds of passes, both of which are learned while texts are
+            written and kept for the next start; where drafts lose, the top gear goes on without. Texts do not depend on
+            it. Where nothing may be measured (ranks that share the model, GEARBX_TUNE=0), drafts have 3 tokens.
+        rule: a DraftRule of your own, in place of a length.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
             (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
-        draft_ahead: how many steps of a draft are queued on the device beyond the one whose entropy is read, 0 to 15.
-            Those beyond the end of a draft are thrown away. Without it what is fastest here (`depth_here`), 0 on a
-            CPU. Texts do not depend on it.
-        tolerance: nats; a proposed token stays if the top gear gives it a log-probability within that of its best
-            (`sampling.Tolerance`). More than 0 is faster and no longer lossless: texts then depend on what was drafted,
-            and every response says what was given up. Without it that of the curve's file, else 0.
         window: tokens in the rolling mean that responses show.
 
     Raises:
-        GearbxError: more than one of curve, draft_length and rule; a cost with a draft_length; a cost or a number that
-            does not exist.
+        GearbxError: both a draft_length and a rule, or a number that does not exist.
     """
 
     name: ClassVar[str] = "lossless"
@@ -293,41 +280,23 @@ class Lossless(SharedMode):
         "from_draft",
         "looked_up",
         "source",
-        "given_up",
     )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
     draft: str | int | None = None
-    curve: DraftFile | str | Path | None = None
     draft_length: int | None = None
     rule: DraftRule | None = None
-    cost: str | None = None
     lookup_tokens: int | None = None
-    draft_ahead: int | None = None
-    tolerance: float | None = None
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
-        given = [name for name in ("curve", "draft_length", "rule") if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise GearbxError(f"{' and '.join(given)} exclude each other; give one")
+        if self.draft_length is not None and self.rule is not None:
+            raise GearbxError("draft_length and rule exclude each other; give one")
         if self.draft_length is not None:
             FixedLength(self.draft_length)
-        if self.cost is not None and self.cost not in COSTS:
-            raise GearbxError(f"cost is {self.cost}; choose from {', '.join(COSTS)}")
-        if self.cost is not None and self.draft_length is not None:
-            raise GearbxError("cost and draft_length exclude each other; give one")
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise GearbxError(f"tolerance is {self.tolerance}; give nats, 0 or more")
-        for name in ("lookup_tokens", "draft_ahead"):
-            most = getattr(self, name)
-            if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
-                raise GearbxError(f"{name} is {most!r}; give 0 to {MOST_DRAFTED}")
-
-    @property
-    def saves(self) -> str:
-        """What drafts are to save in one process: without `cost` time, and bytes where nothing may be measured."""
-        return self.cost or (TIME if is_tuning() else BYTES)
+        most = self.lookup_tokens
+        if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
+            raise GearbxError(f"lookup_tokens is {most!r}; give 0 to {MOST_DRAFTED}")
 
     @property
     def most_looked_up(self) -> int:
@@ -343,11 +312,10 @@ class Lossless(SharedMode):
         prompt = encoded(tokenizer, prompt)
         sampler, processors = kwargs.get("sampler"), kwargs.get("logits_processors") or ()
         has_kernel = Chooser(sampler or greedy_sampler, processors).has_kernel
-        plans, agreement = self.plans(gearbox, has_kernel), agreement_of(gearbox.model)
-        plan, gear = plans.of(1), plans.draft
+        plan, gear = self.plan(gearbox, has_kernel), drafting_gear(gearbox, self.draft)
         if plan.stretches.in_rounds:
             gearbox.make(gear)  # and not in the middle of the text
-        ahead = depth_here(gearbox, gear, plans.rule) if self.draft_ahead is None else self.draft_ahead
+        ahead = 0 if isinstance(plan.rule, FixedLength) or gear == gearbox.ladder.top else steps_ahead()
         wrapped = LosslessModel(
             gearbox,
             plan,
@@ -357,84 +325,54 @@ class Lossless(SharedMode):
             stop_tokens=tokenizer.eos_token_ids,
             prompt_tokens=len(prompt),
             max_tokens=kwargs.get("max_tokens", -1),
-            draft_ahead=agreement.numbers([ahead])[0],
+            draft_ahead=ahead,
         )
-        tolerance = plans.tolerance_for(sampler)
-        source = sampled(wrapped, tokenizer, prompt, lambda: wrapped.step, wrapped.reader, tolerance, **kwargs)
-        return keeping(plans, geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window)))
+        source = sampled(wrapped, tokenizer, prompt, lambda: wrapped.step, wrapped.reader, **kwargs)
+        return keeping(plan, geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window)))
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
-    ) -> LosslessGenerator:
-        """Like Mode's. All sequences draft in one gear, and are verified in the top one, whatever the policy."""
-        return LosslessGenerator(tokenizer, self, self.plans(gearbox), **kwargs)
+    ) -> BatchGenerator:
+        """Like Mode's. The top gear writes all texts, whatever the policy; drafts pay for one text at a time."""
+        return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own."""
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def plans(self, gearbox: Gearbox, has_kernel: bool = True) -> DraftPlans:
-        """How to draft: by the drafting file, if there is one, and what passes cost here.
+    def plan(self, gearbox: Gearbox, has_kernel: bool = True) -> DraftPlan:
+        """How to draft with a gearbox. Raises GearbxError for a gear that cannot draft.
 
         Args:
             has_kernel: whether native kernels may choose the tokens.
-
-        Raises:
-            GearbxError: a file for another model; costs in time where ranks share the model.
         """
-        how = self.rule or self.draft_length or self.curve
-        made = find_file(gearbox, how)
-        rule, draft = find_rule(gearbox, made or how)
-        gear = drafting_gear(gearbox, draft if self.draft is None else self.draft)
-        shared = agreement_of(gearbox.model).group is not None
-        if shared and self.cost == TIME:
-            raise GearbxError(
-                "cost 'time' is for one process, since clocks of ranks differ; leave it out, or give 'bytes'"
-            )
-        unit = BYTES if shared else self.saves
-        usable = made is not None and gear.bits == made.draft and unit == TIME
-        times = times_here(made.times, gearbox) if made is not None and usable else None
-        nats = (made.tolerance if made is not None else 0.0) if self.tolerance is None else self.tolerance
-        most = self.most_looked_up
-        return DraftPlans(gearbox, gear, rule, unit, most, times, few_pass_times, nats, has_kernel)
+        rule = self.rule if self.draft_length is None else FixedLength(self.draft_length)
+        gear = drafting_gear(gearbox, self.draft)
+        return plan_of(gearbox, gear, rule, self.most_looked_up, few_pass_times, has_kernel)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
-        drafts = f"drafts save {self.saves}"
+        drafts = "drafts save time"
         if self.draft_length is not None:
             drafts = f"drafts of {self.draft_length} token{'s' * (self.draft_length != 1)}"
-        ahead = f", written {self.draft_ahead} ahead" if self.draft_ahead else ""
-        kept = f"; tokens within {self.tolerance:g} nats stay" if self.tolerance else ""
-        return f"lossless: {drafts}{ahead}; lookup proposes {looked_up}{kept}"
+        return f"lossless: {drafts}; lookup proposes {looked_up}"
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
         drafts = draft_summary(tally, verifications) | {"discarded": tally.discarded}
-        certificate = {}
-        if self.tolerance or tally.not_first_choice:
-            certificate = {"not_first_choice": tally.not_first_choice, "nats_given_up": tally.given_up}
-        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties} | certificate
+        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary) + lookup_rows(summary) + certificate_rows(summary) + speed_rows(summary)
+        return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
 
 
-def keeping(plans: DraftPlans, responses: Iterator[GearResponse]) -> Iterator[GearResponse]:
+def keeping(plan: DraftPlan, responses: Iterator[GearResponse]) -> Iterator[GearResponse]:
     """The responses; when the text ends, what was learned with it is kept."""
     try:
         yield from responses
     finally:
-        plans.keep()
-
-
-def certificate_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a text with a tolerance gave up, as a line of a table."""
-    if "not_first_choice" not in summary:
-        return []
-    tokens, nats = summary["tokens"], summary["nats_given_up"]
-    figures = f"{summary['not_first_choice']} of {tokens} tokens, {nats:.3g} nats in all"
-    return [("not the top gear's", f"{figures} ({nats / max(tokens, 1):.2g} a token)")]
+        plan.keep()
 
 
 def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -49,15 +49,11 @@ class Step:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it.
-
-    given_up: log-probability (nats), where a proposed token stands in the place of the top gear's choice.
-    """
+    """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it."""
 
     entropy: mx.array
     step: Step
     near_tie: mx.array | None = None
-    given_up: mx.array | None = None
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
@@ -87,8 +83,6 @@ class Seen:
     near_tie: lossless: the two best logits are so close that rounding may have decided between them, so that a pass
         over this token alone may have chosen the other one. Always false where kernels give a row the same bits in
         any company (docs/architecture.md).
-    given_up: lossless with a tolerance: log-probability (nats) of the top gear's own choice less that of this token,
-        which a draft proposed in its place; 0 where the token is the top gear's choice.
     caught_up: pair: tokens that the model had missed and read for this one.
     kv_bytes: with `kv_gears`: bytes of keys and values that passes have read since the token before, by the bits of
         the KV cache's gear; a prompt's are not counted.
@@ -110,7 +104,6 @@ class Seen:
     looked_up: int = 0
     source: str = "model"
     near_tie: bool = False
-    given_up: float = 0.0
     caught_up: int = 0
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)
@@ -139,16 +132,13 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
 OF_STEP = ("passes", "weight_bytes", "drafted", "discarded", "looked_up", "source", "kv_bytes", "kv_caches")
 
 
-def seen_of(
-    step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool, given_up: float
-) -> dict[str, Any]:
+def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:
     """The fields of `Seen` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.
         mean: the rolling mean, bits.
         before: the gear of the token before, if there was one.
-        given_up: nats.
     """
     return {
         **{name: getattr(step, name) for name in OF_STEP},
@@ -158,5 +148,4 @@ def seen_of(
         "shifted": before is not None and step.gear != before,
         "from_draft": step.source == DRAFT,
         "near_tie": near_tie,
-        "given_up": given_up,
     }

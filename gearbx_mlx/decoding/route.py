@@ -29,7 +29,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear, parse_schedule
+from ..gears.ladder import Gear
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import (
@@ -39,7 +39,6 @@ from ..routing.gates import (
     Gate,
     Monitor,
     OneGear,
-    ScheduleGate,
     ThresholdGate,
     check_thresholds,
     default_thresholds,
@@ -117,12 +116,7 @@ class Route(InEngagedGear):
         hysteresis: bits.
         min_gear_duration: tokens.
         initial_gear: name or bits of the gear that begins the text; "auto": chosen by the prompt (GEARBX 11).
-        schedule: gears by the place of a token, in the place of thresholds, such as "8:32,6:64,4": 32 tokens in 8 bits,
-            64 in 6, and the rest in 4.
         gate: a Gate of your own, in place of thresholds, hysteresis and duration.
-
-    Raises:
-        GearbxError: what is not a schedule, or one beside thresholds or an initial gear.
     """
 
     name: ClassVar[str] = "route"
@@ -133,17 +127,6 @@ class Route(InEngagedGear):
     min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
     initial_gear: str | int = AUTO
     gate: Gate | None = None
-    schedule: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.schedule is not None:
-            parse_schedule(self.schedule)
-            waits = self.hysteresis != DEFAULT_HYSTERESIS or self.min_gear_duration != DEFAULT_MIN_GEAR_DURATION
-            if self.thresholds is not None or self.initial_gear != AUTO or self.gate is not None or waits:
-                raise GearbxError(
-                    "a schedule says all gears of a text; leave thresholds, initial gear, hysteresis, duration and "
-                    "gate out"
-                )
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gate = self.settled(gearbox, tokenizer, prompt).gate_for(gearbox)
@@ -160,9 +143,6 @@ class Route(InEngagedGear):
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
         if self.gate is not None:
             return self.gate
-        if self.schedule is not None:
-            schedule = gearbox.ladder.schedule(self.schedule)
-            return ScheduleGate([gear.index for gear in schedule.gears], schedule.tokens)
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
@@ -175,14 +155,12 @@ class Route(InEngagedGear):
         return thresholds
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """Like Mode's, of a mode whose initial gear is named, or that has a schedule."""
+        """Like Mode's, of a mode whose initial gear is named."""
         return gear_of_prompt(gearbox, self.prompt_gear, self.first_gear(gearbox)), None
 
     def first_gear(self, gearbox: Gearbox | Observer, tokenizer: Any = None, prompt: Any = "") -> Gear:
         """Raises GearbxError for a gear that the ladder does not have."""
         ladder = gearbox.ladder
-        if self.schedule is not None:
-            return ladder.schedule(self.schedule).gears[0]
         if self.initial_gear == AUTO:
             if not isinstance(prompt, str):  # special tokens have brackets that are not mathematics
                 tokens = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)

@@ -252,16 +252,6 @@ class Chooser:
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
         return not self.processors and (self.greedy or ours)
 
-    @property
-    def state(self) -> mx.array | None:
-        """The state of its own random numbers, if it has any."""
-        return None if self.random is None else self.random.state
-
-    def rewind(self, state: mx.array | None) -> None:
-        """Put its own random numbers back to a state."""
-        if self.random is not None and state is not None:
-            self.random.state = state
-
     def sample(self, logprobs: mx.array) -> mx.array:
         """A token (1,) from log-probabilities (1, V)."""
         with self._numbers():
@@ -292,39 +282,6 @@ def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
     if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
         return first(logprobs)
     return mx.concatenate([each.sample(logprobs[row : row + 1]) for row, each in enumerate(choosers)])
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """Which drafted tokens stay though the top gear chose others: the dial between lossless and fast.
-
-    Greedy: those whose log-probability in the top gear is within `nats` of its best. Sampling: typical ones (Medusa,
-    2401.10774, 2.3.1), with p > min(e, sqrt(e) 2^-H) where e = exp(-nats); Medusa's own e = 0.09 is 2.4 nats.
-    """
-
-    nats: float
-    greedy: bool
-
-    def kept(self, logprobs: mx.array, chosen: mx.array, proposed: mx.array) -> tuple[mx.array, mx.array]:
-        """The tokens that stand, and the log-probability given up with each.
-
-        Args:
-            logprobs: (N, V), of the top gear. chosen: (N,), its tokens. proposed: (N,), the drafted ones.
-
-        Returns:
-            tokens (N,), and nats (N,), float32: 0 where the token is the top gear's choice. A sampled choice may be
-            less likely than the draft, and the difference then negative.
-        """
-        logprobs = logprobs.astype(mx.float32)
-        of_chosen, of_proposed = (mx.take_along_axis(logprobs, t[:, None], -1)[:, 0] for t in (chosen, proposed))
-        if self.greedy:
-            least = logprobs.max(axis=-1) - self.nats
-        else:
-            epsilon = math.exp(-self.nats)
-            spread = math.sqrt(epsilon) * mx.exp(-math.log(2) * entropy_bits(logprobs))
-            least = mx.log(mx.minimum(epsilon, spread))
-        kept = of_proposed >= least
-        return mx.where(kept, proposed, chosen), mx.where(kept, of_chosen - of_proposed, 0.0)
 
 
 def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer, gear: Gear) -> None:
@@ -384,7 +341,6 @@ def sampled(
     prompt: Any,
     step: Callable[[], Step],
     reader: LogitsReader = MLX_READER,
-    tolerance: Tolerance | None = None,
     **kwargs: Any,
 ) -> Sampled:
     """mlx-lm's responses, and the entropy and the step of each pass, noted where its token is sampled.
@@ -412,14 +368,9 @@ def sampled(
         if latest.noise is not None:
             near_tie = reader.near_ties(logprobs, latest.noise)
             mx.async_eval(near_tie)
-        token, given_up = sampler(logprobs), None
-        if tolerance is not None and latest.proposed is not None:
-            proposed = mx.array([latest.proposed], token.dtype)
-            token, given_up = tolerance.kept(logprobs, token, proposed)
-            mx.async_eval(given_up)
-        token, entropy = agreement.arrays(token, entropy)
+        token, entropy = agreement.arrays(sampler(logprobs), entropy)
         mx.async_eval(entropy)
-        tokens.append(SampledToken(entropy, latest, near_tie, given_up))
+        tokens.append(SampledToken(entropy, latest, near_tie))
         return token
 
     responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
@@ -457,8 +408,7 @@ def geared_responses(
                 gear = gearbox.ladder[gate.update(reading)]
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
-            given_up = 0.0 if token.given_up is None else float(np.array(token.given_up).item())
-            shown = vars(response) | seen_of(step, entropy, reading.mean, before, bool(token.near_tie), given_up)
+            shown = vars(response) | seen_of(step, entropy, reading.mean, before, bool(token.near_tie))
             shown["from_draft"] |= response.from_draft
             yield GearResponse(**shown, decision=decision)
             if gear is not None:

@@ -12,13 +12,9 @@ from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, command_settings, flag, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError, numbers
-from ..gears.ladder import KV_BITS, kv_ladder, parse_schedule
+from ..gears.ladder import KV_BITS, kv_ladder
 
-SCHEDULED = "schedule", "schedule-route"
-POLICIES = (
-    *("static", "random", "route", "kickdown", "inverted", "position", *SCHEDULED, "oracle", "lossless"),
-    "lossless-fixed",
-)
+POLICIES = ("static", "random", "route", "kickdown", "inverted", "oracle", "lossless")
 WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own
 TASKS = TEXT, *WRITTEN = "text", "gsm8k", "math"  # those in which the model writes answers
 REFERENCE_DTYPES = ("float32", "float16")
@@ -40,8 +36,7 @@ class ComparisonSettings(Settings):
 
     policy: Sequence[str] | None = flag(
         None,
-        "Policies to compare; every report has static and random as well. Default: all, those that follow a schedule "
-        "where there is a --schedule",
+        "Policies to compare; every report has static and random as well. Default: all",
         choices=POLICIES,
         nargs="+",
     )
@@ -49,13 +44,6 @@ class ComparisonSettings(Settings):
         (0.25, 0.5), "Shares of tokens in the higher gear. Default: 0.25,0.5", parse=parse_shares
     )
     between: str | None = flag(None, "The two gears. Default: the lowest and the top gear", metavar="LOW,HIGH")
-    schedule: Sequence[str] = flag(
-        (),
-        "For --policy schedule and schedule-route: gears by the place of a token in its window, after the prompt, as "
-        "for generate; several are compared.",
-        metavar="8:32,6:64,4",
-        nargs="+",
-    )
     context: int | None = flag(
         None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
     )
@@ -79,13 +67,6 @@ class ComparisonSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for schedule in self.schedule:
-            parse_schedule(schedule, "--schedule")
-        following = [policy for policy in self.policy or () if policy in SCHEDULED]
-        if following and not self.schedule:
-            raise GearbxError(f"--policy {following[0]} follows a --schedule; give one, such as 8:32,4")
-        if self.schedule and self.policy and not following:
-            raise GearbxError(f"--schedule is for --policy {' and '.join(SCHEDULED)}; name one, or leave it out")
         if self.kv_gears == KV_BITS[-1:]:
             raise GearbxError("--kv-gears is 16: keys and values as they are, which all rows have; add a lower gear")
 
@@ -137,8 +118,6 @@ class EvaluateSettings:
     def __post_init__(self) -> None:
         if self.comparison.kv_gears and (self.task.small_model is not None or self.task.task in WRITTEN):
             raise GearbxError("--kv-gears are compared along a text by one model; leave out --small-model and --task")
-        if self.comparison.schedule and (self.task.small_model is not None or self.task.task in WRITTEN):
-            raise GearbxError("--schedule is followed along a text by one model; leave out --small-model and --task")
         if self.task.small_model is not None:
             if self.comparison.policy or self.comparison.between:
                 raise GearbxError("--policy and --between are for one model's gears; leave them out with --small-model")

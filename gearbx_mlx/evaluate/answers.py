@@ -37,10 +37,8 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
     loaded = Loaded.of(resolved)
     resolved, ladder = loaded.resolved, loaded.resolved.ladder  # of a quantized checkpoint its own codes'
     gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
-    thresholds = RoutingSettings(settings.task.thresholds)
-    routing = routing_for(
-        thresholds, settings.gate, ladder, vocabulary(gearbox.model), lambda: model_fingerprint(gearbox.model)
-    )
+    thresholds = RoutingSettings(**vars(settings.gate), thresholds=settings.task.thresholds)
+    routing = routing_for(thresholds, ladder, vocabulary(gearbox.model), lambda: model_fingerprint(gearbox.model))
     task = answers.TASKS[settings.task.task]
     modes = answers.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
     prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, loaded.config, examples, problems)

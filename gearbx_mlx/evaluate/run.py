@@ -9,7 +9,6 @@ from rich.cells import cell_len
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.settings import next_command
 from ..errors import GearbxError
 from ..evaluation.report import Columns, Report
 from ..files.writing import write_text
@@ -28,7 +27,6 @@ def run(settings: EvaluateSettings) -> int:
     terminal.messages.print(report_table(report.rows, report.columns, report.first, width))
     for path in (out / DATA, out / PAGE, *pictures):
         print(path)
-    terminal.note(next_step(settings, report.rows))
     return 0 if report.complete else terminal.INTERRUPTED
 
 
@@ -70,27 +68,6 @@ def draw_if_possible(report: Report, out: Path) -> list[Path]:
     for name, draw in report.pictures.items():
         draw(report.content, out / name)
     return [out / name for name in report.pictures]
-
-
-def next_step(settings: EvaluateSettings, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The next command for this model: the pair, the static gear that is enough, or lossless where none is known."""
-    asked = [settings.prompt] if settings.task.task in WRITTEN else []  # a text goes through no chat template
-    if settings.task.small_model is not None:
-        return next_command("generate", [settings.model, *asked, settings.gate, settings.task])
-    groups, gear = [settings.model, *asked, settings.layout, settings.gears, settings.floors], enough(rows)
-    if gear is None:
-        return next_command("generate", groups, mode="lossless")
-    return next_command("generate", groups, gear=gear)
-
-
-ENOUGH = 0.98  # of the tokens are the top gear's first choice
-
-
-def enough(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """Bits of the static gear that reads least and mostly prefers the tokens of the top gear; None without one."""
-    static = [row for row in rows if row.get("policy") == "static" and row.get("top1_agreement", 0) >= ENOUGH]
-    best = min(static, key=lambda row: row["weight_bytes_per_token"], default=None)
-    return None if best is None else best["name"].removeprefix("static-")
 
 
 def report_table(rows: Sequence[Mapping[str, Any]], columns: Columns, first: Iterable[str], width: int) -> Table:

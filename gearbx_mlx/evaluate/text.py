@@ -70,7 +70,6 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
         check_heads(loaded.model, comparison.kv_gears)
     context = context_for(comparison.context, loaded.config)
     prompt_tokens, prompt_gear = parse_prompt(comparison, context, resolved.ladder)
-    schedules = [resolved.ladder.schedule(schedule, "--schedule") for schedule in comparison.schedule]
     whole = windows_of(loaded.tokenizer, documents, context, comparison.tokens, data, prompt_tokens)
     check_windows(whole, loaded.model, data)
     gate = vars(settings.gate.filled())
@@ -100,7 +99,7 @@ def measured(settings: EvaluateSettings, out: Path) -> Report:
             lambda steps, total, name: progress.track(steps, total, description=name),
         )
         policies = comparison.policy or POLICIES
-        rows = entries(policies, comparison.share, resolved.ladder, comparison.kv_gears or (), schedules)
+        rows = entries(policies, comparison.share, resolved.ladder, comparison.kv_gears or ())
         try:
             runs.compute(rows)
             complete = True

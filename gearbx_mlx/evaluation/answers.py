@@ -30,6 +30,7 @@ from ..errors import GearbxError
 from ..files.reading import Count, json_lines, read_json, read_text
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder
+from ..routing.acceptance import USUAL_LENGTH
 from .metrics import mcnemar, paired
 from .report import Columns, kilobytes, markdown_table, page_of, percent
 from .text import NEXT_PROMPT, PROMPT, read_rows
@@ -184,7 +185,7 @@ def checked_row(place: str, problem: Problem) -> dict[str, str]:
 
 
 # What it reads is compared, and is the same in every run.
-DRAFTS = Lossless(cost="bytes", lookup_tokens=0, draft_ahead=0)
+DRAFTS = Lossless(draft_length=USUAL_LENGTH)
 
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from ..gears.ladder import Gear, Schedule
+from ..gears.ladder import Gear
 from ..routing.calibration import share_thresholds
 from ..routing.gates import RUN_AHEAD, Gate, Monitor, ThresholdGate
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from .replay import Policy, Recording, Reference, positions_of, targets_of
+from .replay import Policy, Recording, Reference, targets_of
 
 
 @dataclass
@@ -31,7 +31,7 @@ class StaticPolicy(Policy):
 
 @dataclass
 class Planned(Policy):
-    """A gear for every token that is fixed beforehand: at random, or by position alone."""
+    """A gear for every token that is fixed beforehand, at random."""
 
     gears: Sequence[Gear]
 
@@ -87,66 +87,30 @@ class SameToken(Policy):
         return self.high if gear == self.low and self.signal(place, logprobs) > self.threshold else None
 
 
-class HigherOf(Policy):
-    """The higher gear of two policies that compute each token once: a schedule, say, and a gate on top of it."""
-
-    def __init__(self, one: Policy, other: Policy):
-        self.both = one, other
-
-    def begin(self) -> None:
-        for policy in self.both:
-            policy.begin()
-
-    def first(self, place: int) -> Gear:
-        return max((policy.first(place) for policy in self.both), key=lambda gear: gear.index)
-
-    def after(self, logprobs: np.ndarray) -> None:
-        for policy in self.both:
-            policy.after(logprobs)
-
-
-def scheduled_plan(schedule: Schedule, positions: np.ndarray) -> Planned:
-    """The gears of a schedule, which begins with every window; positions (n,) within the windows."""
-    return Planned([schedule.gears[part] for part in np.searchsorted(schedule.ends, positions, side="right")])
-
-
-def shuffled(gears: Sequence[Gear], seed: int) -> Planned:
-    """A coin with exactly as many tokens in each gear."""
-    return Planned([gears[i] for i in np.random.default_rng(seed).permutation(len(gears))])
-
-
-ONCE = ("static", "random", "route", "position", "schedule", "schedule-route")
+ONCE = ("static", "random", "route")
 TWICE = ("kickdown", "inverted", "oracle")
 COUNTED = {
     **dict.fromkeys(ONCE, "one pass per token, in the gear that it is computed in"),
     **dict.fromkeys(TWICE, "a low pass for every token, and a high pass for each that is computed again"),
-    **dict.fromkeys(
-        ("lossless", "lossless-fixed"), "the low passes of all drafts, and one top pass for each verification"
-    ),
+    "lossless": "the low passes of all drafts, and one top pass for each verification",
     "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
 }
 WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
 CONTROLS = ("static", "random")  # in every report
-SHIFTING = ("random", "route", "kickdown", "inverted", "position", "oracle")
+SHIFTING = ("random", "route", "kickdown", "inverted", "oracle")
 
 
 @dataclass(frozen=True)
 class PolicyRow:
     """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
 
-    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`. schedule: that it follows.
+    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
     """
 
     policy: str
     share: float | None = None
     bits: int | None = None
     kv_gears: tuple[int, ...] = ()
-    schedule: Schedule | None = None
-
-    def gears(self, between: tuple[Gear, Gear]) -> tuple[Gear, ...]:
-        """The gears that a policy which shifts may use, ascending. between: of those without a schedule."""
-        own = () if self.schedule is None else self.schedule.gears
-        return tuple(sorted({*own, *(() if self.policy == "schedule" else between)}, key=lambda gear: gear.index))
 
     @property
     def name(self) -> str:
@@ -154,8 +118,7 @@ class PolicyRow:
             return f"static-{self.bits}"
         if self.policy == "kv":
             return f"kv-{self.bits}-of-{'-'.join(map(str, self.kv_gears))}"
-        schedule = "" if self.schedule is None else f"-{self.schedule}"
-        return self.policy + schedule + ("" if self.share is None else f"-{self.share:g}")
+        return self.policy + ("" if self.share is None else f"-{self.share:g}")
 
 
 @dataclass
@@ -179,7 +142,6 @@ def entries(
     shares: Sequence[float],
     ladder: Sequence[Gear],
     kv_gears: tuple[int, ...] = (),
-    schedules: Sequence[Schedule] = (),
 ) -> list[PolicyRow]:
     """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
     rows = []
@@ -190,10 +152,6 @@ def entries(
             rows += [PolicyRow(policy, bits=gear.bits) for gear in ladder]
         elif policy in SHIFTING:
             rows += [PolicyRow(policy, share) for share in shares]
-        elif policy == "schedule":
-            rows += [PolicyRow(policy, schedule=schedule) for schedule in schedules]
-        elif policy == "schedule-route":
-            rows += [PolicyRow(policy, share, schedule=schedule) for schedule in schedules for share in shares]
         else:
             rows.append(PolicyRow(policy))
     return rows + [PolicyRow("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
@@ -205,19 +163,10 @@ def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | Non
     The policies without a threshold have None.
     """
     low, high, share = setting.low, setting.high, entry.share or 0.0
-    tokens, positions = len(targets_of(setting.windows)), positions_of(setting.windows)
-    if entry.schedule is not None:
-        plan = scheduled_plan(entry.schedule, positions)
-        if entry.policy == "schedule":
-            return plan, None
-        gate, threshold = route_policy(setting, share)
-        return HigherOf(plan, gate), threshold
+    tokens = len(targets_of(setting.windows))
     if entry.policy == "random":
         chosen = {*np.random.default_rng(setting.seed).permutation(tokens)[: round(share * tokens)].tolist()}
         return Planned([high if place in chosen else low for place in range(tokens)]), None
-    if entry.policy == "position":  # the first tokens of every window, up to the quantile
-        last = int(np.quantile(positions, share, method="inverted_cdf"))
-        return scheduled_plan(Schedule((high, low), (last,)), positions), None
     if entry.policy == "route":
         return route_policy(setting, share)
     signal, recorded = signals(setting)[entry.policy]

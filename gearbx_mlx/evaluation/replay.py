@@ -22,11 +22,10 @@ from ..decoding.rows import Verifier
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.acceptance import MOST_DRAFTED, AcceptanceCurve, DraftRule, best_bound, fit_curve
+from ..routing.acceptance import MOST_DRAFTED, DraftRule
 from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 
 REMAKE = "remove it, and the same command makes it again"
-AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
 
 class Policy:
@@ -187,23 +186,6 @@ def computed(
     return logprobs, engaged, passes
 
 
-def read_at_once(
-    gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
-) -> Iterator[ReplayStep]:
-    """One gear alone, several tokens in a pass: without shifts, only the last bits differ from one token at a time.
-
-    Args:
-        begun: as in `driven`.
-    """
-    for number, window in enumerate(windows):
-        cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
-        gearbox.shift(gear)
-        for start in range(0, len(window) - 1, AT_ONCE):
-            part = window[start : min(start + AT_ONCE, len(window) - 1)]
-            for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield ReplayStep(number, target, logprobs, gear, [0] * len(gearbox.ladder))
-
-
 class Reference:
     """The top gear's log-probabilities for every prediction, computed once and stored in a file."""
 
@@ -253,11 +235,6 @@ def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
     return np.array([token for window in windows for token in window[1:]])
 
 
-def positions_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
-    """For each prediction, how many predictions of its window come before it."""
-    return np.concatenate([np.arange(len(window) - 1) for window in windows])
-
-
 def record(steps: Iterable[ReplayStep], reference: Reference) -> Recording:
     """The predictions of a policy, compared with the reference."""
     rows = []
@@ -284,18 +261,37 @@ def sequences_of(recorded: Recording) -> list[tuple[list[float], list[bool]]]:
     return [(recorded.entropy[chosen].tolist(), recorded.agree[chosen].tolist()) for chosen in inside]
 
 
-def best_rule(recorded: Recording, low_bytes: float, top_bytes: float) -> tuple[AcceptanceCurve, float, float]:
-    """The rule that reads the fewest bytes on the recorded tokens.
+Recorded = Sequence[tuple[Sequence[float], Sequence[bool]]]
+"""Of each text the entropy of the low gear (bits) at each token, and whether it agrees with the top gear there."""
+
+
+def best_length(sequences: Recorded, low_bytes: float, top_bytes: float) -> int:
+    """The fixed draft length with which a token of recorded texts reads the fewest bytes of weights.
 
     Args:
-        recorded: the low gear alone.
-        low_bytes, top_bytes: weight bytes of a pass in either gear.
-
-    Returns:
-        the curve a(H), the bound on its product, and weight bytes per token.
+        low_bytes, top_bytes: of a pass in either gear.
     """
-    curve = fit_curve(recorded.entropy.tolist(), recorded.agree.tolist())
-    return curve, *best_bound(sequences_of(recorded), curve, low_bytes, top_bytes)
+
+    def read(length: int) -> float:
+        drafted, verifications, tokens = replay_drafts(sequences, length)
+        return (drafted * low_bytes + verifications * top_bytes) / tokens
+
+    return min(range(1, MOST_DRAFTED + 1), key=read)
+
+
+def replay_drafts(sequences: Recorded, length: int) -> tuple[int, int, int]:
+    """Tokens drafted, verifications and tokens written, by drafts of so many tokens, without a model."""
+    drafted = verifications = tokens = 0
+    for _, agrees in sequences:
+        place = 0
+        while place < len(agrees):
+            drafts = agrees[place : min(place + length, len(agrees) - 1)]
+            drafted += len(drafts)
+            verifications += 1
+            accepted = next((i for i, agreed in enumerate(drafts) if not agreed), len(drafts))
+            place += accepted + 1
+        tokens += place
+    return drafted, verifications, tokens
 
 
 def drafted(

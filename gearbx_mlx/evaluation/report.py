@@ -17,7 +17,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json
-from ..telemetry.trace import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY_BLUE, VERMILION, YELLOW
+from ..telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION
 from .metrics import blocks_of, by_bucket, paired, quality
 from .policies import COUNTED, SHIFTING, PolicyRow
 from .replay import Recording, Reference
@@ -135,8 +135,7 @@ def row_of(
 ) -> dict[str, Any]:
     """A row of the report.
 
-    `share_top` is the share of tokens from the higher of the two gears; of a schedule from the highest that the policy
-    may use; of static gears and lossless from the top one.
+    `share_top` is the share of tokens from the higher of the two gears; of static gears and lossless from the top one.
     """
     ladder = gearbox.ladder
     if entry.policy == "static":
@@ -144,8 +143,7 @@ def row_of(
     elif entry.policy == "kv":
         used = (ladder.top,)
     else:
-        shifts = entry.policy in SHIFTING or entry.schedule is not None
-        used = entry.gears(between) if shifts else (between[0], ladder.top)
+        used = between if entry.policy in SHIFTING else (between[0], ladder.top)
     tokens = quality_arguments(recording, reference.nll)
     shares = {gear.name: float((recording.gear == gear.index).mean()) for gear in ladder}
     weight_bytes, bits = read_per_token(gearbox, used, recording)
@@ -153,7 +151,6 @@ def row_of(
         "policy": entry.policy,
         "name": entry.name,
         "share_wanted": entry.share,
-        "schedule": None if entry.schedule is None else str(entry.schedule),
         "share_top": shares[used[-1].name if entry.policy != "static" else ladder.top.name],
         "gear_shares": shares,
         "effective_bits": bits,
@@ -228,20 +225,6 @@ def compare_with_chance(
             row[f"against_random_same_{same}"] = compared
 
 
-def compare_with_coins(
-    rows: Sequence[dict[str, Any]], recordings: Mapping[str, Recording], coins: Mapping[str, Recording]
-) -> None:
-    """Add to every row with a schedule a comparison with its coin, which has its shares and so its bytes.
-
-    Args:
-        recordings, coins: by the names of rows.
-    """
-    for row in rows:
-        if coin := coins.get(row["name"]):
-            compared = against_chance(recordings[row["name"]], partial(getattr, coin))
-            row["against_random_same_share"] = row["against_random_same_bytes"] = compared
-
-
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
     """Add to every row the best static gear, if any, that reads no more and is no further from the reference.
 
@@ -313,20 +296,16 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
-GREY, BROWN = "#767676", "#8c564b"
+GREY = "#767676"
 # Colour, marker and size of each policy. Policies that lie close together differ in shape as well as in colour; smaller
 # markers are drawn later, so that they lie on larger ones.
 STYLES = {
     "random": (GREY, "o", 130),
     "inverted": (VERMILION, "X", 100),
-    "position": (PURPLE, "v", 90),
-    "schedule": (YELLOW, "^", 70),
-    "schedule-route": (BROWN, "p", 60),
     "route": (SKY_BLUE, "s", 55),
     "kickdown": (GREEN, "D", 50),
     "oracle": (ORANGE, "*", 130),
     "lossless": (BLUE, "P", 100),
-    "lossless-fixed": (BLACK, "x", 45),
 }
 
 
@@ -371,9 +350,8 @@ def draw_policy(axes: Any, rows: list[Mapping[str, Any]], policy: str, style: tu
     if not rows:
         return
     color, marker, size = style
-    shape: dict[str, Any] = {"linewidths": 1.8} if marker == "x" else {"edgecolors": "white", "linewidths": 0.8}
-    points = zip(*(point_of(row) for row in rows))
-    axes.scatter(*points, color=color, marker=marker, s=size, alpha=0.85, label=policy, zorder=order, **shape)
+    points, rim = zip(*(point_of(row) for row in rows)), {"edgecolors": "white", "linewidths": 0.8}
+    axes.scatter(*points, color=color, marker=marker, s=size, alpha=0.85, label=policy, zorder=order, **rim)
 
 
 def point_of(row: Mapping[str, Any]) -> tuple[float, float]:

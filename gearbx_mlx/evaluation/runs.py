@@ -21,16 +21,16 @@ from ..formats.base import dense_weight
 from ..gears.adapters import layers_of, put_layers
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
-from ..routing.acceptance import FixedLength, ProductRule, best_length
+from ..routing.acceptance import FixedLength
 from .metrics import by_bucket, quality
-from .policies import PolicyRow, Setting, StaticPolicy, make_policy, shuffled
+from .policies import PolicyRow, Setting, StaticPolicy, make_policy
 from .replay import (
     Policy,
     Recording,
     Reference,
     ReplayStep,
     after_prompts,
-    best_rule,
+    best_length,
     drafted,
     driven,
     record,
@@ -41,7 +41,6 @@ from .report import (
     SCHEMA,
     VERSION,
     compare_with_chance,
-    compare_with_coins,
     compare_with_static,
     quality_arguments,
     row_of,
@@ -67,8 +66,6 @@ class Runs:
         seed: of the random gate and the noise.
         dtype: the reference is stored in it.
         track: shows the progress: gets steps, their number, and the name of the recording.
-
-    `coins` are the controls of the rows with a schedule, by their names: the same gears as often, in random order.
     """
 
     session: EvaluationSession
@@ -83,7 +80,6 @@ class Runs:
     track: Track = lambda steps, total, name: steps
     recordings: dict[PolicyRow, Recording] = field(default_factory=dict)
     thresholds: dict[PolicyRow, float | None] = field(default_factory=dict)
-    coins: dict[str, Recording] = field(default_factory=dict)
     noise: Recording | None = None
 
     @cached_property
@@ -100,8 +96,6 @@ class Runs:
         for entry in sorted(entries, key=lambda entry: entry.policy != "static"):
             steps, self.thresholds[entry] = self._steps(entry)
             self.recordings[entry] = self._recording(entry.name, steps)
-            if entry.schedule is not None:
-                self.coins[entry.name] = self._recording(f"coin-of-{entry.name}", self._shuffled(entry))
         with noisy(self.gearbox, self.seed):
             self.noise = self._recording(NOISE, self._in_top_gear())
 
@@ -114,12 +108,11 @@ class Runs:
         if entry.policy == "kv":
             return self._in_kv_gear(entry), None
         recorded = self.recordings[PolicyRow("static", bits=low.bits)]
-        if entry.policy.startswith("lossless"):
-            return self._drafts(entry.policy, recorded)
+        if entry.policy == "lossless":
+            return self._drafts(recorded)
         setting = Setting(self.windows, low, high, self.reference, recorded, self.gate, self.seed)
         policy, threshold = make_policy(entry, setting)
-        first = low if entry.schedule is None else entry.schedule.gears[0]
-        return self._driven(policy, self.prompt_gear or first), threshold
+        return self._driven(policy, self.prompt_gear or low), threshold
 
     def _driven(
         self, policy: Policy, gear: Gear, make_cache: Callable[[Any], Any] = make_prompt_cache
@@ -127,22 +120,13 @@ class Runs:
         """The predictions of a policy, after prompts that are read in a gear."""
         return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear, make_cache))
 
-    def _shuffled(self, entry: PolicyRow) -> Iterator[ReplayStep]:
-        """The gears of a row with a schedule in random order, after prompts in the gear that read its own."""
-        assert entry.schedule is not None
-        gears = [self.gearbox.ladder[index] for index in self.recordings[entry].gear]
-        return self._driven(shuffled(gears, self.seed), self.prompt_gear or entry.schedule.gears[0])
-
-    def _drafts(self, policy: str, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
-        """Lossless by the best rule, with its bound; or by the best fixed length, with this length."""
+    def _drafts(self, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
+        """Lossless with drafts of the fixed length that reads the fewest bytes, and this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
         costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
+        length = best_length(sequences_of(recorded), *costs)
         begun = after_prompts(self.gearbox, self.prompts, top)
-        if policy == "lossless":
-            curve, bound, _ = best_rule(recorded, *costs)
-            return drafted(self.gearbox, self.windows, low, top, ProductRule(curve, bound), begun), bound
-        length, _ = best_length(sequences_of(recorded), *costs)
         return drafted(self.gearbox, self.windows, low, top, FixedLength(length), begun), length
 
     def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
@@ -174,7 +158,6 @@ class Runs:
             rows[-1]["threshold"] = self.thresholds[entry]
         recordings = {entry.name: recording for entry, recording in self.recordings.items()}
         compare_with_chance(rows, recordings, low.bits, high.bits)
-        compare_with_coins(rows, recordings, self.coins)
         compare_with_static(rows)
         noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference.nll))
         return {

@@ -4,12 +4,10 @@ An EvaluationSession is a directory of recordings, a Journal a file beside an ou
 done. Both continue only with the same inputs, such as the fingerprint of the model's files.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -208,14 +206,6 @@ class EvaluationSession:
         """
         journal = self.journal(name, kind)
         return [journal.made(str(number), partial(make, number)) for number in numbers]
-
-
-def remove_session(directory: Path) -> None:
-    """Remove the files of a session, and its directory if nothing else is in it."""
-    shutil.rmtree(directory / PARTS, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        (directory / INPUTS).unlink()
-        directory.rmdir()
 
 
 def hash_of_tokens(sequences: Sequence[Sequence[int]]) -> str:

@@ -11,8 +11,7 @@ import copy
 import functools
 import math
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GearbxError, check_range
@@ -120,10 +119,10 @@ class CodebookOptions:
         return cls(**found)  # type: ignore[arg-type]
 
 
-def check_option(name: str, value: float, shown: str | None = None) -> None:
-    """Raises GearbxError for a value outside of its range. shown: what the message calls it."""
+def check_option(name: str, value: float) -> None:
+    """Raises GearbxError for a value outside of its range."""
     rules = next(item.metadata for item in fields(CodebookOptions) if item.name == name)
-    (least, most), choices, shown = rules["range"], rules["choices"], shown or f"{name} of codebooks"
+    (least, most), choices, shown = rules["range"], rules["choices"], f"{name} of codebooks"
     if choices and value not in choices:
         raise GearbxError(f"{shown} is {value}; choose from {', '.join(map(str, choices))}")
     check_range(shown, value, least, most)
@@ -138,9 +137,3 @@ def split_name(name: str) -> tuple[str, str]:
 def name_with(base: str, options: CodebookOptions) -> str:
     """The name of a format with its choices."""
     return f"{base}:{options}" if str(options) else base
-
-
-def changed_name(name: str, changes: Mapping[str, Any]) -> str:
-    """The name of a format with some of its choices changed. Raises GearbxError for a value outside of its range."""
-    base, text = split_name(name)
-    return name_with(base, replace(CodebookOptions.parse(text), **changes)) if changes else name

@@ -5,11 +5,10 @@ flags are checked before a model is loaded.
 """
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..errors import GearbxError, about, numbers
+from ..errors import GearbxError, numbers
 
 QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
 DENSE = 16  # the weights as they are, in the type of the checkpoint
@@ -28,45 +27,6 @@ class Gear:
     @property
     def dense(self) -> bool:
         return self.bits == DENSE
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Gears by the place of a token in a text (PMPD, 2410.13461).
-
-    gears: descending. tokens: of every gear but the last, which has the rest of the text.
-    """
-
-    gears: tuple[Gear, ...]
-    tokens: tuple[int, ...]
-
-    def __str__(self) -> str:
-        firsts = (f"{gear.bits}:{count}" for gear, count in zip(self.gears, self.tokens))
-        return ",".join([*firsts, str(self.gears[-1].bits)])
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """How many tokens of a text have gone when each gear but the last ends."""
-        return tuple(itertools.accumulate(self.tokens))
-
-
-def parse_schedule(text: str, shown: str = "schedule") -> tuple[list[str], list[int]]:
-    """Gears and their numbers of tokens, of a schedule such as "8:32,6:64,4", whose last gear has the rest.
-
-    Args:
-        shown: what the message calls it, such as a flag.
-
-    Raises:
-        GearbxError: anything else, or a number below 1.
-    """
-    *firsts, last = (part.strip().partition(":") for part in text.split(","))
-    gears, counts = [*(part[0] for part in firsts), last[0]], [part[2] for part in firsts]
-    if last[1] or not all(gears) or not all(re.fullmatch("0*[1-9][0-9]{0,8}", count) for count in counts):
-        raise GearbxError(
-            f"{shown} '{text}': give gears, the highest one first, each with a number of tokens, 1 or more, and a last "
-            "gear without one, such as 8:32,6:64,4"
-        )
-    return gears, [int(count) for count in counts]
 
 
 class Ladder(Sequence[Gear]):
@@ -141,27 +101,6 @@ class Ladder(Sequence[Gear]):
     def choices(self) -> str:
         """Bits and names, for messages: 4 (low), 16 (high)."""
         return ", ".join(f"{gear.bits} ({gear.name})" for gear in self.gears)
-
-    def schedule(self, text: str, shown: str = "schedule") -> Schedule:
-        """A schedule in these gears, from text such as "8:32,6:64,4".
-
-        Args:
-            shown: what the message calls it, such as a flag.
-
-        Raises:
-            GearbxError: what is not a schedule, a gear that the ladder does not have, gears that do not descend.
-        """
-        names, tokens = parse_schedule(text, shown)
-        with about(f"{shown} '{text}'"):
-            gears = self.descending(names)
-        return Schedule(gears, tuple(tokens))
-
-    def descending(self, names: Sequence[str]) -> tuple[Gear, ...]:
-        """The gears with these names or bits. Raises GearbxError for one that is not there, or another order."""
-        gears = tuple(map(self.find, names))
-        if any(a.index <= b.index for a, b in itertools.pairwise(gears)):
-            raise GearbxError(f"gears must descend, the highest one first; choose from {self.choices}")
-        return gears
 
 
 DEFAULT_LADDER = "4,8,16"

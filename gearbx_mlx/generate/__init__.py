@@ -14,7 +14,7 @@ from ..cli.flags import (
     SamplingSettings,
     check_pair,
 )
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
 from ..cli.prompt import PromptSettings
 from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
@@ -39,7 +39,7 @@ class InputSettings(Settings):
     )
     prefill_response: str | None = flag(None, "Prefill response to be used for the chat template", rare=True)
     prompt_cache_file: str | None = flag(
-        None, "A file containing saved KV caches to avoid recomputing them", named=True
+        None, "A file containing saved KV caches to avoid recomputing them", named=True, rare=True
     )
 
 
@@ -53,8 +53,6 @@ class GenerateSettings:
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings
-    routing: RoutingSettings
-    gate: GateSettings
     mode: ModeSettings
     controller: ControllerSettings
     output: OutputSettings

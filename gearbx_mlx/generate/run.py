@@ -25,8 +25,8 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt, room_for
-from ..cli.resolved import KICKDOWN, ROUTE, resolve
-from ..cli.settings import flag_of, next_command
+from ..cli.resolved import resolve
+from ..cli.settings import flag_of
 from ..cli.tables import layers_table, pair_table, summary_table
 from ..compat.versions import versions
 from ..decoding.caches import length
@@ -44,24 +44,22 @@ from ..ranks.place import current
 from ..routing.pair import NAMES
 from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record
-from . import GenerateSettings, InputSettings
+from . import GenerateSettings
 
 
 def run_pair(
     settings: GenerateSettings, small_model: str, prompt: str, trace: Path | None, summary: Path | None
 ) -> int:
-    turns = turns_of(settings.routing.thresholds, settings.gate)
+    turns = turns_of(settings.mode.thresholds, settings.mode)
     pair = load_pair(settings.model, small_model)
     tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
-    mode = pair.mode(turns, settings.routing.initial_gear)
+    mode = pair.mode(turns, settings.mode.initial_gear)
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
     status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.verbose and not status:
-        terminal.note(next_command("chat", vars(settings).values()))
     return status
 
 
@@ -123,7 +121,6 @@ ALONE = {  # flags of which one process alone can do what they ask for, and why
     "low_model": "the low gear of another model cannot be divided",
     "target_tps": "the clock and the state of one machine would choose the gears of all",
     "watch_machine": "the clock and the state of one machine would choose the gears of all",
-    "machine": "the clock and the state of one machine would choose the gears of all",
     "auto_bits": "bits are found in one process; convert with them first (gearbx_mlx.convert)",
 }
 
@@ -142,7 +139,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     computing = {f"version of {name}": version for name, version in versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
     for name, why in ALONE.items():
-        if given.get(name):
+        if given.get(name) not in (None, False):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
         raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")
@@ -186,8 +183,8 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
 
 
 def mode_facts(mode: Mode) -> dict[str, str]:
-    """The mode and its settings, of which a file counts by its content."""
-    settings = {f"{item.name} of mode {mode.name}": fact(getattr(mode, item.name)) for item in fields(mode)}
+    """The mode and its settings."""
+    settings = {f"{item.name} of mode {mode.name}": str(getattr(mode, item.name)) for item in fields(mode)}
     return {"the mode": mode.name} | settings
 
 
@@ -240,6 +237,7 @@ def run(settings: GenerateSettings) -> int:
         cache.check_gear(mode, gearbox)
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
+        terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
     with geared.governor(settings.output.verbose) as controller:
@@ -251,36 +249,9 @@ def run(settings: GenerateSettings) -> int:
     if resolved.mode.by:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.verbose and not status:
-        # A prompt cache may have named the model, and its text is read.
-        told = replace(settings, model=loaded.resolved.model, input=InputSettings(), output=OutputSettings())
-        terminal.note(next_step(told, result, gearbox))
     if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
-
-
-def next_step(settings: GenerateSettings, summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> str:
-    """The next command for this model: better drafts, thresholds of its own, or a chat in the same gears."""
-    groups, mode = vars(settings).values(), summary["mode"]
-    if drafts_are_poor(summary, gearbox) and not settings.gears.other_codes:
-        return next_command("generate", groups, calibrate_base="", max_tokens=None)
-    if mode in (ROUTE, KICKDOWN) and settings.routing.thresholds is None and settings.mode.schedule is None:
-        return next_command("calibrate", groups, mode=mode, max_tokens=None, pipeline=None)
-    return next_command("chat", groups, pipeline=None)  # which only ranks have, and generate alone takes them
-
-
-POOR = 0.85  # of drafted tokens are accepted: a calibrated base agrees more often
-FEWEST_DRAFTED = 32  # tokens that say something about a model
-
-
-def drafts_are_poor(summary: Mapping[str, Any], gearbox: Gearbox | Observer) -> bool:
-    """Whether a calibrated base would help: drafts of rounded weights that the top gear often rejects."""
-    if not isinstance(gearbox, Gearbox) or gearbox.format.name not in ("planes", "exact"):
-        return False
-    as_they_are = gearbox.base or gearbox.in_place or gearbox.saved is not None
-    drafted = summary.get("drafted", 0)
-    return not as_they_are and drafted >= FEWEST_DRAFTED and summary["acceptance_rate"] < POOR
 
 
 def to_read(
@@ -302,7 +273,7 @@ def to_read(
 def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
-    if settings.routing.thresholds == AUTO and settings.output.verbose:
+    if settings.mode.thresholds == AUTO and settings.output.verbose:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
 

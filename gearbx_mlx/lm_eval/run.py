@@ -18,8 +18,8 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
-from ..cli.flags import ModelSettings
-from ..cli.gears import GearFlags, LayoutSettings, RoutingSettings
+from ..cli.flags import ModelSettings, ModeSettings
+from ..cli.gears import GearFlags, LayoutSettings
 from ..cli.loaded import Loaded
 from ..cli.resolved import KICKDOWN, LOSSLESS, ROUTE, STATIC, ModeChoice, resolve_gears
 from ..decoding.kickdown import GearedModel, Kickdown
@@ -103,8 +103,9 @@ class GearbxLM(MLXLM):
         self._model, self.tokenizer, self.gearbox = geared.loaded.model, geared.loaded.tokenizer, geared.gearbox
         ladder = self.gearbox.ladder
         self.first = (ladder[0] if mode == ROUTE else ladder.top) if gear is None else ladder.find(gear)
-        routing = RoutingSettings(None if thresholds is None else with_commas(thresholds), self.first.name)
-        choice = ModeChoice(mode, routing=routing, gear=self.first.name)
+        bits = None if thresholds is None else with_commas(thresholds)
+        own = ModeSettings(thresholds=bits, initial_gear=self.first.name, gear=self.first.name)
+        choice = ModeChoice(mode, own)
         with about(f"--model_args thresholds={thresholds}, bits such as 1.8:3.5 or a file"):
             self.mode = geared.mode("", choice).settled(self.gearbox, self.tokenizer, None)
         self.kickdown = GearedModel(self.gearbox, self.mode.thresholds) if isinstance(self.mode, Kickdown) else None

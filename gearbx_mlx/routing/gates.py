@@ -204,31 +204,6 @@ class OneGear:
 RUN_AHEAD = 2  # tokens: when a token is handed out, the pass for the next one is under way
 
 
-class ScheduleGate:
-    """High gears for the first tokens of a text, lower ones for those that follow (PMPD, 2410.13461).
-
-    Args:
-        gears: descending.
-        tokens: of every gear but the last, which has the rest of the text. A gate acts two tokens later, so that the
-            gear that begins a text has two at least.
-    """
-
-    def __init__(self, gears: Sequence[int], tokens: Sequence[int]):
-        self.gears, self.ends = tuple(gears), tuple(itertools.accumulate(tokens))
-        self.reset(self.gears[0])
-
-    def reset(self, gear: int) -> None:
-        self.count = 0
-
-    def peek(self, level: float) -> int:
-        coming = self.count + RUN_AHEAD - 1
-        return self.gears[sum(end <= coming for end in self.ends)]
-
-    def update(self, reading: Reading) -> int:
-        self.count += 1
-        return self.peek(reading.mean)
-
-
 def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int]:
     """Routing without a model: the gear that the gate chooses after each recorded entropy (bits)."""
     return [gate.update(monitor.update(value)) for value in entropies]
@@ -259,27 +234,6 @@ class ThresholdFile(Struct, frozen=True):
     mode: str = ROUTE
     fingerprint: str = ""
     schema: str = SCHEMA
-    version: int = VERSION
-
-    def text(self) -> str:
-        return json.dumps(asdict(self), indent=2) + "\n"
-
-
-class ScheduleFile(Struct, frozen=True):
-    """The file that `calibrate --schedule-gears` writes.
-
-    `schedule` is what `generate --schedule` takes; `method` the wish that it meets; `gears` those that it has, bits;
-    `tokens` how many were recorded, after prompts; `longest` the most of them after one prompt.
-    """
-
-    schedule: str
-    model: str
-    method: str
-    gears: list[Count]
-    tokens: Count
-    longest: Count
-    fingerprint: str = ""
-    schema: str = "gearbx-mlx schedule"
     version: int = VERSION
 
     def text(self) -> str:

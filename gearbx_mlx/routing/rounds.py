@@ -1,20 +1,18 @@
 """What passes cost in lossless mode, and what follows: what a round does, when its draft ends, where there are rounds.
 
-**Costs** are those of a drafted token and of a verification of several tokens, in one unit, bytes or seconds. Rules
-compare them with each other and never with anything else.
+**Costs** are those of a drafted token and of a verification of several tokens, in one unit. Rules compare them with
+each other and never with anything else.
 
 **Rounds.** A round ends with a verification by the top gear, which makes one token more than it accepts. Let r be what
 a token costs in rounds with drafts, or with the top gear alone where that is less. A proposal of the text pays where
 its round costs less than r for each token that it is expected to make; it is as long as saves most. Drafts pay while a
 token of theirs costs less than one of the top gear alone. What loses is tried once in a while, since texts and machines
-change. Costs that are not measured say nothing about this machine: with them, drafts are as calibrated.
+change. Costs that are not measured say nothing about this machine: with them, every round drafts.
 
 **Drafts.** Let g be the cost of a token of text, and p the probability that the top gear accepts a whole draft. One
 more token, which is accepted with probability a if the others are, saves g with probability p a. It is worth its cost c
 while p a g > c: so the bound on p is c / (a g). The dearer a verification, the larger g, and the longer the drafts. g
-in turn depends on the bound; both settle in a few drafts, on the bound that costs least. Several texts draft together:
-one more step costs c for all of them, and saves g with probability p_i a for each; it is worth its cost while g a times
-the sum of p_i is above c.
+in turn depends on the bound; both settle in a few drafts, on the bound that costs least.
 
 **Stretches.** A round has to know its token before it can propose what follows, so that mlx-lm cannot run ahead; and
 no model of costs is exact. So rounds and the top gear alone are both timed on the clock, over stretches of some
@@ -25,7 +23,6 @@ they did not lose by much: texts differ in how well they can be drafted. A reade
 them, and the clock runs on. So what took far longer than the median token counts as the median.
 """
 
-import copy
 import math
 import statistics
 import time
@@ -36,20 +33,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .acceptance import (
-    DEFAULT_BOUND,
     MOST_DRAFTED,
     MOST_ROWS,
     DraftRule,
-    FixedLength,
     LearnedAgreement,
-    Recorded,
     pool_adjacent_violators,
-    replay_drafts,
 )
 from .lookup import LookupAgreement, RunningMean
 
-TIME, BYTES = "time", "bytes"
-COSTS = (TIME, BYTES)
 REMEMBERED = 9  # passes whose median counts: the time of a pass changes with the context and with what else runs
 FEW = 3  # passes that say how fast the machine is in this moment
 FIRST_PASSES = 2  # of a kind, that are not measured: they make modules, compile, and fill caches
@@ -70,6 +61,7 @@ KEPT_AGREEMENT = 0.99  # the same of a, at each further token
 # What a is before tokens show it, and for how many this counts: after few unlikely ones drafts would be too short to
 # ever show more.
 PRIOR_AGREEMENT, PRIOR_DRAFTED = 0.9, 16.0
+UNMEASURED = 0.5  # probability that a draft is right below which it ends, before costs are known
 AHEAD = 4  # rows over which the cost of one more is taken: single rows cost in steps, where a kernel takes some at once
 TRIAL = {True: 24, False: 8}  # tokens of a stretch that tries a way: rounds differ more than tokens of the top gear
 FIRST, LONGEST = 96, 768  # tokens of the faster way between two trials, at least and at most
@@ -79,7 +71,7 @@ TRIALS_SHARE = 0.01  # of the time is lost by trials, within these limits
 COMPARED = 64  # rounds, or tokens of the top gear alone, that count
 OTHER_TEXTS = 0.25  # of the weight of what is known, when another text begins
 CHANCE = 0.2  # half of how much the tokens of a round vary, as a share of their mean
-TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text; texts together differ less
+TEXTS_DIFFER = 0.15  # what rounds may have lost by to be tried at once with another text
 PAUSE = 4  # times the median means a pause: a verification of 16 tokens takes less (docs/performance.md)
 
 
@@ -96,7 +88,7 @@ class Costs:
         measured: whether they come from passes that run on this machine, so that each kind has to run once in a while.
 
     `ready` says whether the cost of the top gear alone is known, to which all else is compared. `row_share` is what a
-    row beyond the first costs at least, as a share of a pass over one: bytes do not count its computation.
+    row beyond the first costs at least, as a share of a pass over one.
     """
 
     ready = True
@@ -161,26 +153,23 @@ class LearnedCosts(Costs):
 
     Rows that were not measured cost what lies between their neighbours; never less than fewer rows, by isotonic
     regression, where a kind of pass weighs by how often it was measured. Beyond the most rows that were measured, more
-    cost as much: so that they are tried. Where several texts share the passes, each row has its `ROW_SHARE` there, or a
-    trial of long drafts would cost as much as many tokens.
+    cost as much: so that they are tried.
 
     Args:
         seconds: of a drafted token, and of verifications by their number of rows, from an earlier measurement.
-        texts: that share the passes; rows are those of one of them.
         drafts: whether there is a gear that drafts.
     """
 
-    def __init__(self, seconds: PassTimes | None = None, texts: int = 1, drafts: bool = True):
+    def __init__(self, seconds: PassTimes | None = None, drafts: bool = True):
         super().__init__(
             lambda: self._draft.value or 0.0, lambda rows: self._costs[rows - 1] * self._slowness, measured=True
         )
         self._drafts = drafts
-        self._untried = ROW_SHARE * texts if texts > 1 else 0.0  # of a row, as a share of the smallest pass
         self._draft = LatestTimes()
         self._usual: float | None = None  # seconds of the first drafted token that counts: the machine at speed 1
         self._slowness = self._now = 1.0  # times as long as then: over the latest drafts, and in this moment
         self._rows: defaultdict[int, LatestTimes] = defaultdict(LatestTimes)
-        self._costs = [1.0 + self._untried * rows for rows in range(MOST_ROWS)]
+        self._costs = [1.0] * MOST_ROWS
         if seconds is not None:
             if seconds[0]:
                 self._usual = seconds[0]
@@ -219,9 +208,7 @@ class LearnedCosts(Costs):
         if known:
             rows, falling, weights = zip(*known)
             seconds = [-value for value in pool_adjacent_violators(falling, weights)]
-            every = np.arange(1, MOST_ROWS + 1)
-            untried = np.maximum(every - rows[-1], 0) * self._untried * seconds[0]
-            self._costs = (np.interp(every, rows, seconds) + untried).tolist()
+            self._costs = np.interp(np.arange(1, MOST_ROWS + 1), rows, seconds).tolist()
 
 
 class RoundCounts:
@@ -253,30 +240,28 @@ class Rounds:
     """Chooses what a round does, by the costs of passes and the results of earlier rounds. Texts do not depend on it.
 
     Args:
-        costs: of passes, for all texts together.
+        costs: of passes.
         most_looked_up: tokens of a proposal of a text; 0: none.
-        texts: that share the passes.
         agreement: of proposals of the texts.
-        drafts: whether there is a gear that drafts; without it the texts alone propose.
+        drafts: whether there is a gear that drafts; without it the text alone proposes.
     """
 
     def __init__(
         self,
         costs: Costs,
         most_looked_up: int = MOST_DRAFTED,
-        texts: int = 1,
         agreement: LookupAgreement | None = None,
         drafts: bool = True,
     ):
         self._drafts = drafts
-        self.costs, self.most_looked_up, self._texts = costs, most_looked_up, texts
+        self.costs, self.most_looked_up = costs, most_looked_up
         self.agreement = agreement or LookupAgreement()
         self._counts = RoundCounts(KEPT_ROUNDS)
         self._since_probe = 0
 
     def alone(self) -> float:
         """What a token costs by the top gear alone."""
-        return self.costs.verification(1) / self._texts
+        return self.costs.verification(1)
 
     def with_drafts(self) -> float:
         """What a token costs in rounds with drafts, at the costs of now."""
@@ -293,13 +278,10 @@ class Rounds:
         count = min(room, self.most_looked_up)
         if count < 1 or not run or not self.costs.ready:
             return 0
-        token = self.alone()
-        if self._texts == 1:  # else the low gear drafts for the others beside the proposal
-            token = min(token, self.with_drafts())
-        best, most, tokens = 0, 0.0, float(self._texts)
+        token = min(self.alone(), self.with_drafts())
+        best, most, tokens = 0, 0.0, 1.0
         for taken, probability in enumerate(self.agreement.probabilities(run, count), 1):
             tokens += probability
-            # The bytes of a round may be those of one row, but not its time.
             computed = self.costs.verification(1) * (1 + self.costs.row_share * taken)
             saved = token * tokens - max(self.costs.verification(1 + taken), computed)
             if saved > most:
@@ -332,69 +314,42 @@ class Rounds:
         self._counts.add(drafted, tokens, discarded)
 
 
-class EachRule:
-    """Drafts that go on while a rule for single texts wants to, for any of the texts."""
-
-    by_margin = False
-
-    def __init__(self, rule: DraftRule):
-        self.rule = rule
-        self.longest = rule.length if isinstance(rule, FixedLength) else MOST_DRAFTED
-
-    def begin(self, texts: int = 1) -> None:
-        self._rules = [self.rule, *(copy.copy(self.rule) for _ in range(texts - 1))]
-        for rule in self._rules:
-            rule.begin()
-        self._wants = [True] * texts
-
-    def goes_on(self, *entropies: float | None) -> bool:
-        for text, entropy in enumerate(entropies):
-            self._wants[text] = entropy is not None and self._wants[text] and self._rules[text].goes_on(entropy)
-        return any(self._wants)
-
-
 class CostRule:
-    """Drafts that end where one more token for every text costs more than it is expected to save over all of them.
-
-    It is a rule for a single text, too.
+    """A DraftRule that ends drafts where one more token costs more than it is expected to save.
 
     Args:
         agreement: the function a, from the low gear's entropy (bits) to a probability; or from the margin of its token,
             if it is learned.
-        costs: of a drafted token of every text, and of verifications by rows of one text, now.
+        costs: of a drafted token, and of verifications by rows, now.
     """
-
-    longest = MOST_DRAFTED
 
     def __init__(self, agreement: Callable[[float], float], costs: Costs):
         self.agreement, self.costs = agreement, costs
-        self.by_margin = isinstance(agreement, LearnedAgreement)
         self._counts = RoundCounts(KEPT_DRAFTS)
         self._mean = RunningMean(KEPT_AGREEMENT, PRIOR_AGREEMENT, PRIOR_DRAFTED)
-        self._products, self._drafted, self._expected = [1.0], 0, 1.0
+        self._product, self._drafted, self._expected = 1.0, 0, 1.0
 
-    def begin(self, texts: int = 1) -> None:
+    def begin(self) -> None:
         if self._drafted:
             self._counts.add(self._drafted, self._expected)
-        self._products, self._drafted = [1.0] * texts, 0
-        self._expected = float(texts)  # tokens of these drafts' texts: a verification makes one of its own for each
+        self._product, self._drafted = 1.0, 0
+        self._expected = 1.0  # tokens of this draft's text: a verification makes one of its own
 
-    def goes_on(self, *entropies: float | None) -> bool:
-        agreed = [0.0 if entropy is None else self.agreement(entropy) for entropy in entropies]
-        for entropy, value in zip(entropies, agreed):
-            if entropy is not None and self._drafted:  # the first one follows what was rejected, and is harder
-                self._mean.add(value)
-        self._products = [product * value for product, value in zip(self._products, agreed)]
+    def goes_on(self, reading: float) -> bool:
+        agreed = self.agreement(reading)
+        if self._drafted:  # the first one follows what was rejected, and is harder
+            self._mean.add(agreed)
+        self._product *= agreed
         self._drafted += 1
-        self._expected += sum(self._products)
-        return sum(self._products) >= self.bound
+        self._expected += self._product
+        return self._product >= self.bound
 
     @property
     def bound(self) -> float:
-        """The sum of the products of a(H) below which these drafts end now."""
+        """The product of a below which this draft ends now."""
         if not self.costs.draft():  # nothing is measured yet
-            return DEFAULT_BOUND * len(self._products)
-        of_text = self.costs.verification(1) / len(self._products)  # at first as if nothing were accepted
+            return UNMEASURED
+        of_text = self.costs.verification(1)  # at first as if nothing were accepted
         if self._counts.tokens:
             of_text = self._counts.spent(self.costs) / self._counts.tokens
         saved, rows = of_text * self._mean.value, min(self._drafted + 1, MOST_ROWS - AHEAD)
@@ -402,40 +357,16 @@ class CostRule:
         return (self.costs.draft() + row) / saved if saved else math.inf
 
 
-JointRule = EachRule | CostRule
-"""Decides when the drafts of texts end that share their passes: of one text, or of several.
-
-`longest` is a number of tokens that no draft exceeds. `begin` starts new drafts of so many texts. `goes_on` says
-whether to draft one more token for all, after tokens whose distributions have these entropies (bits), or whose margins
-are these if it goes `by_margin`; None stands for a text that nothing more may follow.
-"""
-
-
-def joint_rule(rule: DraftRule) -> JointRule:
-    """A rule for single texts as one for any number of them."""
-    return rule if isinstance(rule, CostRule | EachRule) else EachRule(rule)
-
-
-def predicted_cost(sequences: Recorded, agreement: Callable[[float], float], costs: Costs) -> float:
-    """What a token costs with a CostRule, replayed on recorded tokens (`acceptance.replay_drafts`).
-
-    A learned a(m) learns from them; they have margins in place of entropies.
-    """
-    learned = agreement if isinstance(agreement, LearnedAgreement) else None
-    done = replay_drafts(sequences, CostRule(agreement, costs), learned)
-    verified = sum(count * costs.verification(1 + drafted) for drafted, count in done.drafts.items())
-    return (done.drafted * costs.draft() + verified) / done.tokens
+def reads_margins(rule: DraftRule) -> bool:
+    """Whether a rule judges the margins of tokens in place of their entropies."""
+    return isinstance(rule, CostRule) and isinstance(rule.agreement, LearnedAgreement)
 
 
 class Stretches:
     """Divides a text into stretches in rounds and stretches of the top gear alone.
 
-    Several texts that share their passes begin with the top gear alone: rounds are less likely to pay for them, and
-    each of their rounds shows more of them, so that trials may be shorter.
-
     Args:
         clock: seconds.
-        texts: that share their passes. A token means one of each.
         rounds_win: which way was the faster one at an earlier start; None: nothing is known, and trials come first.
         left: tokens until the other way is tried again. Where rounds lose, a trial costs more than the other way round.
         longest: tokens between two trials of rounds, where they lost at the earlier start: a first trial may cost more.
@@ -444,23 +375,19 @@ class Stretches:
     def __init__(
         self,
         clock: Callable[[], float] = time.perf_counter,
-        texts: int = 1,
         rounds_win: bool | None = None,
         left: int | None = None,
         longest: int = LONGEST,
     ):
         self._clock = clock
-        self._trials = {way: max(TRIAL[False], length // texts) for way, length in TRIAL.items()}
-        self._others_differ = TEXTS_DIFFER / math.sqrt(texts)
         self._seen: dict[bool, Times] = {True: Times(), False: TimesAlone()}
         self._latest: float | None = None  # when the token that is not complete yet began
         self._begins_round = True
-        self._owed = 0.0
         self._count, self._length = 0, 0  # tokens of the stretch, those that it has and those that end it
         self._waited, self._pause = 0, FIRST  # tokens since the other way was tried, of those that it has to wait
         if rounds_win is None:
             self._trial = True
-            self._start(texts == 1)
+            self._start(True)
         else:
             self._pause = FIRST if rounds_win else longest
             self._waited = self._pause - min(left or self._pause, self._pause)
@@ -472,7 +399,7 @@ class Stretches:
         self._latest = None
         for seen in self._seen.values():
             seen.fade()
-        if self._lost is not None and self._lost <= self._others_differ:
+        if self._lost is not None and self._lost <= TEXTS_DIFFER:
             self._pause = min(self._pause, FIRST // 2)
             self._length = min(self._length, self._count + self.left)
 
@@ -492,13 +419,6 @@ class Stretches:
     def waited(self) -> None:
         """The token that begins has waited for the one before, which ran ahead: this time is not its own."""
         self._latest = self._clock()
-
-    def made(self, tokens: float) -> None:
-        """The token that began made so many in all, on average over the texts: the others were there at once."""
-        self._owed += tokens - 1
-        while self._owed >= 1:
-            self._owed -= 1
-            self.token(begins_round=False)
 
     @property
     def tries_rounds(self) -> bool:
@@ -533,7 +453,7 @@ class Stretches:
     def turn(self) -> None:
         """End the stretch, and choose the way of the next one."""
         other = not self.in_rounds
-        if self._trial and len(self._seen[other]) < self._trials[other]:
+        if self._trial and len(self._seen[other]) < TRIAL[other]:
             self._start(other)
             return
         rounds_win = self._lost is None if self._seen[other] else self.in_rounds
@@ -542,7 +462,7 @@ class Stretches:
             self._start(self.in_rounds != self._trial)
             return
         rounds, alone = (self._seen[way].per_token() for way in (True, False))
-        lost = self._trials[not rounds_win] * (max(rounds, alone) / min(rounds, alone) - 1)  # tokens' time, a trial
+        lost = TRIAL[not rounds_win] * (max(rounds, alone) / min(rounds, alone) - 1)  # tokens' time, a trial
         self._waited, self._pause = 0, round(min(max(lost / TRIALS_SHARE, FIRST), LONGEST))
         self._trial = False
         self._start(rounds_win)
@@ -550,12 +470,12 @@ class Stretches:
     @property
     def seconds(self) -> dict[bool, float]:
         """What a token took in rounds (True) and by the top gear alone, as far as known."""
-        return {way: seen.per_token() for way, seen in self._seen.items() if len(seen) >= self._trials[way]}
+        return {way: seen.per_token() for way, seen in self._seen.items() if len(seen) >= TRIAL[way]}
 
     def _start(self, in_rounds: bool) -> None:
         """Begin a stretch: of a trial, or as long as the other way has to wait, with a look at the clock in between."""
         self.in_rounds, self._count = in_rounds, 0
-        self._length = self._trials[in_rounds] if self._trial else min(self.left, TRIAL[True])
+        self._length = TRIAL[in_rounds] if self._trial else min(self.left, TRIAL[True])
 
 
 class OneStretch:
@@ -565,7 +485,6 @@ class OneStretch:
 
     def begin(self) -> None: ...
     def token(self, begins_round: bool = True) -> None: ...
-    def made(self, tokens: float) -> None: ...
     def turn(self) -> None: ...
     def waited(self) -> None: ...
 

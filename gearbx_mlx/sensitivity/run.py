@@ -21,7 +21,6 @@ from ..bit_selection.sensitivity import (
 )
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
-from ..cli.settings import next_command
 from ..cli.tables import columns
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import versions
@@ -56,7 +55,6 @@ def run(settings: SensitivitySettings) -> int:
     bound = sum(bits > lowest for bits in least)
     note(f"{bound} of {len(manifest.layers)} layers may not go down to {lowest} bits")
     print(out)
-    note(next_command("allocate", vars(settings).values(), manifest=out))
     return 0
 
 

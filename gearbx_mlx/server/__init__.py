@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings, RoutingSettings
 from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError, about
@@ -103,18 +103,24 @@ class ListenSettings(Settings):
         "",
         "Origins of pages beside the server's own that may ask, such as https://example.org, with commas between; *: "
         "any. Default: none",
+        rare=True,
     )
     allowed_hosts: str = flag(
         "",
         "Names by which requests may reach the server, beside --host and this machine's loopback, with commas between. "
         "Default: none",
+        rare=True,
     )
     api_key: str | None = flag(
         None, "Key that requests must bring. Default: the environment's GEARBX_API_KEY, or none", named=True
     )
-    max_body_bytes: int = flag(2**24, "The most bytes of a request.", least=1, most=2**31)
-    request_timeout: float = flag(30.0, "Seconds that a client has to send its request.", least=0.1, most=3600)
-    allow_models: bool = flag(False, "Requests may name other models, which are then loaded in place of this one.")
+    max_body_bytes: int = flag(2**24, "The most bytes of a request.", least=1, most=2**31, rare=True)
+    request_timeout: float = flag(
+        30.0, "Seconds that a client has to send its request.", least=0.1, most=3600, rare=True
+    )
+    allow_models: bool = flag(
+        False, "Requests may name other models, which are then loaded in place of this one.", rare=True
+    )
     models: str | None = flag(
         None,
         "Directory whose checkpoints requests may ask for by the names of their folders; one is in memory at a time.",
@@ -127,7 +133,9 @@ class ListenSettings(Settings):
         parse=parse_span,
         metavar="TIME",
     )
-    log_level: str = flag("INFO", "Set the logging level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"))
+    log_level: str = flag(
+        "INFO", "Set the logging level.", choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"), rare=True
+    )
 
 
 @dataclass(frozen=True)
@@ -138,12 +146,14 @@ class AnswerSettings(Settings):
 
     max_tokens: int = flag(512, "Default maximum number of tokens to generate.", least=1)
     temp: float = flag(0.0, "Default sampling temperature.", least=0, most=1000)
-    top_p: float = flag(1.0, "Default nucleus sampling top-p.", least=0, most=1)
-    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", least=0)
-    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", least=0, most=1)
-    chat_template: str = flag("", "Specify a chat template for the tokenizer")
+    top_p: float = flag(1.0, "Default nucleus sampling top-p.", least=0, most=1, rare=True)
+    top_k: int = flag(0, "Default top-k sampling; 0 disables it.", least=0, rare=True)
+    min_p: float = flag(0.0, "Default min-p sampling; 0 disables it.", least=0, most=1, rare=True)
+    chat_template: str = flag("", "Specify a chat template for the tokenizer", rare=True)
     chat_template_args: str = flag(
-        "{}", "JSON of arguments for the tokenizer's apply_chat_template, e.g. '{\"enable_thinking\":false}'."
+        "{}",
+        "JSON of arguments for the tokenizer's apply_chat_template, e.g. '{\"enable_thinking\":false}'.",
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -168,13 +178,18 @@ class ConcurrencySettings(Settings):
     title: ClassVar[str] = "concurrency"
 
     decode_concurrency: int = flag(32, "Answers that are in the making at once.", least=1, most=4096)
-    prompt_concurrency: int = flag(8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096)
+    prompt_concurrency: int = flag(
+        8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096, rare=True
+    )
     batch_policy: str = batch_policy_flag()
-    prompt_cache_size: int = flag(10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1)
+    prompt_cache_size: int = flag(
+        10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1, rare=True
+    )
     prompt_cache_bytes: int | None = flag(
         None,
         "Maximum size in bytes of the KV caches, such as 2GB. Default: no limit",
         parse=partial(parse_bytes, shown="--prompt-cache-bytes"),
+        rare=True,
     )
 
     def __post_init__(self) -> None:
@@ -192,8 +207,6 @@ class ServerSettings:
     layout: LayoutSettings
     gears: GearFlags
     floors: FloorSettings
-    routing: RoutingSettings
-    gate: GateSettings
     mode: ModeSettings
     controller: ControllerSettings
     proxy: ProxySettings
@@ -210,9 +223,10 @@ class ServerSettings:
 
     def check_proxy(self) -> None:
         """Raises GearbxError for flags of a model that is served here."""
-        kept = "listen", "routing", "gate", "proxy"
+        kept, routed = ("listen", "proxy"), {*RoutingSettings.__match_args__}
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in kept]
-        refused = {name: "a model that is" for group in groups for name in given(group, type(group)())}
+        own = {name for group in groups for name in given(group, type(group)())} - routed
+        refused = dict.fromkeys(sorted(own), "a model that is")
         several = [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name, what in (refused | dict.fromkeys(several, "models that are")).items():
             raise GearbxError(f"{flag_of(name)} is for {what} served here; leave it out with --small-server")

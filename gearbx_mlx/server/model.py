@@ -10,7 +10,6 @@ from functools import partial
 from mlx_lm.models.cache import LRUPromptCache
 
 from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
-from ..cli.gears import RoutingSettings
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..cli.resolved import Resolved, resolve
 from ..decoding.lossless import Lossless
@@ -61,11 +60,11 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     if options.gear is not None:
         refuse_unless(kind.name == "static", "gear", kind.name)
         with about("gearbx.gear"):
-            choice = replace(choice, gear=geared.gearbox.ladder.find(options.gear).name)
+            choice = replace(choice, own=replace(choice.own, gear=geared.gearbox.ladder.find(options.gear).name))
     if options.thresholds is not None:
         refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
         bits = ",".join(repr(float(each)) for each in options.thresholds)
-        choice = replace(choice, routing=RoutingSettings(bits, choice.routing.initial_gear), schedule=None)
+        choice = replace(choice, own=replace(choice.own, thresholds=bits))
     mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
     if options.draft is not None:
         refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
@@ -160,9 +159,9 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     find(path or DEMO_MODEL)
     if settings.mode.small_model is not None:
-        turns = turns_of(settings.routing.thresholds, settings.gate)
+        turns = turns_of(settings.mode.thresholds, settings.mode)
         return lambda: serve_pair(
-            load_pair(model, settings.mode.small_model or "", template), turns, settings.routing.initial_gear
+            load_pair(model, settings.mode.small_model or "", template), turns, settings.mode.initial_gear
         )
     resolved = resolve(replace(settings, model=model), mode_changes=True)
     return lambda: load_geared(resolved, settings.cache.draft_model, template)
@@ -198,7 +197,7 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
 def check_prompt_gear(geared: Geared) -> None:
     """Raises GearbxError for a prompt gear that the loaded model does not have, before a request asks for it."""
     resolved, gearbox = geared.loaded.resolved, geared.gearbox
-    wanted = resolved.mode.prompt_gear
+    wanted = resolved.mode.own.prompt_gear
     if wanted in (None, SAME):
         return
     if not isinstance(gearbox, Gearbox):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
 from ..cli.flags import turns_of
-from ..cli.gears import GateSettings, RoutingSettings
+from ..cli.gears import RoutingSettings
 from ..errors import GearbxError
 from ..routing.pair import LARGE, NAMES, SMALL
 from ..serving import is_loopback
@@ -47,7 +47,7 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
     guard = guard_of(settings)
     if settings.proxy.wanted:
         address = settings.listen.host, settings.listen.port
-        return serving_proxy(settings.proxy, settings.routing, settings.gate, guard, address)
+        return serving_proxy(settings.proxy, settings.mode, guard, address)
     from . import model  # needs mlx-lm, for which a proxy need not wait
 
     return model.serving(settings, guard)
@@ -55,7 +55,7 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
 
 @contextmanager
 def serving_proxy(
-    settings: ProxySettings, routing: RoutingSettings, gate: GateSettings, guard: Guard, address: tuple[str, int]
+    settings: ProxySettings, routing: RoutingSettings, guard: Guard, address: tuple[str, int]
 ) -> Iterator[Server]:
     """A proxy that answers while the context lasts.
 
@@ -64,7 +64,7 @@ def serving_proxy(
     """
     if routing.initial_gear != RoutingSettings().initial_gear:
         raise GearbxError("--initial-gear is for models that are served here; leave it out with --small-server")
-    turns, vocabulary = turns_of(routing.thresholds, gate), settings.vocab_size
+    turns, vocabulary = turns_of(routing.thresholds, routing), settings.vocab_size
     rule = Rule(turns.threshold(vocabulary), turns.window, turns.min_duration, vocabulary)
     small, large = (upstream_of(settings, server) for server in (SMALL, LARGE))
     between = Between(small, large, rule, not settings.no_fallback)

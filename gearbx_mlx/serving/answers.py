@@ -304,16 +304,12 @@ class Answer:
 
 
 def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
-    """The `gearbx.tokens` of a chunk: gear, entropy and its rolling mean (bits) of every token in it.
-
-    A token that a tolerance let stand has `given_up`, in nats.
-    """
+    """The `gearbx.tokens` of a chunk: gear, entropy and its rolling mean (bits) of every token in it."""
     return [
         {
             "gear": one.seen.gear,
             "entropy": round(one.seen.entropy, 4),
             "mean_entropy": round(one.seen.mean_entropy, 4),
-            **({"given_up": round(one.seen.given_up, 4)} if one.seen.given_up else {}),
         }
         for one in emitted
     ]

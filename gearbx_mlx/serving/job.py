@@ -456,8 +456,6 @@ class Batch:
             self.jobs[read.uid].asked.put(Progress(*read.progress))
         self.keep_prompts([r.uid for r in prompts if r.end_of_segment and not r.end_of_prompt])
         for token in tokens:
-            if token.uid not in self.jobs:  # a stop word has ended the answer before this one of several tokens
-                continue
             try:
                 self.emit(token)
             except Exception as error:  # of one answer; the others go on

@@ -176,17 +176,17 @@ class Served:
     def shared(self, mode: Mode, seeded: bool) -> tuple[str, str] | None:
         """What texts have in common that share passes; None: they are not shared.
 
-        Mode and gear, a mode alone, or all its settings, where these say what is drafted. With a seed a text is shared
-        where that changes none: in mode route its gears would depend on the others.
+        Mode and gear, or a mode alone; mode lossless writes as the top gear does. With a seed a text is shared where
+        that changes none: in mode route its gears would depend on the others.
         """
         if self.gearbox is None or mode.name not in ("lossless", "static", "telemetry-only", "route"):
             return None
         if seeded and mode.name == "route":
             return None
-        if mode.name == "static":
+        if mode.name in ("lossless", "static"):
             gear, ladder = getattr(mode, "gear", None), self.gearbox.ladder
-            return mode.name, ladder.top.name if gear is None else ladder.find(gear).name
-        return mode.name, repr(mode) if mode.name == "lossless" else ""
+            return "static", ladder.top.name if gear is None else ladder.find(gear).name
+        return mode.name, ""
 
 
 class GearedProvider(ModelProvider):

@@ -193,7 +193,12 @@ class Scheduler(Computing):
         return Job(asked, prompt, mode, most, self.prompt_cache, self.provider.model_key)
 
     def shared(self, job: Job) -> Any:
-        """What the answer has in common with those in the making with which it shares its passes; None: it is alone."""
+        """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
+
+        In mode lossless the first of them is, since drafts gain for one text.
+        """
+        if job.mode.name == "lossless" and not self.running:
+            return None
         cache = self.cli_args.kv_bits is None and self.cli_args.kv_gears is None
         plain = cache and job.served.controller is None and job.prompt.vision is None and self.provider.is_batchable
         return job.served.shared(job.mode, job.asked.request.seed is not None) if plain else None

@@ -26,8 +26,6 @@ class Tally:
     looked_up: int = 0
     from_lookup: int = 0
     near_ties: int = 0
-    not_first_choice: int = 0
-    given_up: float = 0.0
     caught_up: int = 0
     kv_bytes: Counter[int] = field(default_factory=Counter)
     kv_caches: Counter[int] = field(default_factory=Counter)
@@ -51,8 +49,6 @@ class Tally:
         self.looked_up += response.looked_up
         self.from_lookup += response.source == "lookup"
         self.near_ties += response.near_tie
-        self.not_first_choice += response.given_up != 0
-        self.given_up += response.given_up
         self.caught_up += response.caught_up
         self.kv_bytes.update(response.kv_bytes)
         self.kv_caches.update(response.kv_caches)

@@ -64,7 +64,6 @@ class Token(Protocol):
     looked_up: int
     source: str
     near_tie: bool
-    given_up: float
     caught_up: int
     kv_bytes: dict[int, int]
     kv_caches: dict[int, int]

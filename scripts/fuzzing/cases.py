@@ -103,7 +103,6 @@ READERS: dict[str, tuple[str, ...]] = {
         for name in ("gears.json", "gears.safetensors", "original.safetensors")
     },
     "thresholds.json": (f"{GENERATE} --thresholds thresholds.json",),
-    "drafting.json": (f"{GENERATE} --mode lossless --curve drafting.json",),
     "manifest.json": (
         f"{GENERATE} --manifest manifest.json --gears 4,16",
         f"allocate --model llama {TEXT} --gears 4 --exchanges 1",
@@ -117,7 +116,7 @@ READERS: dict[str, tuple[str, ...]] = {
         f"{EVALUATE} text.txt",
         "calibrate --model llama --target-kl 1 --data text.txt --tokens 8 --context 8",
     ),
-    "machine.jsonl": (f"{GENERATE} --machine machine.jsonl",),
+    "machine.jsonl": (f"{GENERATE} --watch-machine machine.jsonl",),
     "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
     "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
     "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),

@@ -1,0 +1,52 @@
+"""What is gone, and what to use instead. Who meets an unknown flag, field or file looks here before he calls it so."""
+
+SINCE = "0.1.0"
+
+ONE_GEAR = "use one gear of more bits, such as --gear 8, which is faster for the same loss"
+LEARNED = "leave it out: mode lossless learns when to draft, and --draft-length N drafts always as many tokens"
+NO_SCHEDULE = "use --gear: one gear was as good"
+THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickdown"
+
+GONE: dict[str, str] = {
+    "--tolerance": ONE_GEAR,
+    "--curve": LEARNED,
+    "--cost": LEARNED,
+    "--schedule": NO_SCHEDULE,
+    "calibrate --mode lossless": LEARNED,
+    "calibrate --top": LEARNED,
+    "--target-agreement": ONE_GEAR,
+    "--target-regret": ONE_GEAR,
+    "--target-kl": ONE_GEAR,
+    "--target-bytes": ONE_GEAR,
+    "--schedule-gears": NO_SCHEDULE,
+    "calibrate --prompt-tokens": NO_SCHEDULE,
+    "calibrate --data": THRESHOLDS,
+    "calibrate --tokens": THRESHOLDS,
+    "calibrate --context": THRESHOLDS,
+    "--policy schedule": NO_SCHEDULE,
+    "--policy schedule-route": NO_SCHEDULE,
+    "--policy position": NO_SCHEDULE,
+    "--policy lossless-fixed": "use --policy lossless, whose drafts have a fixed length",
+    "--telemetry-only": "use --mode telemetry-only",
+    "--machine": "use --watch-machine FILE",
+    "--dequant-cache": "use --kernels dequant-cache",
+    "--cap-bits": "leave it out: layers are capped to the bits that their format has",
+    "--min-cos-strict": "use --auto-bits STRICT,LAZY",
+    "--min-cos-lazy": "use --auto-bits STRICT,LAZY",
+    "--outlier-sigma": "use --format codebook:sigma=3",
+    "--outlier-cap": "use --format codebook:cap=0.02",
+    "--lloyd-rounds": "use --format codebook:rounds=20",
+    "--library-size": "use --format codebook-library:library=32",
+    "--library-group": "use --format codebook-library:group=128",
+    "schema 'gearbx-mlx drafting'": LEARNED,
+    "schema 'gearbx-mlx schedule'": NO_SCHEDULE,
+    "a file for mode 'static'": "use --gear",
+}
+"""From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
+flag, a field of a request, a mode, `schema 'NAME'` of a file."""
+
+
+def gone(name: str, command: str = "") -> str | None:
+    """Return the line that refuses a name; None for one that is not gone."""
+    instead = GONE.get(f"{command} {name}") or GONE.get(name)
+    return None if instead is None else f"{name} is gone since gearbx-mlx {SINCE}; {instead}"

@@ -1,0 +1,56 @@
+"""Mode lossless as a command: what its summary and trace say, and what it refuses."""
+
+import json
+
+import numpy as np
+import pytest
+from mlx_lm import convert
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+
+@pytest.mark.slow
+def test_the_summary_adds_up_the_trace(command, tmp_path):
+    summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
+    done = command("generate", "--gears", "3,5,16", "-m", 30, "--summary", summary, "--trace", trace)
+    assert done.status == 0
+    told = json.loads(summary.read_text())
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert told["mode"] == "lossless"
+    assert [gear["bits"] for gear in told["ladder"]] == [3, 5, 16]
+    assert told["drafted"] == sum(row["drafted"] for row in rows)
+    assert told["accepted"] == sum(row["from_draft"] for row in rows)
+    assert told["acceptance_rate"] == pytest.approx(told["accepted"] / told["drafted"])
+    assert told["verifications"] + told["accepted"] + told["lookup_accepted"] == told["tokens"] == 30
+    assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
+    assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
+
+
+def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    convert(str(DEMO_MODEL), str(tmp_path / "q"), quantize=True)
+    done = command("calibrate", "--model", tmp_path / "q", "--mode", "kickdown", "-m", 3, "--ignore-chat-template")
+    assert done.status == 2
+    assert "quantized already" in done.err
+
+
+@pytest.mark.slow
+def test_text_is_that_of_the_top_gear(command):
+    outputs = [
+        command("generate", "-m", 40, "--temp", 0.8, "--seed", 5, "--gears", "3,16", "--mode", mode).out
+        for mode in ("static", "lossless")
+    ]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
+        (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
+    ],
+)
+def test_mistakes_get_one_line(command, arguments, says):
+    done = command("generate", "-m", 3, *arguments)
+    assert done.status == 2
+    assert says in done.err.replace("\n", " ")
