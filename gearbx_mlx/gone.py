@@ -2,7 +2,18 @@
 
 SINCE = "0.1.0"
 
-GONE: dict[str, str] = {}
+ROUTER = (
+    "server --server URL --server-model A,B chooses a model by the prompt, and a proxy such as LiteLLM does the rest"
+)
+GONE: dict[str, str] = {
+    "--small-server": ROUTER,
+    "--large-server": ROUTER,
+    "--small-server-model": ROUTER,
+    "--large-server-model": ROUTER,
+    "--connect-timeout": "--server-timeout is for the connection too",
+    "--no-fallback": ROUTER,
+    "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
+}
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
 flag, a field of a request, a mode, `schema 'NAME'` of a file."""
 
