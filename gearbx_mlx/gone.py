@@ -12,6 +12,9 @@ GONE: dict[str, str] = {
     "--large-server-model": ROUTER,
     "--connect-timeout": "--server-timeout is for the connection too",
     "--no-fallback": ROUTER,
+    "--path": "--model_args of lm_eval are the flags of generate; give model",
+    "--group-size": "--model_args of lm_eval are the flags of generate; give q_group_size",
+    "--use-chat-template": "--model_args of lm_eval are the flags of generate; give ignore_chat_template",
     "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
 }
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the

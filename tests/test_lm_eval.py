@@ -86,9 +86,10 @@ def test_mistakes(capsys):
             GearbxLM(**{name: value})
     with pytest.raises(GearbxError, match="small_model: lm-eval has one model"):
         GearbxLM(small_model="demo")
-    for flags, words in (({"speed": 3}, "there is no --speed"), ({"mode": "fast"}, "invalid choice: 'fast'")):
+    wrong = {"speed": "there is no --speed", "mode": "invalid choice: 'x'", "path": "--path is gone since gearbx-mlx"}
+    for name, words in wrong.items():
         with pytest.raises(SystemExit, match="2"):
-            GearbxLM(**flags)
+            GearbxLM(**{name: "x"})
         assert words in capsys.readouterr().err
 
 
