@@ -332,6 +332,20 @@ class TestRouting:
         assert chunks(got[1].text)[0]["choices"][0]["delta"]["content"] == "small "
         assert sum(path == CHAT for path, _ in fake.requests) == len(others.ASK) + 2  # it is asked for them once
 
+    def test_what_a_client_does_wrong_says_nothing_of_the_server(self):
+        def reply(body):
+            return refused("logit_bias is 'logprobs'") if "logit_bias" in body else saying(body)
+
+        with fake_server(chatting(reply)) as fake, routed(fake.url) as client:
+            assert client.post(CHAT, json=EASY | {"logit_bias": "logprobs"}).status_code == 400
+            assert client.post(CHAT, json=EASY).json()["gearbx"]["tokens"]
+
+    def test_infinities_are_passed_on(self):
+        impossible = answer(whole([chat_entry([0.0, -math.inf])]))
+        with fake_server(chatting(lambda body: impossible)) as fake, routed(fake.url) as client:
+            got = client.post(CHAT, json=EASY | {"logprobs": True})
+        assert got.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -math.inf
+
     def test_text_completions(self, client):
         def answers(path, body):
             return text_answer([body["model"]], [{"a": PAIR[0], "b": PAIR[1]}]) if path == TEXT else None

@@ -7,7 +7,7 @@ models there, which the prompt chooses (GEARBX 11), and adds entropy and gear to
 
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -85,9 +85,9 @@ class Logprobs(Struct, frozen=True):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-def choices_of(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    choices = answer.get("choices")
-    yield from (one for one in choices if isinstance(one, dict)) if isinstance(choices, list) else ()
+def objects_in(found: Any) -> list[dict[str, Any]]:
+    """Return the objects of a list; none where it is no list."""
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
 
 
 def text_of(choice: Mapping[str, Any]) -> str:
@@ -257,11 +257,15 @@ class Other:
         headers = {"Accept-Encoding": "identity", "User-Agent": "gearbx-mlx", "Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         content = None if body is None else json.dumps(body)  # as ASCII: a text may contain half of a surrogate pair
-        method = "GET" if body is None else "POST"
+        request: dict[str, Any] = {
+            "method": "GET" if body is None else "POST",
+            "url": self.base + path,
+            "headers": headers,
+        }
         try:
             async with (
                 httpx.AsyncClient(timeout=self.timeout, verify=certificates(), trust_env=self.trust_env) as client,
-                client.stream(method, self.base + path, content=content, headers=headers) as response,
+                client.stream(**request, content=content) as response,
             ):
                 if response.status_code >= 300:
                     raise self.refused(response.status_code, await self.text(response))
@@ -317,7 +321,7 @@ class Other:
         except GearbxError as error:
             raise self.failed(f"answers what is not of this API ({error})") from error
         if found.get("error") and not found.get("choices"):
-            raise self.failed(f"reports an error: {brief(said_in(found['error']))}", "look at the server's log")
+            raise self.failed(f"reports an error: {said_in(found['error'])}", "look at the server's log")
         return found
 
     def failed(self, what: str, remedy: str = "check the address, which usually ends in /v1") -> OtherError:
@@ -339,10 +343,8 @@ class Other:
 
     async def models(self) -> dict[str, dict[str, Any]]:
         """Return the models that the server lists, and what else it says of them."""
-        rows = (await self.whole("/models")).get("data")
-        found = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-        rows = [row for row in found if isinstance(row.get("id"), str)]
-        return {row["id"]: row | (row["meta"] if isinstance(row.get("meta"), dict) else {}) for row in rows}
+        rows = objects_in((await self.whole("/models")).get("data"))
+        return {row["id"]: row for row in rows if isinstance(row.get("id"), str)}
 
     async def model(self, name: str | None) -> tuple[str, int | None]:
         """Return the model of this name, or the only one, and the length of its logits, which some servers say.
@@ -360,7 +362,8 @@ class Other:
             shown = ", ".join(list(listed)[:10]) or "none"
             raise self.failed(f"its models are {shown}", "name one with --server-model")
         name = next(iter(listed)) if name is None else name
-        sizes = [listed.get(name, {}).get(key) for key in VOCABULARY]
+        places = objects_in([listed.get(name), listed.get(name, {}).get("meta")])
+        sizes = [place.get(key) for place in places for key in VOCABULARY]
         return name, next((size for size in sizes if type(size) is int and size > 0), None)
 
     async def answer(self, question: Question, model: str, max_tokens: int) -> list[ListedToken]:
@@ -374,11 +377,11 @@ class Other:
         while self.ways[path]:
             way = self.ways[path][0]
             try:
-                choice = next(choices_of(await self.whole(path, {**body, **way.fields})), None)
-                if choice is None:
+                choices = objects_in((await self.whole(path, {**body, **way.fields})).get("choices"))
+                if not choices:
                     raise self.failed("answers without choices")
-                tokens = tokens_of(choice, way.asked)[:max_tokens]
-                if any(token.logprobs for token in tokens) or not text_of(choice):
+                tokens = tokens_of(choices[0], way.asked)[:max_tokens]
+                if any(token.logprobs for token in tokens) or not text_of(choices[0]):
                     self.asked = way.asked
                     return tokens
                 self.ways[path] = [one for one in self.ways[path] if one.fields.keys() != way.fields.keys()]
@@ -424,18 +427,14 @@ def refusal(text: str) -> str:
     try:
         content = parse_json(text)
     except GearbxError:
-        return "no reason given" if "<" in text or not text.strip() else brief(text)
-    return brief(said_in(content.get("error", content) if isinstance(content, dict) else content))
+        return "no reason given" if "<" in text or not text.strip() else said_in(text)
+    return said_in(content.get("error", content) if isinstance(content, dict) else content)
 
 
 def said_in(error: Any) -> str:
-    """Return the words of OpenAI's error object, or of what stands in its place."""
-    return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def brief(text: str) -> str:
-    """Return a server's words on one line, shortened."""
-    return " ".join(text.split())[:300]
+    """Return the words of OpenAI's error object, or of what stands in its place, on one line and shortened."""
+    said = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(said).split())[:300]
 
 
 def about_logprobs(error: OtherError) -> bool:
@@ -477,32 +476,37 @@ class RoutedModels:
         Raises:
             OtherError: the server fails, or refuses the request.
         """
-        model, ways, own = self.chosen(body), self.other.ways[path], own_way(body)
+        model, own, left = self.chosen(body), own_way(body), list(self.other.ways[path])
         while True:
-            way = own or next(iter(ways), Way())
-            asked, begun = {**body, **way.fields, "model": model}, False
+            way, begun = own or next(iter(left), Way()), False
             try:
-                if body.get("stream") is not True:
-                    yield self.marked(await self.other.whole(path, asked), model, way.asked, own is None)
-                    return
-                async with aclosing(self.other.events(path, asked)) as events:
-                    async for chunk in events:
-                        begun = True
-                        yield self.marked(chunk, model, way.asked, own is None)
+                async for answer in self.asked(path, {**body, **way.fields, "model": model}):
+                    begun, self.other.ways[path] = True, left
+                    yield self.marked(answer, model, way.asked, own is None)
                 return
             except OtherError as error:
-                if begun or own or way not in ways or not about_logprobs(error):
+                if begun or own or not left or not about_logprobs(error):
                     raise
-                ways.remove(way)
+                left.remove(way)
+
+    async def asked(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the objects of a stream, or the one whole answer, as the request says."""
+        if body.get("stream") is not True:
+            yield await self.other.whole(path, body)
+            return
+        async with aclosing(self.other.events(path, body)) as events:
+            async for chunk in events:
+                yield chunk
 
     def marked(self, answer: dict[str, Any], model: str, asked: int, unasked: bool) -> dict[str, Any]:
         """Return an answer with the gear and the entropy of its tokens, without log-probabilities that were unasked."""
+        choices = objects_in(answer.get("choices"))
         try:
-            tokens = [token for choice in choices_of(answer) for token in tokens_of(choice, asked) if token.logprobs]
+            tokens = [token for choice in choices for token in tokens_of(choice, asked) if token.logprobs]
             bounds = [token.entropy(self.vocab_size) for token in tokens]
         except GearbxError as error:
             raise self.other.failed(f"gives log-probabilities that are none ({one_line(error)})") from error
-        for choice in choices_of(answer) if unasked else ():
+        for choice in choices if unasked else ():
             choice |= {"logprobs": None}
         told = [{"gear": model, "entropy_low": round(low, 4), "entropy_high": round(high, 4)} for low, high in bounds]
         return {**answer, "gearbx": {"mode": "prompt", "gear": model, "tokens": told}}
@@ -520,8 +524,8 @@ def typed_last(body: Mapping[str, Any]) -> str:
     """Return the last message of a user, or the prompt of a text completion; "" where there is no text."""
     messages, said = body.get("messages"), body.get("prompt")
     if isinstance(messages, list):
-        own = [one for one in messages if isinstance(one, dict) and one.get("role") == "user"]
-        said = own[-1].get("content") if own else None
+        own = [one.get("content") for one in objects_in(messages) if one.get("role") == "user"]
+        said = own[-1] if own else None
     parts = (
         [part.get("text") if isinstance(part, dict) else part for part in said] if isinstance(said, list) else [said]
     )
@@ -580,7 +584,7 @@ async def pass_on(routed: RoutedModels, path: str, body: dict[str, Any]) -> Resp
         raise in_their_words(error) from error
     if body.get("stream"):
         return event_stream(as_events(first, parts))
-    return JSONResponse(first)
+    return Response(json.dumps(first), media_type="application/json")  # with infinities, if a server has them
 
 
 async def as_events(first: Any, parts: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
