@@ -26,7 +26,7 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..generate import GenerateSettings, setup_arg_parser
 
-HERE = ("model", "layout", "gears", "floors", "routing", "gate", "mode", "prompt")  # groups of flags with a meaning
+ELSEWHERE = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
 
 
 @register_model("gearbx")
@@ -105,7 +105,7 @@ def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
     words = [flag_of(name) + ("" if value is True else f"={value}".replace(":", ",")) for name, value in flags.items()]
     settings: GenerateSettings = command_settings(parser.kind, vars(parser.parse_args(words)))
     for name, group in vars(settings).items():
-        for flag in given(group, type(group)()) if name not in HERE else ():
+        for flag in given(group, type(group)()) if name in ELSEWHERE else ():
             raise GearbxError(f"--model_args {flag} has no meaning for lm-eval; leave it out")
     if settings.mode.small_model is not None:
         raise GearbxError("--model_args small_model: lm-eval has one model; leave it out")

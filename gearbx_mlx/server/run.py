@@ -50,7 +50,7 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
 
 @contextmanager
 def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[str, int]) -> Iterator[Server]:
-    """A server that passes requests on to one of several models of another, while the context lasts.
+    """Pass requests on to one of several models of another server while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, what is not a URL or a key.
