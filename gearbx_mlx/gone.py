@@ -6,6 +6,9 @@ ONE_GEAR = "use one gear of more bits, such as --gear 8, which is faster for the
 LEARNED = "leave it out: mode lossless learns when to draft, and --draft-length N drafts always as many tokens"
 NO_SCHEDULE = "use --gear: one gear was as good"
 THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickdown"
+ROUTER = (
+    "server --server URL --server-model A,B chooses a model by the prompt, and a proxy such as LiteLLM does the rest"
+)
 
 GONE: dict[str, str] = {
     "--tolerance": ONE_GEAR,
@@ -41,6 +44,16 @@ GONE: dict[str, str] = {
     "schema 'gearbx-mlx drafting'": LEARNED,
     "schema 'gearbx-mlx schedule'": NO_SCHEDULE,
     "a file for mode 'static'": "use --gear",
+    "--small-server": ROUTER,
+    "--large-server": ROUTER,
+    "--small-server-model": ROUTER,
+    "--large-server-model": ROUTER,
+    "--connect-timeout": "--server-timeout is for the connection too",
+    "--no-fallback": ROUTER,
+    "--path": "--model_args of lm_eval are the flags of generate; give model",
+    "--group-size": "--model_args of lm_eval are the flags of generate; give q_group_size",
+    "--use-chat-template": "--model_args of lm_eval are the flags of generate; give ignore_chat_template",
+    "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
 }
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
 flag, a field of a request, a mode, `schema 'NAME'` of a file."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-EVENTS, LINES, JSON, HTML = "text/event-stream", "application/x-ndjson", "application/json", "text/html"
+EVENTS, JSON, HTML = "text/event-stream", "application/json", "text/html"
 
 
 @dataclass
@@ -57,10 +57,22 @@ def chat_event(entry: dict[str, Any] | None, text: str | None = None, finish: st
     return {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}]}
 
 
-def text_event(names: list[str], values: list[float | None], tops: list[dict | None]) -> dict[str, Any]:
-    """An event of text completions, whose log-probabilities are lists and objects."""
-    logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": tops, "text_offset": [0] * len(names)}
-    return {"choices": [{"index": 0, "text": "".join(names), "logprobs": logprobs, "finish_reason": None}]}
+def whole(entries: Sequence[dict[str, Any]], text: str | None = None) -> dict[str, Any]:
+    """A whole answer of chat with these tokens."""
+    said = "".join(entry["token"] for entry in entries) if text is None else text
+    choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+    return {"choices": [{**choice, "logprobs": {"content": list(entries)} if entries else None}]}
+
+
+def chat_answer(*lists: Sequence[float]) -> Answer:
+    """A whole answer of chat with these log-probabilities, one list for each token."""
+    return answer(whole([chat_entry(values) for values in lists]))
+
+
+def text_answer(names: list[str], tops: list[dict | None]) -> Answer:
+    """A text completion, whose log-probabilities are lists and objects."""
+    logprobs = {"tokens": names, "token_logprobs": [None] * len(names), "top_logprobs": tops}
+    return answer({"choices": [{"index": 0, "text": "".join(names), "logprobs": logprobs, "finish_reason": "stop"}]})
 
 
 def chat_stream(*lists: Sequence[float]) -> Answer:

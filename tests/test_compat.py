@@ -340,13 +340,6 @@ class TestNames:
         own.thread.join(10)
         assert not own.thread.is_alive()
 
-    def test_the_model_of_lm_eval_scores_by_its_two(self):
-        from mlx_lm.evaluate import MLXLM  # lm-eval takes seconds to import
-
-        for name, parameters in (("_process_prompt", ["prompt"]), ("_score_fn", ["inputs", "cache"])):
-            assert [*inspect.signature(getattr(MLXLM, name)).parameters][1 : 1 + len(parameters)] == parameters
-            assert f"self.{name}(" in inspect.getsource(MLXLM)
-
     def test_the_server_of_mlx_lm_has_its_two(self):
         assert [*inspect.signature(ResponseGenerator._tokenize).parameters] == ["self", "tokenizer", "request", "args"]
         assert len(inspect.signature(ResponseGenerator._make_state_machine).parameters) >= 4

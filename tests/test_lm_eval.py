@@ -9,13 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("lm_eval", reason="the extra lm-eval is not installed")
+pytest.importorskip("lm_eval", reason="THE MODEL OF LM-EVAL WAS NOT CHECKED: pip install '.[lm-eval]'")
 
-import lm_eval
-from datasets import Dataset
 from lm_eval.api.registry import get_model
-from lm_eval.api.task import ConfigurableTask
-from lm_eval.tasks import TaskManager
 from mlx_lm.evaluate import MLXLM
 
 from gearbx_mlx import GearbxError
@@ -26,10 +22,8 @@ from gearbx_mlx.loading import DEMO_MODEL
 pytestmark = pytest.mark.processes
 
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many does he have?\nAnswer:"
-PAIRS = [(QUESTION, " Tom has 5"), (QUESTION, " He"), ("Once upon a time", " there was a king")]
-
-
-NOTHING_ELSE = TaskManager(include_defaults=False)  # its own thousands of files are not read
+PAIRS = [(QUESTION, " Tom has 5"), (QUESTION, " He"), ("Once upon a time", " there was a king"), ("", "Once")]
+KING = "Once upon a time there was a king who had three sons."
 
 
 def asked(*arguments: object) -> SimpleNamespace:
@@ -40,24 +34,20 @@ def scores(model) -> list[float]:
     return [score for score, _ in model.loglikelihood([asked(*pair) for pair in PAIRS])]
 
 
-@pytest.fixture(scope="module")
-def plain() -> MLXLM:
-    return MLXLM(str(DEMO_MODEL))
-
-
 def test_it_is_registered_beside_those_of_lm_eval():
     assert get_model("gearbx") is GearbxLM
     assert get_model("dummy") is not None
 
 
 @pytest.mark.parametrize("mode", ["static", "lossless"])
-def test_the_top_gear_scores_and_writes_as_mlx_lm(plain, mode):
-    model = GearbxLM(gears="4:16", mode=mode, kernels="mlx")
-    expected = plain.loglikelihood([asked(*pair) for pair in PAIRS])
+def test_the_top_gear_scores_and_writes_as_mlx_lm(mode):
+    plain, model = MLXLM(str(DEMO_MODEL)), GearbxLM(gears="4:16", mode=mode, kernels="mlx")
+    expected = plain.loglikelihood([asked(*pair) for pair in PAIRS[:3]])
     found = model.loglikelihood([asked(*pair) for pair in PAIRS])
-    assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], abs=0.15)  # bfloat16 there
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    text = [asked("Once upon a time there was a king who had three sons.")]
+    assert [score for score, _ in found[:3]] == pytest.approx([score for score, _ in expected], abs=0.15)  # bfloat16
+    assert [greedy for _, greedy in found[:3]] == [greedy for _, greedy in expected]
+    assert found[3][0] < 0  # after nothing
+    text = [asked(KING)]
     assert model.loglikelihood_rolling(text) == pytest.approx(plain.loglikelihood_rolling(text), abs=0.5)
     until = {"until": ["\n", "."], "max_gen_toks": 20}
     written = model.generate_until([asked(QUESTION, until)])[0]
@@ -65,66 +55,42 @@ def test_the_top_gear_scores_and_writes_as_mlx_lm(plain, mode):
     assert "." not in written
 
 
-def test_a_policy_has_the_scores_of_its_gears_where_it_is_in_them():
+def test_a_span_goes_on_after_the_token_that_ends_a_text():
+    model = GearbxLM(gears="4:16", mode="static")
+    end = model.tokenizer.eos_token_id
+    assert len(list(model.scored([5, 6], [end, 7, 8]))) == 3
+    assert model.tokenizer.eos_token_ids
+
+
+def test_a_mode_has_the_scores_of_its_gears_where_it_is_in_them():
     low = scores(GearbxLM(gears="2:16", mode="static", gear=2))
     top = scores(GearbxLM(gears="2:16", mode="static"))
-    assert scores(GearbxLM(gears="2:16", mode="kickdown", thresholds="0.000001")) == pytest.approx(top, abs=1e-3)
-    # The prompt is read in the top gear; what comes after it never is.
-    kept = scores(GearbxLM(gears="2:16", mode="kickdown", thresholds="11.9"))
-    assert max(abs(a - b) for a, b in zip(kept, top)) > 0.05
-    assert max(abs(a - b) for a, b in zip(kept, low)) > 0.05
-    assert scores(GearbxLM(gears="2:16", mode="route", thresholds="11.9")) == pytest.approx(low, abs=1e-3)
+    assert scores(GearbxLM(gears="2:16", mode="kickdown", thresholds=1e-06)) == pytest.approx(top, abs=1e-3)
+    assert scores(GearbxLM(gears="2:16", mode="kickdown", thresholds=11.9)) == pytest.approx(low, abs=1e-3)
+    assert max(abs(a - b) for a, b in zip(low, top)) > 0.05
 
     # A route shifts after four tokens at the earliest; the shift acts two tokens later.
     def rolling(**further) -> float:
-        text = "Once upon a time there was a king who had three sons."
-        return GearbxLM(gears="2:16", **further).loglikelihood_rolling([asked(text)])[0]
+        return GearbxLM(gears="2:16", **further).loglikelihood_rolling([asked(KING)])[0]
 
-    mixed = rolling(mode="route", thresholds="0.000001")
+    mixed = rolling(mode="route", thresholds=0.000001)
     for gear in ("low", "high"):
         assert abs(mixed - rolling(mode="static", gear=gear)) > 0.1
 
 
-def test_lm_eval_runs_a_task_with_it():
-    rows = [{"question": f"{a} + 1 =", "answer": f" {a + 1}"} for a in range(3)]
-
-    class Sums(ConfigurableTask):
-        VERSION = 0
-
-        def __init__(self):
-            super().__init__(
-                config={
-                    "task": "sums",
-                    "custom_dataset": lambda **kwargs: {"test": Dataset.from_list(rows)},
-                    "test_split": "test",
-                    "output_type": "multiple_choice",
-                    "doc_to_text": "{{question}}",
-                    "doc_to_choice": [" 1", " 2", " 3", " blue"],
-                    "doc_to_target": "{{answer}}",
-                }
-            )
-
-    model = GearbxLM(gears="4:16", kernels="auto")
-    results = lm_eval.simple_evaluate(model=model, tasks=[Sums()], bootstrap_iters=0, task_manager=NOTHING_ELSE)
-    assert results["results"]["sums"]["acc,none"] in (0, 1 / 3, 2 / 3, 1)
-    assert len(results["samples"]["sums"]) == 3
-
-
-def test_mistakes():
-    with pytest.raises(ValueError, match="mode 'fast' does not exist"):
-        GearbxLM(mode="fast")
-    with pytest.raises(ValueError, match="3 gears need 2 thresholds"):
-        GearbxLM(thresholds="1.0")
-    with pytest.raises(GearbxError, match=r"--model_args thresholds=1:x, bits such as 1.8:3.5 or a file: 1,x: cannot"):
-        GearbxLM(thresholds="1:x")
-    for argument, value in (("group_size", "wide"), ("max_tokens", -1), ("max_tokens", float("nan"))):
-        with pytest.raises(GearbxError, match=f"--model_args {argument}={value}: give a whole number"):
-            GearbxLM(**{argument: value})
-    for argument in ("format", "kernels", "manage", "path"):
-        with pytest.raises(GearbxError, match="inf"):
-            GearbxLM(**{argument: float("inf")})
-    with pytest.raises(GearbxError, match="--model_args speed: there is no such argument; choose from path, gears"):
-        GearbxLM(speed=3)
+def test_mistakes(capsys):
+    with pytest.raises(GearbxError, match="3 gears need 2 thresholds"):
+        GearbxLM(gears="4:8:16", thresholds=1.0, mode="route")
+    for name, value in {"temp": 1, "target_tps": 9, "kv_bits": 4}.items():
+        with pytest.raises(GearbxError, match=f"--model_args {name} has no meaning for lm-eval; leave it out"):
+            GearbxLM(**{name: value})
+    with pytest.raises(GearbxError, match="small_model: lm-eval has one model"):
+        GearbxLM(small_model="demo")
+    wrong = {"speed": "there is no --speed", "mode": "invalid choice: 'x'", "path": "--path is gone since gearbx-mlx"}
+    for name, words in wrong.items():
+        with pytest.raises(SystemExit, match="2"):
+            GearbxLM(**{name: "x"})
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", [ValueError, FileNotFoundError])

@@ -205,11 +205,12 @@ def test_lossless_has_no_thresholds_in_its_legend(page):
     assert "threshold" not in page.text("#legend")
 
 
-def test_a_proxy_says_which_server_answered(page, scripted):
-    scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"server": "large", "why": "entropy"}})
+def test_of_another_servers_tokens_the_middle_between_the_bounds_is_shown(page, scripted):
+    told = [{"gear": "large", "entropy_low": 1.0, "entropy_high": 2.0}]
+    scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"mode": "prompt", "tokens": told}})
     page.send("Hello")
     page.answer()
-    assert page.text(".summary") == "the large server (entropy)"
+    assert "mean entropy 1.50 bits" in page.text(".summary")
 
 
 def test_a_model_without_a_chat_template_answers(page, client, monkeypatch):

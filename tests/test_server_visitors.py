@@ -1,12 +1,10 @@
 """Pages in browsers: which of them may ask a server on this machine, and under which names it is reached."""
 
-import contextlib
-
 import pytest
-from fake_server import Answer, fake_server
+from fake_server import Answer, chat_answer, chatting, fake_server
 from http_server import complete, served
 from page_in_browser import Page, chromium
-from proxies import CHAT, EASY, good, proxy
+from routed import CHAT, EASY, routed
 
 from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.errors import GearbxError
@@ -18,19 +16,13 @@ EVIL = "https://evil.example"
 TEXT = "/v1/completions"
 
 
-@contextlib.contextmanager
-def proxied(guard):
-    """A proxy, and the requests that reach the servers behind it."""
-    with fake_server(good("small")) as small, proxy(small.url, small.url, guard=guard) as client:
-        client.upstream = small.requests
-        yield client
-
-
-@pytest.fixture(scope="module", params=["model", "proxy"])
+@pytest.fixture(scope="module", params=["model", "routed"])
 def client(request):
-    if request.param == "proxy":
+    """A client of a server of a model, and of one that passes requests on, with those that reach the other server."""
+    if request.param == "routed":
         guard = Guard(allowed_origins=("https://good.example",), allowed_hosts=("good.example",))
-        with proxied(guard) as client:
+        with fake_server(chatting(lambda body: chat_answer([-0.1]))) as other, routed(other.url, guard) as client:
+            client.upstream = other.requests
             yield client
     else:
         allowed = {"allowed_origins": "https://Good.example", "allowed_hosts": "good.example:80, other.example"}
@@ -101,11 +93,11 @@ def test_any_origin_is_refused_together_with_keys_and_models_on_demand(own, monk
     any_page = {"allowed_origins": "https://a, *"} | own
     with pytest.raises(GearbxError, match="--allowed-origins"):
         guard_of(command_settings(ServerSettings, any_page | {"allow_models": True}))
-    two = {"small_server": "http://127.0.0.1:1", "large_server": "http://127.0.0.1:1"}
-    assert "*" in guard_of(command_settings(ServerSettings, any_page | two)).allowed_origins
-    monkeypatch.setenv("GEARBX_LARGE_SERVER_KEY", "sk")
+    other = {"server": "http://127.0.0.1:1", "server_model": "a,b"}
+    assert "*" in guard_of(command_settings(ServerSettings, any_page | other)).allowed_origins
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
     with pytest.raises(GearbxError, match="--allowed-origins"):
-        guard_of(command_settings(ServerSettings, any_page | two))
+        guard_of(command_settings(ServerSettings, any_page | other))
 
 
 def test_any_origin_may_be_allowed():

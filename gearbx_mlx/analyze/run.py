@@ -3,12 +3,14 @@
 A server shows a few log-probabilities of each token, which give bounds of its entropy.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -18,20 +20,23 @@ from ..cli.gears import LayoutSettings, Routing, RoutingSettings, check_routing,
 from ..cli.loaded import Geared, Loaded
 from ..cli.prompt import check_prompt, encoded, read_prompts
 from ..cli.resolved import ModeChoice, resolve_gears
+from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
 from ..decoding.route import TelemetryOnly
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError
 from ..files.writing import write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
-from ..routing.bounds import BoundedRouting, entropy_bounds, rounding_of
+from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
-from ..serving import ASSUMED_VOCABULARY
-from ..serving.remote import Connection, Question, RemoteError, RemoteServer, RemoteToken
+from ..serving import ASSUMED_VOCABULARY, OtherError
 from ..telemetry.report import BOUNDS, PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
 from ..telemetry.trace import TraceWriter, record
 from . import AnalyzeSettings
+
+if TYPE_CHECKING:
+    from ..serving.others import ListedToken, Other, Question
 
 TRACE, SUMMARY = "trace.jsonl", "summary.json"
 
@@ -89,7 +94,7 @@ class AnalyzedRun:
     ladder: Ladder
     records: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
-    error: RemoteError | None = None
+    error: OtherError | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     files: Sequence[Path] = ()
 
@@ -114,7 +119,7 @@ class AnalyzedRun:
                         self.records.append(entry)
                         writer.write(entry)
                 self.complete = True
-            except RemoteError as error:
+            except OtherError as error:
                 self.error = error
 
     def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
@@ -204,7 +209,8 @@ class RunThere(AnalyzedRun):
     """
 
     settings: AnalyzeSettings
-    server: RemoteServer
+    server: "Other"
+    model: str
     routing: Routing
     vocab_size: int
     source: str
@@ -212,15 +218,17 @@ class RunThere(AnalyzedRun):
     prompts: int = 0
     seconds: float = 0.0
 
-    def entries(self, number: int, prompt: Question) -> Iterator[dict[str, Any]]:
-        """Raises RemoteError as `tokens_of` and `bounds`."""
+    def entries(self, number: int, prompt: "Question") -> Iterator[dict[str, Any]]:
+        """Raises OtherError for a server that fails, or gives no log-probabilities, or impossible ones."""
         self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
             lambda: ThresholdGate(routing.thresholds, routing.hysteresis, routing.min_gear_duration),
             self.ladder.find(initial_gear(self.settings.routing, self.ladder, prompt.prompt)).index,
         )
-        for index, token in enumerate(tokens_of(self.server, prompt, self.settings.prompt.max_tokens)):
+        tokens = asyncio.run(self.server.answer(prompt, self.model, self.settings.prompt.max_tokens))
+        self.seconds += time.monotonic() - started
+        for index, token in enumerate(tokens):
             entropies = self.bounds(token, f"prompt {number + 1}, token {index + 1}")
             seen = gate.update(entropies)
             low, high = (self.ladder[gear].name for gear in seen.gears)
@@ -230,27 +238,24 @@ class RunThere(AnalyzedRun):
             entry |= {f"{name}_{bound}": pair[i] for name, pair in pairs.items() for i, bound in enumerate(BOUNDS)}
             entry |= {"gear": gear, "shifted": before is not None and before["gear"] != gear}
             self.tally.add(entry, before)
-            self.seconds += time.monotonic() - started
             yield entry
-            before, started = entry, time.monotonic()
+            before = entry
 
-    def bounds(self, token: RemoteToken, place: str) -> tuple[float, float]:
-        """The bounds of a token's entropy in bits. Raises RemoteError for impossible log-probabilities."""
+    def bounds(self, token: "ListedToken", place: str) -> tuple[float, float]:
+        """Return the bounds of a token's entropy in bits. Raises OtherError for impossible log-probabilities."""
         try:
-            return entropy_bounds(token.logprobs, self.vocab_size, rounding_of(token.logprobs), token.unlisted)
+            return token.entropy(self.vocab_size)
         except GearbxError as error:
             remedy = f"the vocabulary is {self.vocab_size} ({self.source}): if that is right, use another server"
-            raise self.server.connection.failed(f"{place}: {error}", remedy) from error
+            raise self.server.failed(f"{place}: {error}", remedy) from error
 
     def summed_up(self) -> dict[str, Any]:
-        """The object of summary.json."""
-        assert self.server.way is not None
+        """Return the object of summary.json."""
         return {
-            "model": self.server.model,
+            "model": self.model,
             "mode": "telemetry-only",
-            "server": self.server.connection.shown,
-            "api": self.server.way.api,
-            "top_logprobs": self.server.way.asked,
+            "server": self.server.shown,
+            "top_logprobs": self.server.asked,
             "vocab_size": self.vocab_size,
             "vocab_size_source": self.source,
             "ladder": [{"name": one.name, "bits": one.bits, "bytes_per_weight": one.bits / 8} for one in self.ladder],
@@ -265,38 +270,38 @@ class RunThere(AnalyzedRun):
 
 def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunThere:
     """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
+    with needing("server", "analyze --server"):
+        others = import_module("gearbx_mlx.serving.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
     check_routing(settings.routing, ladder)
     given, chat, keywords = settings.server, settings.prompt, settings.prompt.template_keywords()
     for text in texts:
         check_prompt(text)
-    questions = [Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
-    assert given.server is not None
-    with Connection(given.server, given.key, given.server_timeout) as connection:
-        server = RemoteServer(connection, given.server_model, given.server_api)
-        size, source = vocabulary_of(settings, server)
-        found = RunThere(
-            ladder=ladder,
-            settings=settings,
-            server=server,
-            routing=routing_for(settings.routing, ladder, size, str),
-            vocab_size=size,
-            source=source,
-            tally=IntervalTally.of([gear.name for gear in ladder]),
-        )
-        server.way = server.learn(questions[0])
-        found.record(out, questions)
+    questions = [others.Question(text, not chat.ignore_chat_template, chat.system_prompt, keywords) for text in texts]
+    server = others.Other(given.server, given.key, given.server_timeout)
+    model, said = asyncio.run(server.model(given.server_model))
+    size, source = vocabulary_of(settings, said)
+    found = RunThere(
+        ladder=ladder,
+        settings=settings,
+        server=server,
+        model=model,
+        routing=routing_for(settings.routing, ladder, size, str),
+        vocab_size=size,
+        source=source,
+        tally=IntervalTally.of([gear.name for gear in ladder]),
+    )
+    found.record(out, questions)
     found.write(out, found.summed_up(), found.routing.thresholds)
     return found
 
 
-def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> tuple[int, str]:
-    """The size that is given, else the server's, else that of the thresholds, else an assumption, with a note."""
+def vocabulary_of(settings: AnalyzeSettings, said: int | None) -> tuple[int, str]:
+    """Return the size that is given, else what the server said, else that of the thresholds, else an assumption."""
     if settings.server.vocab_size is not None:
         return settings.server.vocab_size, "--vocab-size"
-    size = server.vocab_size()
-    if size is not None:
-        return size, "the server"
+    if said is not None:
+        return said, "the server"
     if isinstance(settings.routing.source, ThresholdFile):
         return settings.routing.source.vocab_size, "the thresholds"
     terminal.note(
@@ -304,21 +309,3 @@ def vocabulary_of(settings: AnalyzeSettings, server: RemoteServer) -> tuple[int,
         "bounds too high rather than too low; --vocab-size makes them tight"
     )
     return ASSUMED_VOCABULARY, "assumed"
-
-
-def tokens_of(server: RemoteServer, question: Question, max_tokens: int) -> Iterator[RemoteToken]:
-    """The tokens of an answer, `max_tokens` at most, whatever the server does.
-
-    Raises:
-        RemoteError: the server fails, or gives text without log-probabilities.
-    """
-    count = 0
-    with contextlib.closing(server.answer(question, max_tokens)) as chunks:
-        for chunk in chunks:
-            if chunk.text and not chunk.tokens and not chunk.finished:
-                raise server.connection.failed(f"gives no log-probabilities for {chunk.text!r}", "use another server")
-            for token in chunk.tokens:
-                yield token
-                count += 1
-                if count == max_tokens:
-                    return

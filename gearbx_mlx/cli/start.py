@@ -10,7 +10,7 @@ A command that is one of several ranks begins when all are there, rank 0 writes,
 import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn, cast
@@ -30,13 +30,34 @@ VERBOSE = "MLX_RING_VERBOSE"
 LEFT = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
 
 
-def command(name: str) -> Callable[[], None]:
-    """The `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`."""
-    return lambda: start(
-        name,
-        lambda: import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings(),
-        lambda settings: import_module(f"gearbx_mlx.{name}.run").run,
-    )
+def command(name: str, extra: str = "") -> Callable[[], None]:
+    """The `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`.
+
+    Args:
+        extra: of the package, which the command needs.
+    """
+
+    def body_of(settings: Any) -> Callable[[Any], int | None]:
+        with needing(extra, name):
+            return cast(Callable[[Any], int | None], import_module(f"gearbx_mlx.{name}.run").run)
+
+    return lambda: start(name, lambda: import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings(), body_of)
+
+
+@contextlib.contextmanager
+def needing(extra: str, what: str) -> Iterator[None]:
+    """Import inside what an extra of the package brings. Raises GearbxError with what installs it where it is missing.
+
+    Args:
+        what: needs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not extra or (error.name or "").startswith("gearbx_mlx"):
+            raise
+        install = f"pip install 'gearbx-mlx[{extra}]' (in a clone: pip install '.[{extra}]')"
+        raise GearbxError(f"{what} needs {error.name}, which is not installed: {install}") from error
 
 
 def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable[[Any], int | None]]) -> None:

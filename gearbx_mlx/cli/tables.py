@@ -294,7 +294,7 @@ def server_table(summary: dict[str, Any]) -> Table:
     return two_columns(
         [
             ("model", f"{summary['model']}  ({summary['mode']})"),
-            ("server", f"{summary['server']}  ({summary['api']})"),
+            ("server", summary["server"]),
             ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
             ("gears it would use", shares),
             (

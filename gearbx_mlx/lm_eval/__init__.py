@@ -1,21 +1,19 @@
-"""python -m gearbx_mlx.lm_eval: run lm-eval's own command with the model `gearbx`, which computes token by token."""
+"""python -m gearbx_mlx.lm_eval: lm-eval's own command, with the model `gearbx` beside its own."""
 
 import argparse
 from importlib import import_module
 
 from ..cli import signals, terminal
 from ..cli.flags import choose_device
-from ..errors import GearbxError
+from ..cli.start import needing
 from ..kernels import DEVICES
 
 
 def run_lm_eval() -> None:
     """Raises GearbxError where lm-eval is not installed, or for a device that is not here."""
     choose_device(device_of_command())
-    try:
+    with needing("lm-eval", "lm_eval"):
         body = import_module("gearbx_mlx.lm_eval.run")
-    except ModuleNotFoundError as error:
-        raise GearbxError(f"lm_eval needs {error.name}, which is not installed: pip install lm-eval") from error
     with import_module("gearbx_mlx.kernels.device").wired_memory():
         body.main()
 

@@ -191,7 +191,6 @@ class BoundedRouting:
     Args:
         make_monitor, make_gate: a new one for each bound.
         first: the gear that the text begins in.
-        delay: tokens between the one that a gate has judged and the first one in the gear that it chose.
     """
 
     def __init__(
@@ -199,7 +198,6 @@ class BoundedRouting:
         make_monitor: Callable[[], Monitor],
         make_gate: Callable[[], ThresholdGate],
         first: int,
-        delay: int = RUN_AHEAD,
     ):
         self.monitors = [make_monitor() for _ in range(2)]
         self.gates = [make_gate() for _ in range(2)]
@@ -207,7 +205,7 @@ class BoundedRouting:
         for gate in (*self.gates, self.any_gate):
             gate.reset(first)
         self.states = {(self.any_gate.gear, self.any_gate.duration)}
-        self.coming = deque([((first, first), frozenset({first}))] * delay)
+        self.coming = deque([((first, first), frozenset({first}))] * RUN_AHEAD)
 
     def update(self, entropies: tuple[float, float]) -> Bounded:
         """Take the bounds of the next token's entropy, in bits."""

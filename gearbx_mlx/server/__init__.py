@@ -2,79 +2,18 @@
 
 import argparse
 import math
-import os
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
 from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings, RoutingSettings
+from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.others import OtherServerSettings
 from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
 from ..cli.start import command
-from ..errors import LARGEST_SHOWN, GearbxError, about
+from ..errors import GearbxError, about
 from ..files.reading import parse_json, typed
 from ..routing.gates import policy_named
-from ..serving import ASSUMED_VOCABULARY
-
-KEYS = "GEARBX_SMALL_SERVER_KEY", "GEARBX_LARGE_SERVER_KEY"
-SERVERS = "small_server", "large_server"
-
-
-@dataclass(frozen=True)
-class ProxySettings(Settings):
-    """Two servers between which requests are routed; without them, a model is served here."""
-
-    title: ClassVar[str] = "two servers"
-
-    small_server: str | None = flag(
-        None,
-        "URL of an OpenAI-style API that answers what it is sure of; with --large-server, in the place of --model. "
-        f"For them --thresholds, --window and --min-gear-duration are those of --small-model. Key: {KEYS[0]} of the "
-        "environment",
-        metavar="URL",
-        named=True,
-    )
-    large_server: str | None = flag(
-        None, f"URL of the API that answers the rest. Key: {KEYS[1]} of the environment", metavar="URL", named=True
-    )
-    small_server_model: str | None = flag(
-        None, "The model's name there. Default: as each request says", metavar="NAME", named=True
-    )
-    large_server_model: str | None = flag(
-        None, "The model's name there. Default: as each request says", metavar="NAME", named=True
-    )
-    connect_timeout: float = flag(5.0, "Seconds that a server has to take a connection.", least=0.01, most=3600)
-    server_timeout: float = flag(
-        600.0, "Seconds to wait for a server's next bytes: of a whole answer, for all of it.", least=0.01, most=1e6
-    )
-    vocab_size: int = flag(
-        ASSUMED_VOCABULARY,
-        "Length of the small model's logits, on which the upper bounds of the entropy depend.",
-        least=2,
-        most=LARGEST_SHOWN,
-    )
-    no_fallback: bool = flag(False, "Answer 502 where a server fails, instead of asking the other one.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        given = [name for name in SERVERS if getattr(self, name) is not None]
-        if len(given) == 1:
-            other = next(name for name in SERVERS if name not in given)
-            raise GearbxError(f"{flag_of(given[0])} needs another one beside it; give {flag_of(other)} too")
-
-    @property
-    def wanted(self) -> bool:
-        return self.small_server is not None
-
-    def key(self, server: int) -> str | None:
-        """The key of a server. Raises GearbxError for one that no header can have."""
-        key = os.environ.get(KEYS[server]) or None
-        if key is not None and not (key.isascii() and key.isprintable()):
-            raise GearbxError(
-                f"{KEYS[server]} of the environment has characters that no HTTP header can have; check it"
-            )
-        return key
-
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -209,35 +148,32 @@ class ServerSettings:
     floors: FloorSettings
     mode: ModeSettings
     controller: ControllerSettings
-    proxy: ProxySettings
+    others: OtherServerSettings
 
     def __post_init__(self) -> None:
         check_pair(self)
-        if self.proxy.wanted:
-            self.check_proxy()
-        else:
-            for name in given(self.proxy, ProxySettings()):
-                raise GearbxError(
-                    f"{flag_of(name)} belongs to a proxy; name its servers with --small-server, --large-server"
-                )
+        self.others.check_named()
+        if self.others.server is not None:
+            self.check_routed()
 
-    def check_proxy(self) -> None:
-        """Raises GearbxError for flags of a model that is served here."""
-        kept, routed = ("listen", "proxy"), {*RoutingSettings.__match_args__}
-        groups = [getattr(self, item.name) for item in fields(self) if item.name not in kept]
-        own = {name for group in groups for name in given(group, type(group)())} - routed
-        refused = dict.fromkeys(sorted(own), "a model that is")
-        several = [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
-        for name, what in (refused | dict.fromkeys(several, "models that are")).items():
-            raise GearbxError(f"{flag_of(name)} is for {what} served here; leave it out with --small-server")
+    def check_routed(self) -> None:
+        """Raises GearbxError for flags of a model that is served here, or fewer than two models to choose from."""
+        groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
+        refused = [name for group in groups for name in given(group, type(group)())]
+        refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
+        for name in refused:
+            raise GearbxError(f"{flag_of(name)} is for models that are served here; leave it out with --server")
+        if len(self.others.models) < 2:
+            raise GearbxError("--server needs two models or more to choose from; name them with --server-model A,B")
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
     return parser_of(
         ServerSettings,
         "server",
-        "Serve a model that changes the precision of its weights while it writes, as mlx_lm.server serves models.",
+        "Serve a model that changes the precision of its weights while it writes, as mlx_lm.server serves models. With "
+        "--server, prompts are passed on to one of several models there.",
     )
 
 
-main = command("server")
+main = command("server", extra="server")

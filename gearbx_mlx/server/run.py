@@ -1,4 +1,4 @@
-"""Serve over HTTP: a model in gears, two models, or a proxy between two servers."""
+"""Serve over HTTP: a model in gears, two models, or models of another server."""
 
 import logging
 import os
@@ -7,17 +7,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
-from ..cli.flags import turns_of
-from ..cli.gears import RoutingSettings
+from ..cli.others import OtherServerSettings
 from ..errors import GearbxError
-from ..routing.pair import LARGE, NAMES, SMALL
-from ..serving import is_loopback
+from ..serving import ASSUMED_VOCABULARY, is_loopback
 from ..serving.listening import Escaping, Server
-from ..serving.proxy.app import proxy_application
-from ..serving.proxy.route import Between, Rule
-from ..serving.proxy.upstream import Upstream, checked_url
+from ..serving.others import Other, RoutedModels, routed_application
 from ..serving.web import Guard, host_name
-from . import ProxySettings, ServerSettings
+from . import ServerSettings
 
 API_KEY = "GEARBX_API_KEY"
 
@@ -45,61 +41,40 @@ def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
         GearbxError: an address that is taken, a model that cannot be loaded, a server that cannot be asked.
     """
     guard = guard_of(settings)
-    if settings.proxy.wanted:
-        address = settings.listen.host, settings.listen.port
-        return serving_proxy(settings.proxy, settings.mode, guard, address)
-    from . import model  # needs mlx-lm, for which a proxy need not wait
+    if settings.others.server is not None:
+        return serving_others(settings.others, guard, (settings.listen.host, settings.listen.port))
+    from . import model  # needs mlx-lm, for which models of another server need not wait
 
     return model.serving(settings, guard)
 
 
 @contextmanager
-def serving_proxy(
-    settings: ProxySettings, routing: RoutingSettings, guard: Guard, address: tuple[str, int]
-) -> Iterator[Server]:
-    """A proxy that answers while the context lasts.
+def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[str, int]) -> Iterator[Server]:
+    """Pass requests on to one of several models of another server while the context lasts.
 
     Raises:
-        GearbxError: an address that is taken, what is not a URL or a key, flags that no pair can have.
+        GearbxError: an address that is taken, what is not a URL or a key.
     """
-    if routing.initial_gear != RoutingSettings().initial_gear:
-        raise GearbxError("--initial-gear is for models that are served here; leave it out with --small-server")
-    turns, vocabulary = turns_of(routing.thresholds, routing), settings.vocab_size
-    rule = Rule(turns.threshold(vocabulary), turns.window, turns.min_duration, vocabulary)
-    small, large = (upstream_of(settings, server) for server in (SMALL, LARGE))
-    between = Between(small, large, rule, not settings.no_fallback)
+    other = Other(settings.server or "", settings.key, settings.server_timeout)
+    routed = RoutedModels(other, settings.models, settings.vocab_size or ASSUMED_VOCABULARY)
     with Server(*address, guard.patience) as server:
-        server.serves = f"routing between {small.base} and {large.base}"
-        server.start(proxy_application(guard, between))
+        server.serves = f"{', '.join(routed.models)} of {other.shown}"
+        server.start(routed_application(guard, routed))
         yield server
-
-
-def upstream_of(settings: ProxySettings, server: int) -> Upstream:
-    """A server, and how to ask it. Raises GearbxError for what is not a URL."""
-    flag = f"{NAMES[server]}_server"
-    url = getattr(settings, flag)
-    return Upstream(
-        NAMES[server],
-        checked_url(url, f"--{NAMES[server]}-server"),
-        getattr(settings, f"{flag}_model"),
-        settings.key(server),
-        settings.connect_timeout,
-        settings.server_timeout,
-    )
 
 
 def guard_of(settings: ServerSettings) -> Guard:
     """Who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
-    listen, proxy = settings.listen, settings.proxy
+    listen, others = settings.listen, settings.others
     origins = parts(listen.allowed_origins.lower())
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+|null", origin):
             raise GearbxError(
                 f"--allowed-origins: {origin!a} is not the origin of a page; give one such as https://example.org"
             )
-    lends_keys = proxy.wanted and any(proxy.key(server) for server in (SMALL, LARGE))
-    if "*" in origins and (lends_keys or listen.allow_models):
-        what = "have any model loaded (--allow-models)" if listen.allow_models else "spend the keys of the servers"
+    lends_key = others.server is not None and others.key
+    if "*" in origins and (lends_key or listen.allow_models):
+        what = "have any model loaded (--allow-models)" if listen.allow_models else "spend the key of the server"
         raise GearbxError(f"--allowed-origins *: every page that is opened could {what}; name the origins that may ask")
     hosts = tuple(host_name(host) for host in parts(listen.allowed_hosts))
     if "" in hosts:

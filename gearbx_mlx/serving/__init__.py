@@ -1,17 +1,39 @@
-"""A server of models in gears, a proxy between two servers, and other servers as sources of tokens. Knows no flag.
+"""A server of models in gears, and servers of others. Knows no flag.
 
-Here are the names and defaults that flags show, and what an address is: importing them costs nothing.
+Here is what flags and the commands that have no use for a server need of it: importing it costs nothing.
 """
 
 import ipaddress
 
-APIS = AUTO, OPENAI, OLLAMA = ("auto", "openai", "ollama")  # of other servers
+from ..errors import GearbxError
+
 DEFAULT_TIMEOUT = 120.0  # seconds, for another server
 ASSUMED_VOCABULARY = 262144  # Gemma's, the largest that is common: for smaller ones the upper bounds hold too
 
 
+class OtherError(GearbxError):
+    """Says what a server of others does: one line with its URL and the remedy.
+
+    status: of HTTP, where it refused a request; else 0. reason: its words, or what it did.
+    """
+
+    def __init__(self, message: str, status: int = 0, reason: str = ""):
+        super().__init__(message)
+        self.status, self.reason = status, reason
+
+
+def byte_symbols() -> dict[str, int]:
+    """Return GPT-2's symbols for bytes: a printable byte is its own character, the others follow from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+SYMBOLS = byte_symbols()
+
+
 def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host's name is; None where it is a word."""
+    """Return the address that a host's name is; None where it is a word."""
     try:
         return ipaddress.ip_address(name)
     except ValueError:
@@ -19,6 +41,6 @@ def address_of(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_loopback(name: str) -> bool:
-    """Whether only this machine is meant."""
+    """Tell whether only this machine is meant."""
     address = address_of(name)
     return name == "localhost" if address is None else address.is_loopback

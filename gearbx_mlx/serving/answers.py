@@ -8,6 +8,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
@@ -354,119 +355,101 @@ class Dialect:
         return None, refused.body()
 
 
-class BlockDialect(Dialect):
-    """A dialect in which an answer is a row of blocks: "thinking", "text" and "call", of which one is open at a time.
+@dataclass
+class Block:
+    """A piece of an answer.
 
-    Its classes say how answer and blocks look, and which events open, continue and close them.
-
-    head: the first that came of the completion. blocks: those that are complete. ended_with: the choice that names why
-    the text ended. report: `gearbx`, without its tokens. kind, place: of the open block; kind is None between blocks.
-    content: what it has so far. call: that it is.
+    kind: "thinking", "text" or "call". place: among the blocks, from 0. call: of a tool, as OpenAI has it. text: so
+    far; of a call its arguments.
     """
+
+    kind: str
+    place: int
+    call: Mapping[str, Any]
+    text: str = ""
+
+
+class BlockDialect(Dialect):
+    """A dialect in which an answer is a row of blocks, of which one is open at a time.
+
+    A class of it says how the `answer` looks, and which events begin it (`opening`), open, continue and close a block
+    (`started`, `grown`, `ended`), and end it (`closing`).
+
+    head: the first that came of the completion. choice: the one that says why the text ended. report: `gearbx`, without
+    its tokens.
+    """
+
+    answer: Any
+    opening: Any
+    started: Any
+    grown: Any
+    ended: Any
+    closing: Any
 
     def __init__(self) -> None:
         self.head: Mapping[str, Any] = {}
-        self.blocks: list[dict[str, Any]] = []
-        self.ended_with: Mapping[str, Any] = {}
+        self.choice: Mapping[str, Any] = {}
         self.usage: Mapping[str, Any] = {}
         self.report: dict[str, Any] = {}
-        self.kind: str | None = None
-        self.place, self.content = -1, ""
-        self.call: Mapping[str, Any] = {}
+        self.blocks: list[Block] = []
+        self.is_open = False
 
-    def answer(self) -> dict[str, Any]:
-        """The answer, as far as it has come."""
-        raise NotImplementedError
-
-    def block(self) -> dict[str, Any]:
-        """The open block, as far as it has come."""
-        raise NotImplementedError
-
-    def opening(self) -> list[dict[str, Any]]:
-        """The events that begin an answer."""
-        raise NotImplementedError
-
-    def started(self) -> list[dict[str, Any]]:
-        """The events that open the block."""
-        raise NotImplementedError
-
-    def grown(self, text: str) -> dict[str, Any]:
-        """The event for more of it."""
-        raise NotImplementedError
-
-    def ended(self) -> list[dict[str, Any]]:
-        """The events that close it; it stands among the blocks already."""
-        raise NotImplementedError
-
-    def closing(self) -> list[dict[str, Any]]:
-        """The events that end an answer."""
-        raise NotImplementedError
+    def begin(self, usage: Mapping[str, Any]) -> None:
+        self.usage = usage
 
     def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
-        self.head = completion
-        self.written(completion["choices"][0]["message"])
+        (choice,) = completion["choices"]
+        self.taken({**completion, "choices": [{**choice, "delta": choice["message"]}]})
         self.close()
-        self.note(completion)
-        return self.answer()
+        answer: Mapping[str, Any] = self.answer()
+        return answer
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        """The events of a chunk; its `gearbx.tokens` stand with the text that they brought."""
-        found: list[dict[str, Any]] = []
-        if not self.head:
-            self.head = chunk
-            found += self.opening()
-        gearbx = chunk.get("gearbx") or {}
-        tokens = {"gearbx": {"tokens": gearbx["tokens"]}} if "tokens" in gearbx else {}
-        for choice in chunk.get("choices") or ():
-            written = self.written(choice.get("delta") or {})
-            found += (event | tokens if "delta" in event else event for event in written)
-        self.note(chunk)
-        return self.named(found)
+        return self.named(self.taken(chunk))
 
     def last(self) -> Iterable[Event]:
         return self.named(self.close() + self.closing())
 
     def named(self, events: Iterable[dict[str, Any]]) -> list[Event]:
-        """Events by their names, which are their types."""
+        """Return events with their names, which are their types."""
         return [(event["type"], event) for event in events]
 
-    def note(self, completion: Mapping[str, Any]) -> None:
-        """Take in what a completion or a chunk says beside its text."""
-        self.ended_with = next((one for one in completion["choices"] if one.get("finish_reason")), self.ended_with)
-        self.usage = completion.get("usage") or self.usage
-        gearbx = {name: value for name, value in (completion.get("gearbx") or {}).items() if name != "tokens"}
-        self.report = {"gearbx": self.report.get("gearbx", {}) | gearbx} if gearbx else self.report
-
-    def written(self, delta: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The events for what a chunk brought."""
-        found = []
-        for kind, name in (("thinking", "reasoning"), ("text", "content")):
-            if text := delta.get(name):
-                found += self.open(kind) if self.kind != kind else []
-                found.append(self.grow(text))
-        for call in delta.get("tool_calls") or ():
-            function = call.get("function") or {}
-            if function.get("name"):  # else the chunk goes on with the call before
-                found += self.open("call", call)
-            if function.get("arguments") and self.kind == "call":
-                found.append(self.grow(function["arguments"]))
+    def taken(self, chunk: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the events for a chunk; its `gearbx.tokens` stand with the text that they brought."""
+        found: list[dict[str, Any]] = []
+        self.usage = chunk.get("usage") or self.usage
+        if not self.head:
+            self.head = chunk
+            found += self.opening()
+        gearbx = dict(chunk.get("gearbx") or {})
+        tokens = {"gearbx": {"tokens": gearbx.pop("tokens")}} if "tokens" in gearbx else {}
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            written = self.more("thinking", delta.get("reasoning")) + self.more("text", delta.get("content"))
+            for call in delta.get("tool_calls") or ():
+                written += self.more("call", call["function"]["arguments"], call)
+            found += (event | tokens if "delta" in event else event for event in written)
+            self.choice = choice if choice.get("finish_reason") else self.choice
+        self.report |= gearbx
         return found
 
-    def open(self, kind: str, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        """Begin a block, after the end of the one before."""
-        closed = self.close()
-        self.kind, self.place, self.content, self.call = kind, self.place + 1, "", call or {}
-        return closed + self.started()
-
-    def grow(self, text: str) -> dict[str, Any]:
-        self.content += text
-        return self.grown(text)
+    def more(self, kind: str, text: str | None, call: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """Return the events for more text, which begins a block of its own where the open one is of another kind."""
+        if not text:
+            return []
+        found = []
+        if call is not None or not self.is_open or self.blocks[-1].kind != kind:
+            found += self.close()
+            self.blocks.append(Block(kind, len(self.blocks), call or {}))
+            self.is_open = True
+            found += self.started(self.blocks[-1])
+        self.blocks[-1].text += text
+        return [*found, self.grown(self.blocks[-1], text)]
 
     def close(self) -> list[dict[str, Any]]:
-        if self.kind is None:
-            return []
-        self.blocks.append(self.block())
-        events, self.kind = self.ended(), None
+        """Return the events that close the open block."""
+        events: list[dict[str, Any]] = self.ended(self.blocks[-1]) if self.is_open else []
+        self.is_open = False
         return events
 
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API, in terms of chat completions: requests, whole answers, streams and errors."""
+"""Anthropic's Messages API, translated into chat completions: requests, whole answers, streams and errors."""
 
 import json
 from collections.abc import Mapping
@@ -7,100 +7,45 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, StrictBool, field_validator
 from typing_extensions import TypedDict
 
-from .answers import BlockDialect, Event, GearsReport
+from .answers import Block, BlockDialect, Event, GearsReport
 from .requests import (
     ChatRequest,
     Count,
+    Kinds,
     Number,
     Options,
     Share,
     Tokens,
+    ToolName,
     as_chat,
     chat_content,
     json_schema,
     named_tool,
-    text_of,
+    of_kind,
     tool_call,
 )
 from .web import Refused
 
 # Requests.
 
-ToolName = Annotated[str, Field(min_length=1, max_length=128)]
+
+SHOWN: Kinds = {"text": {"text": str}, "image": {"source": dict}}
+BLOCKS: Kinds = {
+    **SHOWN,
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str, "content": SHOWN},
+    "thinking": {"thinking": str},
+    "redacted_thinking": {},  # thinking that only another server can read; it is left out
+}
 
 
-class TextBlock(BaseModel):
-    type: Literal["text"]
-    text: str
-
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": "text", "text": self.text}
-
-
-class Base64(BaseModel):
-    type: Literal["base64"]
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
-    data: str
-
-
-class Url(BaseModel):
-    type: Literal["url"]
-    url: str
-
-
-class ImageBlock(BaseModel):
-    type: Literal["image"]
-    source: Annotated[Base64 | Url, Field(discriminator="type")]
-
-    def as_chat(self) -> dict[str, Any]:
-        source = self.source
-        url = source.url if isinstance(source, Url) else f"data:{source.media_type};base64,{source.data}"
-        return {"type": "image_url", "image_url": {"url": url}}
-
-
-Shown = Annotated[TextBlock | ImageBlock, Field(discriminator="type")]
-
-
-class ToolUseBlock(BaseModel):
-    """A call that the model asked for."""
-
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-class ToolResultBlock(BaseModel):
-    """What a call returned."""
-
-    type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | list[Shown] = ""
-    is_error: StrictBool = False
-
-
-class ThinkingBlock(BaseModel):
-    type: Literal["thinking"]
-    thinking: str
-
-
-class RedactedThinkingBlock(BaseModel):
-    """Thinking that only another server can read; it is left out."""
-
-    type: Literal["redacted_thinking"]
-
-
-Block = Annotated[
-    TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
-    Field(discriminator="type"),
-]
+CHOICES: Kinds = {"auto": {}, "any": {}, "none": {}, "tool": {"name": str}}  # any: one of the tools has to be called
+THINKING: Kinds = {kind: {} for kind in ("enabled", "disabled", "adaptive", "between_tools")}
 
 
 class Turn(BaseModel):
-    """A message of a conversation."""
-
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Annotated[dict[str, Any], of_kind(BLOCKS)]]
 
 
 class ClientTool(BaseModel):
@@ -111,26 +56,8 @@ class ClientTool(BaseModel):
     description: str | None = None
 
 
-class ToolChoice(BaseModel):
-    """Whether the model is shown tools, may call one, has to (`any`), or has to call the one that is named (`tool`)."""
-
-    type: Literal["auto", "any", "none", "tool"]
-    name: ToolName | None = None
-
-
-class ThinkingChoice(BaseModel):
-    """Whether a model that can think before it answers does so; it sets its own budget."""
-
-    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-
-
-class JsonFormat(BaseModel):
-    type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
 class OutputConfig(BaseModel):
-    format: JsonFormat | None = None
+    format: Annotated[dict[str, Any], of_kind({"json_schema": {"schema": dict}})] | None = None
 
 
 class CountTokensRequest(BaseModel):
@@ -138,10 +65,10 @@ class CountTokensRequest(BaseModel):
 
     messages: Annotated[list[Turn], Field(min_length=1)]
     model: str | None = None
-    system: str | list[TextBlock] | None = None
+    system: str | list[Annotated[dict[str, Any], of_kind({"text": {"text": str}})]] | None = None
     tools: list[ClientTool] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: ThinkingChoice | None = None
+    tool_choice: Annotated[dict[str, Any], of_kind(CHOICES)] | None = None
+    thinking: Annotated[dict[str, Any], of_kind(THINKING)] | None = None
     output_config: OutputConfig | None = None
 
     @field_validator("messages")
@@ -165,61 +92,57 @@ class MessagesRequest(CountTokensRequest):
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:
-    """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
-    system = [{"role": "system", "content": text_of(request.system)}] if request.system else []
-    messages = system + [part for message in request.messages for part in chat_messages(message)]
-    choice = request.tool_choice.type if request.tool_choice is not None else "auto"
-    tools = request.tools if request.tools is not None and choice != "none" else []
+    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    system = [{"role": "system", "content": content_of(request.system)}] if request.system else []
+    choice = request.tool_choice or {"type": "auto"}
+    tools = (request.tools or []) if choice["type"] != "none" else []
     functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
-    chosen: Any = "none" if choice == "none" else None
-    if functions and request.tool_choice is not None:
-        chosen = {"any": "required", "tool": named_tool(request.tool_choice.name)}.get(choice)
+    chosen: dict[str, Any] = {"any": "required", "tool": named_tool(choice.get("name"))} if functions else {}
     wanted = request.output_config.format if request.output_config is not None else None
     return as_chat(
         request,
-        messages,
+        system + [part for message in request.messages for part in chat_messages(message)],
         functions,
-        None if request.thinking is None else request.thinking.type != "disabled",
-        tool_choice=chosen,
+        None if request.thinking is None else request.thinking["type"] != "disabled",
+        tool_choice="none" if choice["type"] == "none" else chosen.get(choice["type"]),
         stop=getattr(request, "stop_sequences", None) or None,
-        response_format=None if wanted is None else json_schema("answer", wanted.schema_),
+        response_format=None if wanted is None else json_schema("answer", wanted["schema"]),
     )
 
 
 def chat_messages(message: Turn) -> list[dict[str, Any]]:
-    """A message as those of a chat: what tools returned stands in messages of their own."""
+    """Return a message as those of a chat: what tools returned stands in messages of their own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    results = [tool_message(block) for block in message.content if isinstance(block, ToolResultBlock)]
-    uses = [block for block in message.content if isinstance(block, ToolUseBlock)]
-    calls = [tool_call(one.id, one.name, json.dumps(one.input, ensure_ascii=False)) for one in uses]
-    thoughts = [block.thinking for block in message.content if isinstance(block, ThinkingBlock)]
-    rest = [block for block in message.content if isinstance(block, TextBlock | ImageBlock)]
-    if not rest and not calls and (results or not thoughts):
-        return results or [{"role": message.role, "content": ""}]
-    own: dict[str, Any] = {"role": message.role, "content": chat_content(rest)}
-    own |= {"tool_calls": calls} if calls else {}
-    own |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    return [*results, own]
+    results = [result_of(block) for block in message.content if block["type"] == "tool_result"]
+    uses = [block for block in message.content if block["type"] == "tool_use"]
+    thoughts = [block["thinking"] for block in message.content if block["type"] == "thinking"]
+    rest = [block for block in message.content if block["type"] in SHOWN]
+    if results and not (uses or thoughts or rest):
+        return results
+    own: dict[str, Any] = {"role": message.role, "content": content_of(rest)}
+    if uses:
+        calls = [(one["id"], one["name"], json.dumps(one["input"], ensure_ascii=False)) for one in uses]
+        own["tool_calls"] = [tool_call(*call) for call in calls]
+    return [*results, own | ({"reasoning_content": "\n".join(thoughts)} if thoughts else {})]
 
 
-def tool_message(block: ToolResultBlock) -> dict[str, Any]:
-    content = chat_content(block.content)
-    if block.is_error and isinstance(content, str):
-        content = f"Error: {content}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+def result_of(block: dict[str, Any]) -> dict[str, Any]:
+    """Return what a tool returned as a message."""
+    content = content_of(block.get("content"))
+    said = f"Error: {content}" if block.get("is_error") is True and isinstance(content, str) else content
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": said}
+
+
+def content_of(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    def url_of(block: dict[str, Any]) -> str:
+        source = block["source"]
+        return str(source.get("url") or f"data:{source.get('media_type')};base64,{source.get('data')}")
+
+    return chat_content(content, url_of)
 
 
 # Answers.
-
-
-class MessageUsage(TypedDict):
-    """Anthropic counts tokens of the prompt that were cached beside the others."""
-
-    input_tokens: int
-    cache_creation_input_tokens: int
-    cache_read_input_tokens: int
-    output_tokens: int
 
 
 class MessageAnswer(TypedDict):
@@ -232,7 +155,7 @@ class MessageAnswer(TypedDict):
     content: list[dict[str, Any]]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
     stop_sequence: str | None
-    usage: MessageUsage
+    usage: dict[str, int]
     gearbx: GearsReport
 
 
@@ -240,16 +163,11 @@ class CountedTokens(TypedDict):
     input_tokens: int
 
 
-class MessagesErrorObject(TypedDict):
-    type: str
-    message: str
-
-
 class MessagesError(TypedDict):
     """An error as Anthropic's clients read it; in a stream, the data of an event `error`."""
 
     type: Literal["error"]
-    error: MessagesErrorObject
+    error: dict[str, str]
 
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -274,31 +192,15 @@ def messages_error(refused: Refused) -> MessagesError:
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-def message_usage(counts: Mapping[str, Any]) -> MessageUsage:
-    cached = (counts.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+def message_usage(counts: Mapping[str, Any]) -> dict[str, int]:
+    """Return what was read and written; Anthropic counts tokens of the prompt that were cached beside the others."""
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": counts.get("prompt_tokens", 0) - cached,
+        "input_tokens": counts["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": counts.get("completion_tokens", 0),
+        "output_tokens": counts["completion_tokens"],
     }
-
-
-def ending(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """Why a text ended. A choice may name the stop word in `stop_reason`."""
-    word = choice.get("stop_reason")
-    if isinstance(word, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": word}
-    return {"stop_reason": STOP_REASONS.get(choice.get("finish_reason") or "", "end_turn"), "stop_sequence": None}
-
-
-def arguments(text: str) -> dict[str, Any]:
-    """The arguments of a tool call; none where the model wrote no JSON object."""
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return given if isinstance(given, dict) else {}
 
 
 class Messages(BlockDialect):
@@ -310,44 +212,54 @@ class Messages(BlockDialect):
 
     def answer(self) -> dict[str, Any]:
         return {
-            "id": f"msg_{str(self.head.get('id', '')).removeprefix('chatcmpl-')}",
+            "id": f"msg_{self.head['id'].removeprefix('chatcmpl-')}",
             "type": "message",
             "role": "assistant",
-            "model": self.head.get("model", ""),
-            "content": list(self.blocks),
-            **(ending(self.ended_with) if self.ended_with else {"stop_reason": None, "stop_sequence": None}),
+            "model": self.head["model"],
+            "content": [shown(block) for block in self.blocks],
+            **self.ending,
             "usage": message_usage(self.usage),
-            **self.report,
+            **({"gearbx": self.report} if self.report else {}),
         }
 
-    def begin(self, usage: Mapping[str, Any]) -> None:
-        self.usage = usage
+    @property
+    def ending(self) -> dict[str, Any]:
+        """Why the text ended, as far as it has. A choice may name the stop word in `stop_reason`."""
+        word, reason = self.choice.get("stop_reason"), self.choice.get("finish_reason", "")
+        stopped = "stop_sequence" if isinstance(word, str) else STOP_REASONS.get(reason)
+        return {"stop_reason": stopped, "stop_sequence": word}
 
     def opening(self) -> list[dict[str, Any]]:
         return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
 
     def closing(self) -> list[dict[str, Any]]:
-        usage = message_usage(self.usage)
-        ended = {"type": "message_delta", "delta": ending(self.ended_with), "usage": usage, **self.report}
-        return [ended, {"type": "message_stop"}]
+        ended = {"type": "message_delta", "delta": self.ending, "usage": message_usage(self.usage)}
+        return [{**ended, "gearbx": self.report}, {"type": "message_stop"}]
 
-    def block(self) -> dict[str, Any]:
-        if self.kind == "thinking":
-            return {"type": "thinking", "thinking": self.content, "signature": ""}
-        if self.kind == "text":
-            return {"type": "text", "text": self.content}
-        name = (self.call.get("function") or {}).get("name")
-        return {"type": "tool_use", "id": self.call.get("id"), "name": name, "input": arguments(self.content)}
+    def started(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_start", "index": block.place, "content_block": shown(block)}]
 
-    def started(self) -> list[dict[str, Any]]:
-        return [{"type": "content_block_start", "index": self.place, "content_block": self.block()}]
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        kind, name = DELTAS[block.kind]
+        return {"type": "content_block_delta", "index": block.place, "delta": {"type": kind, name: text}}
 
-    def grown(self, text: str) -> dict[str, Any]:
-        kind, name = DELTAS[self.kind or ""]
-        return {"type": "content_block_delta", "index": self.place, "delta": {"type": kind, name: text}}
-
-    def ended(self) -> list[dict[str, Any]]:
-        return [{"type": "content_block_stop", "index": self.place}]
+    def ended(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_stop", "index": block.place}]
 
     def failed(self, refused: Refused) -> Event:
         return "error", messages_error(refused)
+
+
+def shown(block: Block) -> dict[str, Any]:
+    """Return a block of an answer as far as it has come."""
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    call = block.call
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": call["function"]["name"],
+        "input": json.loads(block.text or "{}"),
+    }

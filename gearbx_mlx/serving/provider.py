@@ -30,7 +30,7 @@ from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
 from ..gears.gearbox import Gearbox, Observer
 from ..routing.gates import default_thresholds
-from .remote import SYMBOLS
+from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
 from .web import Refused
 

@@ -1,11 +1,15 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, ValidationInfo
 from typing_extensions import Self
 
 from ..errors import GearbxError
+from ..files.reading import shown
 from .grammar import ResponseFormat, function_name
 from .web import Refused, misfit
 
@@ -37,6 +41,7 @@ def refuse(value: Any, field: ValidationInfo) -> Any:
 NotServed = Annotated[Any, AfterValidator(refuse)]
 TokenList = Annotated[list[Count], Field(min_length=1)]
 StopWord = Annotated[str, Field(min_length=1, max_length=1000)]
+ToolName = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Options(BaseModel, frozen=True, extra="forbid"):
@@ -282,13 +287,47 @@ def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def chat_content(content: str | list[Any]) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts."""
-    if isinstance(content, str) or all(hasattr(part, "text") for part in content):
-        return text_of(content)
-    return [part.as_chat() for part in content]
+Kinds = Mapping[str, Mapping[str, Any]]
+"""By the type of a block the fields that it needs: with a type of Python, or the kinds of blocks in it."""
 
 
-def text_of(content: str | list[Any]) -> str:
-    """The text of parts, of each on lines of its own."""
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def check_block(block: Any, kinds: Kinds) -> dict[str, Any]:
+    """Return a block of a request if it has what its `type` needs; where blocks may be in it, text may be, too.
+
+    Raises:
+        ValueError: it has not.
+    """
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError(f"a block has the type {shown(kind)}; choose from {', '.join(kinds)}")
+    for name, wanted in kinds[kind].items():
+        value, nested = block.get(name), isinstance(wanted, Mapping)
+        if nested and isinstance(value, list):
+            for part in value:
+                check_block(part, wanted)
+        elif not isinstance(value, str | NoneType if nested else wanted):
+            raise ValueError(f"{name} of what has the type {kind} is {shown(value)}; mend it")
+    return dict(block)
+
+
+def of_kind(kinds: Kinds) -> AfterValidator:
+    """Check a field's value as `check_block` does."""
+    return AfterValidator(partial(check_block, kinds=kinds))
+
+
+def chat_content(content: str | list[Any] | None, image_url: Callable[[Any], str]) -> str | list[dict[str, Any]]:
+    """The content of a chat message; text alone as text, since not every chat template takes parts.
+
+    Args:
+        image_url: the URL of a block that is no text.
+    """
+    if not isinstance(content, list):
+        return content or ""
+    if all("text" in part["type"] for part in content):
+        return "\n".join(part["text"] for part in content)
+    return [
+        {"type": "text", "text": part["text"]}
+        if "text" in part["type"]
+        else {"type": "image_url", "image_url": {"url": image_url(part)}}
+        for part in content
+    ]

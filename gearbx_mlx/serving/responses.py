@@ -1,17 +1,18 @@
-"""OpenAI's Responses API, in terms of chat completions: requests, whole answers and streams. Nothing is stored."""
+"""OpenAI's Responses API, translated into chat completions: requests, whole answers and streams. Nothing is stored."""
 
 import time
 import uuid
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from typing_extensions import TypedDict
 
-from .answers import BlockDialect, Event, GearsReport
-from .messages import ToolName
+from ..files.reading import shown
+from .answers import Block, BlockDialect, Event, GearsReport
 from .requests import (
     ChatRequest,
+    Kinds,
     NotServed,
     Number,
     Options,
@@ -19,8 +20,10 @@ from .requests import (
     Tokens,
     as_chat,
     chat_content,
+    check_block,
     json_schema,
     named_tool,
+    of_kind,
     tool_call,
 )
 from .web import Refused
@@ -28,78 +31,33 @@ from .web import Refused
 # Requests.
 
 
-class WrittenPart(BaseModel):
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": "text", "text": self.text}
-
-
-class PicturePart(BaseModel):
-    type: Literal["input_image"]
-    image_url: str
-
-    def as_chat(self) -> dict[str, Any]:
-        return {"type": "image_url", "image_url": {"url": self.image_url}}
+PARTS: Kinds = {kind: {"text": str} for kind in ("input_text", "output_text", "text")} | {
+    "input_image": {"image_url": str}
+}
+ITEMS: Kinds = {
+    "message": {"role": str, "content": PARTS},
+    "function_call": {"call_id": str, "name": str, "arguments": str},
+    "function_call_output": {"call_id": str, "output": PARTS},
+    "reasoning": {},  # what a model thought before; it is left out
+}
+FIELDS = ("name", "description", "parameters")  # of a function
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
-SomePart = Annotated[WrittenPart | PicturePart, Field(discriminator="type")]
+def checked_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the input, if it is one; only messages may leave their type out. Raises ValueError."""
+    item = check_block({"type": "message"} | item, ITEMS)
+    if item["type"] == "message" and item["role"] not in ROLES:
+        raise ValueError(f"the role of a message is {shown(item['role'])}; choose from {', '.join(ROLES)}")
+    return item
 
 
-class MessageItem(BaseModel):
-    """A message; only these may leave their type out."""
-
-    type: Literal["message"]
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[SomePart]
-
-
-class CallItem(BaseModel):
-    type: Literal["function_call"]
-    call_id: str
-    name: ToolName
-    arguments: str
-
-
-class CallOutputItem(BaseModel):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | list[SomePart]
-
-
-class ReasoningItem(BaseModel):
-    """What a model thought before; it is left out."""
-
-    type: Literal["reasoning"]
-
-
-InputItem = Annotated[
-    Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")],
-    BeforeValidator(lambda item: {"type": "message"} | item if isinstance(item, dict) else item),
-]
-
-
-class ChosenFunction(BaseModel):
-    type: Literal["function"]
-    name: ToolName
-
-
-class FunctionTool(ChosenFunction):
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-
-
-class TextFormat(BaseModel):
-    """What the text has to be, as `response_format` of a chat completion."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: str = "answer"
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
+Function = Annotated[dict[str, Any], of_kind({"function": {"name": str}})]
 
 
 class TextConfig(BaseModel):
-    format: TextFormat | None = None
+    format: Annotated[dict[str, Any], of_kind(FORMATS)] | None = None
 
 
 class ReasoningConfig(BaseModel):
@@ -111,17 +69,17 @@ class ReasoningConfig(BaseModel):
 class ResponsesRequest(BaseModel):
     """Body of `/v1/responses`. Fields that are not named here are ignored, as those that change no answer."""
 
-    input: str | Annotated[list[InputItem], Field(min_length=1)]
+    input: str | Annotated[list[Annotated[dict[str, Any], AfterValidator(checked_item)]], Field(min_length=1)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Tokens | None = None
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     stream: StrictBool | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
-    text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
+    tools: list[Function] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Function | None = None
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
     gearbx: Options | None = None
     previous_response_id: NotServed = None
     conversation: NotServed = None
@@ -131,39 +89,41 @@ class ResponsesRequest(BaseModel):
 
 
 def chat_of_response(request: ResponsesRequest) -> ChatRequest:
-    """The chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
     messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
-    items = request.input
-    for item in [MessageItem(type="message", role="user", content=items)] if isinstance(items, str) else items:
+    said = request.input
+    for item in [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said:
         add_item(messages, item)
-    choice, effort = request.tool_choice, request.reasoning
-    wanted = request.text.format if request.text is not None else None
-    response_format: dict[str, Any] | None = None
-    if wanted is not None:
-        is_schema = wanted.type == "json_schema"
-        response_format = json_schema(wanted.name, wanted.schema_) if is_schema else {"type": wanted.type}
+    choice, effort, wanted = request.tool_choice, request.reasoning.effort, request.text.format
+    if wanted is not None and wanted["type"] == "json_schema":
+        wanted = json_schema(wanted.get("name", "answer"), wanted["schema"])
+    functions = [{name: tool[name] for name in FIELDS if tool.get(name) is not None} for tool in request.tools or ()]
     return as_chat(
         request,
         messages,
-        [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in request.tools or ()],
-        None if effort is None or effort.effort is None else effort.effort != "none",
+        functions,
+        None if effort is None else effort != "none",
         max_tokens=request.max_output_tokens,
-        tool_choice=named_tool(choice.name) if isinstance(choice, ChosenFunction) else choice,
-        response_format=response_format,
+        tool_choice=named_tool(choice["name"]) if isinstance(choice, dict) else choice,
+        response_format=wanted,
     )
 
 
-def add_item(messages: list[dict[str, Any]], item: Any) -> None:
+def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add an item of the input to the messages of a chat; calls belong to the assistant's message before them."""
-    if isinstance(item, MessageItem):
-        role = "system" if item.role == "developer" else item.role
-        messages.append({"role": role, "content": chat_content(item.content)})
-    elif isinstance(item, CallOutputItem):
-        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": chat_content(item.output)})
-    elif isinstance(item, CallItem):
+
+    def content(name: str) -> str | list[dict[str, Any]]:
+        return chat_content(item.get(name), lambda part: str(part["image_url"]))
+
+    if item["type"] == "message":
+        messages.append({"role": ROLES[item["role"]], "content": content("content")})
+    elif item["type"] == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content("output")})
+    elif item["type"] == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        messages[-1].setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments))
+        call = tool_call(item["call_id"], item["name"], item["arguments"])
+        messages[-1].setdefault("tool_calls", []).append(call)
 
 
 # Answers.
@@ -192,32 +152,33 @@ KINDS: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of i
 class ResponseDialect(BlockDialect):
     """How a chat completion, with `include_usage`, looks to a client of the Responses API.
 
-    `gearbx.tokens` stands with the text that the tokens brought, and what else `gearbx` has in the last event.
+    A block is an item of the output, and text and thoughts are a part of one. `gearbx.tokens` stands with the text that
+    the tokens brought, and what else `gearbx` has in the last event.
     """
 
     def __init__(self, request: ResponsesRequest):
         super().__init__()
         self.identity, self.created, self.number = uuid.uuid4().hex, int(time.time()), 0
         self.asked = request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"})
-        self.asked["tools"] = [tool.model_dump() for tool in request.tools or ()]
-        self.asked["tool_choice"] = request.model_dump(include={"tool_choice"})["tool_choice"] or "auto"
+        self.asked |= {"tools": [], "tool_choice": "auto"}
+        self.asked |= request.model_dump(include={"tools", "tool_choice"}, exclude_none=True)
 
     def answer(self) -> dict[str, Any]:
-        is_cut = self.ended_with.get("finish_reason") == "length"
+        is_cut = self.choice.get("finish_reason") == "length"
         return {
             "id": f"resp_{self.identity}",
             "object": "response",
             "created_at": self.created,
-            "status": "incomplete" if is_cut else "completed" if self.ended_with else "in_progress",
+            "status": "incomplete" if is_cut else "completed" if self.choice else "in_progress",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "parallel_tool_calls": True,
             "store": False,
             **self.asked,
-            "model": self.head.get("model", ""),
-            "output": list(self.blocks),
-            "usage": response_usage(self.usage) if self.usage else None,
-            **self.report,
+            "model": self.head["model"],
+            "output": [self.item(block) for block in self.blocks],
+            "usage": response_usage(self.usage),
+            **({"gearbx": self.report} if self.report else {}),
         }
 
     def opening(self) -> list[dict[str, Any]]:
@@ -237,60 +198,50 @@ class ResponseDialect(BlockDialect):
         self.number += len(found)
         return super().named(found)
 
-    # A block is an item of the output, and text and thoughts are a part of one.
-
-    def started(self) -> list[dict[str, Any]]:
-        item = self.block() | {"status": "in_progress"} | ({"content": []} if self.kind != "call" else {})
-        added = {"type": "response.output_item.added", "output_index": self.place, "item": item}
-        if self.kind == "call":
+    def started(self, block: Block) -> list[dict[str, Any]]:
+        item = self.item(block) | {"status": "in_progress"} | ({"content": []} if block.kind != "call" else {})
+        added = {"type": "response.output_item.added", "output_index": block.place, "item": item}
+        if block.kind == "call":
             return [added]
-        return [added, {"type": "response.content_part.added", **self.where, "part": self.part}]
+        return [added, {"type": "response.content_part.added", **self.where(block), "part": part_of(block)}]
 
-    def grown(self, text: str) -> dict[str, Any]:
-        return {"type": f"response.{self.part_name}.delta", **self.where, "delta": text, **self.logprobs}
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        return {"type": f"response.{KINDS[block.kind][2]}.delta", **self.where(block), "delta": text}
 
-    def ended(self) -> list[dict[str, Any]]:
-        said = {"arguments" if self.kind == "call" else "text": self.content}
-        done = [{"type": f"response.{self.part_name}.done", **self.where, **said, **self.logprobs}]
-        if self.kind != "call":
-            done.append({"type": "response.content_part.done", **self.where, "part": self.part})
-        return [*done, {"type": "response.output_item.done", "output_index": self.place, "item": self.blocks[-1]}]
+    def ended(self, block: Block) -> list[dict[str, Any]]:
+        said = {"arguments" if block.kind == "call" else "text": block.text}
+        done = [{"type": f"response.{KINDS[block.kind][2]}.done", **self.where(block), **said}]
+        if block.kind != "call":
+            done.append({"type": "response.content_part.done", **self.where(block), "part": part_of(block)})
+        return [*done, {"type": "response.output_item.done", "output_index": block.place, "item": self.item(block)}]
 
-    @property
-    def part_name(self) -> str:
-        return KINDS[self.kind or ""][2]
+    def where(self, block: Block) -> dict[str, Any]:
+        """Return item and part to which an event belongs."""
+        part = {} if block.kind == "call" else {"content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        return {"item_id": self.item(block)["id"], "output_index": block.place, **part, **logprobs}
 
-    @property
-    def part(self) -> dict[str, Any]:
-        annotations: dict[str, Any] = {"annotations": [], "logprobs": []} if self.kind == "text" else {}
-        return {"type": self.part_name, "text": self.content, **annotations}
-
-    @property
-    def logprobs(self) -> dict[str, Any]:
-        return {"logprobs": []} if self.kind == "text" else {}
-
-    @property
-    def where(self) -> dict[str, Any]:
-        """Item and part to which an event belongs."""
-        part = {} if self.kind == "call" else {"content_index": 0}
-        return {"item_id": self.block()["id"], "output_index": self.place, **part}
-
-    def block(self) -> dict[str, Any]:
-        prefix, item, _ = KINDS[self.kind or ""]
-        own: dict[str, Any] = {"content": [self.part]}
-        if self.kind == "call":
-            name = (self.call.get("function") or {}).get("name")
-            own = {"call_id": self.call.get("id"), "name": name, "arguments": self.content}
-        return {"id": f"{prefix}_{self.identity}_{self.place}", **item, **own, "status": "completed"}
+    def item(self, block: Block) -> dict[str, Any]:
+        """Return a block as an item of the output, as far as it has come."""
+        prefix, item, _ = KINDS[block.kind]
+        own: dict[str, Any] = {"content": [part_of(block)]}
+        if block.kind == "call":
+            own = {"call_id": block.call["id"], "name": block.call["function"]["name"], "arguments": block.text}
+        return {"id": f"{prefix}_{self.identity}_{block.place}", **item, **own, "status": "completed"}
 
 
-def response_usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+def part_of(block: Block) -> dict[str, Any]:
+    annotations: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    return {"type": KINDS[block.kind][2], "text": block.text, **annotations}
+
+
+def response_usage(counts: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not counts:
+        return None
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": counts["prompt_tokens_details"]["cached_tokens"],
-            "cache_write_tokens": 0,
-        },
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": counts["total_tokens"],

@@ -139,11 +139,13 @@ def misfit(errors: Any, body: Any) -> Refused:
     whys = dict.fromkeys(other["msg"][:1].lower() + other["msg"][1:300] for name, _, other in found if name == field)
     given = "" if error["type"] == "missing" else f" is {shown(value)}"
     said = escaped(f"{field}{given}: {' or '.join(whys)}")
+    param = re.split(r"[.\[]", field)[0]
     if error["type"] == "value_error":
-        said = str(error["ctx"]["error"])
+        told = escaped(str(error["ctx"]["error"]))
+        said = told if param in told else f"{field}: {told}"
     if not field:
         said = "the body is not a JSON object"
-    return Refused(400, said, param=re.split(r"[.\[]", field)[0] or None)
+    return Refused(400, said, param=param or None)
 
 
 def field_of(error: Any, body: Any) -> tuple[str, Any]:

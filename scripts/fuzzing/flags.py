@@ -4,7 +4,6 @@ Bounds, choices and types are those of the settings' fields, so that a new flag 
 words for flags that only their names explain.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
@@ -76,13 +75,6 @@ GOOD: dict[str, Sequence[str]] = {
     "server": ("http://127.0.0.1:9/v1", "http://[::1]:9"),
     "prompt": ("Once", "How many? " * 20, "-", "<|endoftext|>"),
 }
-GOOD_OF_LM_EVAL = GOOD | {
-    "path": ("llama", "geared", "hybrid"),
-    **{"gears": ("4:16", "8"), "thresholds": ("1:2", "8"), "format": ("planes", "affine"), "manage": ("all",)},
-    **{"mode": ("static", "route", "kickdown", "lossless"), "kernels": ("auto", "mlx"), "group_size": ("64", "32")},
-    "max_tokens": ("2",),
-}
-LM_EVAL = ("--model", "gearbx", "--tasks", "tiny", "--include_path", "tasks", "--limit", "1", "--model_args")
 
 
 @dataclass(frozen=True)
@@ -107,33 +99,23 @@ TAKES = {None: "one", "+": "several", "?": "one"}
 
 @dataclass(frozen=True)
 class Parser:
-    """A command, the words before its flags, and its flags. joined: these are one word, with commas between."""
+    """A command, the words before its flags, and its flags."""
 
     name: str
     before: tuple[str, ...]
     flags: tuple[Flag, ...]
-    joined: bool = False
 
 
 def parsers_of(command: str) -> list[Parser]:
-    """The parsers of a command: one, or one for each of its subcommands."""
+    """Return the parsers of a command: one, or one for each subcommand; none of lm_eval, whose flags are not ours."""
     if command == "lm_eval":
-        return [Parser(command, LM_EVAL, tuple(flags_of_lm_eval()), joined=True)]
+        return []
     module = import_module(f"gearbx_mlx.{command}")
     kind = module.setup_arg_parser().kind
     if get_origin(kind) is UnionType:
         return [Parser(command, (part.what,), tuple(flags_of(part))) for part in get_args(kind)]
     groups = get_type_hints(kind).values()
     return [Parser(command, (), tuple(flag for group in groups for flag in flags_of(group)))]
-
-
-def flags_of_lm_eval() -> Iterator[Flag]:
-    """The arguments of the model `gearbx`; lm-eval's own flags are not ours."""
-    names = inspect.signature(import_module("gearbx_mlx.lm_eval.run").GearbxLM).parameters
-    for name in sorted(names.keys() - {"batch_size", "max_batch_size", "device"}):  # which lm-eval gives itself
-        good = st.sampled_from(GOOD_OF_LM_EVAL.get(name, ("1", "True")))
-        odd = st.sampled_from([text for text in (*PATHS, *TEXTS, *FLOATS) if "," not in text])
-        yield Flag(name, good, odd, always=name == "path")
 
 
 def flags_of(group: type) -> Iterator[Flag]:
@@ -188,4 +170,4 @@ def commands(draw: st.DrawFn, parser: Parser) -> Case:
     for flag in flags:
         values = flag.odd if flag is odd else flag.good
         written += flag.written(draw(values), draw(values) if flag.takes == "several" else "")
-    return Case(parser.name, (*parser.before, *([",".join(written)] if parser.joined else written)))
+    return Case(parser.name, (*parser.before, *written))

@@ -1,1 +1,0 @@
-"""A proxy between two servers of OpenAI's API."""

@@ -1,0 +1,516 @@
+"""Servers of others: how they are asked, how answers are read, and which model a prompt goes to."""
+
+import asyncio
+import itertools
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from fake_server import (
+    EVENTS,
+    Answer,
+    answer,
+    chat_answer,
+    chat_entry,
+    chat_event,
+    chat_stream,
+    chatting,
+    events,
+    fake_server,
+    one_model,
+    refused,
+    slowly,
+    text_answer,
+    whole,
+)
+from http_server import served
+from routed import CHAT, EASY, HARD, TEXT, chunks, routed
+
+from gearbx_mlx import GearbxError
+from gearbx_mlx.routing.bounds import bits
+from gearbx_mlx.serving import OtherError, others
+from gearbx_mlx.serving.others import Other, Question, own_way, typed_last
+from gearbx_mlx.serving.web import Guard
+
+PAIR = [math.log(0.9), math.log(0.05)]
+
+
+def ask(fake, question: Question | None = None, key=None, tokens=8, timeout=5.0):
+    """The tokens of an answer, and the server as asked."""
+    server = Other(fake.url, key, timeout)
+    return asyncio.run(server.answer(question or Question("Hello"), "m", tokens)), server
+
+
+def known(tokens) -> list[tuple[str, tuple[float, ...]]]:
+    return [(token.text, token.logprobs) for token in tokens]
+
+
+class TestQuestions:
+    def test_a_chat(self):
+        with fake_server(chatting(lambda body: chat_answer(PAIR, [-0.2, -3.0]))) as fake:
+            question = Question("Hello", system="Be brief.", template={"thinking": False})
+            tokens, server = ask(fake, question, tokens=7)
+        assert known(tokens) == [("t0", tuple(PAIR)), ("t0", (-0.2, -3.0))]
+        (body,) = [body for _, body in fake.requests]
+        assert body == {
+            "model": "m",
+            "max_tokens": 7,
+            "temperature": 0.0,
+            "chat_template_kwargs": {"thinking": False},
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}],
+            "logprobs": True,
+            "top_logprobs": 20,
+        }
+        assert server.asked == 20
+
+    def test_a_text_completion_has_lists_and_objects_and_may_lack_some(self):
+        tops = [{" a": -0.1, " c": -2.5}, None]
+        with fake_server(lambda path, body: text_answer([" a", " b", " c"], tops)) as fake:
+            tokens, _ = ask(fake, Question("Hello", chat=False))
+        assert known(tokens) == [(" a", (-0.1, -2.5)), (" b", ()), (" c", ())]
+        assert fake.requests[-1][0] == TEXT
+        assert (fake.requests[-1][1]["prompt"], fake.requests[-1][1]["logprobs"]) == ("Hello", 20)
+
+    def test_fewer_are_asked_for_after_a_refusal_that_names_them_and_the_server_remembers(self):
+        def reply(body):
+            return chat_answer(PAIR) if body["top_logprobs"] <= 5 else refused("top_logprobs must be at most 5")
+
+        with fake_server(chatting(reply)) as fake:
+            _, server = ask(fake)
+            asyncio.run(server.answer(Question("Again"), "m", 8))
+        assert [body["top_logprobs"] for _, body in fake.requests] == [20, 11, 10, 5, 5]
+
+    def test_a_flag_is_given_where_a_server_refuses_a_number(self):
+        """mlx_lm.server does so in text completions, for which 11 is the most."""
+
+        def answers(path, body):
+            if not isinstance(body.get("logprobs"), bool):
+                return refused("logprobs must be of type bool")
+            return refused("top_logprobs must be at most 11") if body["top_logprobs"] > 11 else chat_answer(PAIR)
+
+        with fake_server(answers) as fake:
+            assert ask(fake, Question("Hello", chat=False))[1].asked == 11
+
+    def test_what_a_server_does_not_give_with_a_number_it_may_give_with_a_flag(self):
+        def answers(path, body):
+            return chat_answer(PAIR) if body.get("top_logprobs") else answer(whole([], "bare"))
+
+        with fake_server(answers) as fake:
+            ask(fake, Question("Hello", chat=False))
+        assert len(fake.requests) == 2
+
+    @pytest.mark.parametrize(
+        ("reply", "words"),
+        [
+            (lambda: answer(whole([], "bare")), "gives no log-probabilities for m; start it with them"),
+            (lambda: refused("logprobs are not supported"), r"for m \(logprobs are not supported\)"),
+            (lambda: refused("no such model", 404), r"answers 404 \(no such model\); check --server-model"),
+            (lambda: answer({"detail": "?"}), "answers without choices"),
+            (lambda: answer({"error": "kaput"}), "reports an error: kaput"),
+            (lambda: Answer([b"[1]"]), r"is \[1\], not an object"),
+        ],
+    )
+    def test_what_gives_none_is_named_with_its_url(self, reply, words):
+        with fake_server(chatting(lambda body: reply())) as fake, pytest.raises(OtherError, match=words) as failed:
+            ask(fake)
+        assert fake.url in str(failed.value)
+        assert "\n" not in str(failed.value)
+
+    def test_an_answer_without_an_end_is_one_of_too_many_bytes(self, monkeypatch):
+        monkeypatch.setattr(others, "LARGEST_ANSWER", 1000)
+        endless = Answer(itertools.repeat(b"x" * 100))
+        with fake_server(chatting(lambda body: endless)) as fake, pytest.raises(OtherError, match="more than 1000 byt"):
+            ask(fake)
+
+    def test_a_key_is_sent_and_never_shown(self):
+        reply = refused("the key sk-secret is wrong", 401)
+        with fake_server(chatting(lambda body: reply)) as fake, pytest.raises(OtherError) as failed:
+            ask(fake, key="sk-secret")
+        assert {headers["Authorization"] for headers in fake.headers} == {"Bearer sk-secret"}
+        assert "sk-secret" not in str(failed.value)
+        assert "give --server-api-key" in str(failed.value)
+
+
+class TestAddresses:
+    @pytest.mark.parametrize(
+        "url",
+        [
+            "",
+            "nonsense",
+            "ftp://me:secret@host/v1",
+            "http://",
+            "http://me:secret@host:99999/v1",
+            "http://h/v1?a=secret",
+        ],
+    )
+    def test_a_url_that_is_none_is_refused_without_its_password(self, url):
+        with pytest.raises(GearbxError, match=r"--server.*; give one such as http://") as refusal:
+            Other(url)
+        assert "secret" not in str(refusal.value)
+
+    def test_a_name_that_no_host_can_have_is_no_connection(self):
+        with pytest.raises(OtherError, match="no connection"):
+            asyncio.run(Other(f"http://{'x' * 70}").models())
+
+    def test_a_password_is_not_shown_and_a_path_is_added_where_there_is_none(self):
+        assert Other("http://me:secret@127.0.0.1:9/").shown == "http://127.0.0.1:9/v1"
+        assert Other("http://127.0.0.1:9/api/").shown == "http://127.0.0.1:9/api"
+
+    def test_a_key_that_no_header_can_have_is_refused(self):
+        with pytest.raises(GearbxError, match="API key has characters"):
+            Other("http://127.0.0.1:9", "sk\nInjected: yes")
+
+
+class TestModels:
+    @pytest.mark.parametrize(
+        ("fields", "size"),
+        [
+            ({"meta": {"n_vocab": 4096}}, 4096),
+            ({"vocab_size": 4096}, 4096),
+            *(({"vocab_size": wrong}, None) for wrong in ("many", -1, True)),
+            *(({"meta": wrong}, None) for wrong in (None, [1])),
+        ],
+    )
+    def test_a_list_may_say_how_large_the_vocabulary_is(self, fields, size):
+        with fake_server(lambda path, body: one_model(fields)) as fake:
+            assert asyncio.run(Other(fake.url).model(None)) == ("m", size)
+
+    def test_one_of_several_has_to_be_named(self):
+        rows = {"data": [{"id": "a"}, {"id": "b"}, {"id": 3}, 4]}
+        with fake_server(lambda path, body: answer(rows)) as fake:
+            with pytest.raises(OtherError, match="its models are a, b; name one with --server-model"):
+                asyncio.run(Other(fake.url).model(None))
+            assert asyncio.run(Other(fake.url).model("b")) == ("b", None)
+
+    def test_a_server_without_a_list_is_asked_for_a_model_that_is_named(self):
+        with fake_server(lambda path, body: None) as fake:
+            assert asyncio.run(Other(fake.url).model("m")) == ("m", None)
+
+
+class TestUnlisted:
+    """An upper limit for every token that is not listed."""
+
+    def tokens(self, entry, most=3):
+        def reply(body):
+            return answer(whole([entry])) if body["top_logprobs"] <= most else refused("top_logprobs")
+
+        with fake_server(chatting(reply)) as fake:
+            return ask(fake)[0]
+
+    @pytest.mark.parametrize(
+        ("entry", "most", "unlisted"),
+        [
+            (chat_entry([-0.5]), 3, -0.5),  # as many as were asked for: the smallest
+            (chat_entry(PAIR), 5, 0.0),  # fewer: nothing is known
+            (chat_entry([-0.5, -1.5, -2.5]), 3, -0.5),  # more: the last of those asked for
+        ],
+    )
+    def test_it_is_the_last_that_was_asked_for(self, entry, most, unlisted):
+        assert [token.unlisted for token in self.tokens(entry, most)] == [unlisted]
+
+    def test_a_chosen_token_beyond_the_listed_ones_is_known_and_no_limit(self):
+        (token,) = self.tokens({**chat_entry([-0.5]), "token": "rare", "logprob": -3.0})
+        assert (token.logprobs, token.unlisted) == ((-0.5, -3.0), -0.5)
+
+    def test_how_unlikely_openai_does_not_say(self):
+        (token,) = self.tokens({**chat_entry([-0.5]), "token": "rare", "logprob": -9999.0})
+        assert token.logprobs == (-0.5,)
+
+    def test_an_object_can_lack_a_token_if_it_ends_with_the_chosen_one(self):
+        """Tokens with the same text share a key, and the chosen token may come on top of the requested ones."""
+        tops = [{"a": -0.5, "b": -1.0, "c": -4.0, "d": -4.5, "e": -5.0}] * 2
+
+        def answers(path, body):
+            return text_answer(["a", "e"], tops) if body.get("logprobs") == 5 else refused("logprobs")
+
+        with fake_server(answers) as fake:
+            assert [token.unlisted for token in ask(fake, Question("Hello", chat=False))[0]] == [-5.0, 0.0]
+
+    def test_mlx_lm_names_the_first_of_an_unordered_list_where_the_greedy_token_is_another(self):
+        assert known(self.tokens(chat_entry([-2.5, -0.1, -3.0], ["a", "b", "c"]))) == [("b", (-0.1, -2.5, -3.0))]
+
+    def test_a_probability_of_zero_is_one(self):
+        assert known(self.tokens(chat_entry([0.0, -math.inf]))) == [("t0", (0.0, -math.inf))]
+
+
+@pytest.mark.parametrize(
+    ("names", "text", "texts"),
+    [
+        (["Once", "Ġupon", "Ċ", "<|endoftext|>"], "Once upon\n", ["Once", " upon", "\n", "<|endoftext|>"]),
+        (["caf", "Ã", "©"], "café", ["caf", "\ufffd", "\ufffd"]),
+        (["▁Once", "▁upon"], "Once upon", [" Once", " upon"]),
+        ([" a", "Ġ"], " aĠ", [" a", "Ġ"]),
+        (["a", "b"], "c", ["a", "b"]),
+        (["a"], "\ud800", ["a"]),
+    ],
+)
+def test_entries_of_a_vocabulary_become_the_text_of_the_answer(names, text, texts):
+    assert others.spelled(names, text) == texts
+
+
+# Requests that are passed on.
+
+LOW = bits(0.9) + bits(0.05)
+BOUNDS = {"entropy_low": LOW + bits(0.05), "entropy_high": LOW + 0.05 * math.log2(62 / 0.05)}
+
+
+def saying(body):
+    """A server that says which model was asked; log-probabilities where they are asked for."""
+    entry = chat_entry(PAIR, [body["model"], "x"])
+    if body.get("stream"):
+        words = [chat_event(entry if body.get("logprobs") else None, f"{body['model']} ")] * 2
+        return events(*words, chat_event(None, finish="stop"), {"choices": [], "usage": {"completion_tokens": 2}})
+    return answer(whole([entry] if body.get("logprobs") else [], body["model"]))
+
+
+@pytest.fixture(scope="module")
+def other():
+    with fake_server(chatting(saying)) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def client(other):
+    with routed(other.url) as client:
+        yield client
+
+
+class TestRouting:
+    @pytest.mark.parametrize(
+        ("body", "model"),
+        [
+            (EASY, "small"),
+            (HARD, "large"),
+            ({**HARD, "model": "auto"}, "large"),
+            ({**HARD, "model": "small"}, "small"),
+            ({**EASY, "model": "large"}, "large"),
+            ({"messages": [*HARD["messages"], *EASY["messages"]]}, "small"),  # the user's last message counts
+        ],
+    )
+    def test_the_prompt_or_the_request_chooses_the_model(self, client, other, body, model):
+        got = client.post(CHAT, json=body).json()
+        assert got["choices"][0]["message"]["content"] == model
+        assert got["choices"][0]["logprobs"] is None
+        assert (got["gearbx"]["gear"], got["gearbx"]["mode"]) == (model, "prompt")
+        (token,) = got["gearbx"]["tokens"]
+        assert token == {"gear": model} | {name: pytest.approx(value, abs=5e-3) for name, value in BOUNDS.items()}
+        assert other.requests[-1][1]["messages"] == body["messages"]
+
+    def test_a_stream_has_text_entropy_and_gear_in_each_event(self, client):
+        got = client.post(CHAT, json=EASY | {"stream": True})
+        assert got.headers["content-type"] == "text/event-stream"
+        assert got.text.endswith("data: [DONE]\n\n")
+        *words, end, usage = chunks(got.text)
+        assert [chunk["choices"][0]["delta"]["content"] for chunk in words] == ["small "] * 2
+        for chunk in words:
+            (token,) = chunk["gearbx"]["tokens"]
+            assert token["gear"] == "small"
+            assert token["entropy_low"] < token["entropy_high"]
+            assert chunk["choices"][0]["logprobs"] is None
+        assert (end["choices"][0]["finish_reason"], end["gearbx"]["tokens"]) == ("stop", [])
+        assert usage["usage"] == {"completion_tokens": 2}
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_log_probabilities_that_a_client_asks_for_are_its_own(self, client, other, stream):
+        got = client.post(CHAT, json=EASY | {"stream": stream, "logprobs": True, "top_logprobs": 2})
+        first = chunks(got.text)[0] if stream else got.json()
+        assert first["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        assert first["gearbx"]["tokens"][0]["entropy_low"] > 0
+        assert other.requests[-1][1]["top_logprobs"] == 2
+
+    def test_a_server_without_log_probabilities_answers_without_entropy(self):
+        def reply(body):
+            return refused("logprobs are not supported") if "logprobs" in body else saying(body)
+
+        with fake_server(chatting(reply)) as fake, routed(fake.url) as client:
+            got = [client.post(CHAT, json=EASY | {"stream": stream}) for stream in (False, True)]
+        assert got[0].json()["gearbx"] == {"mode": "prompt", "gear": "small", "tokens": []}
+        assert chunks(got[1].text)[0]["choices"][0]["delta"]["content"] == "small "
+        assert sum(path == CHAT for path, _ in fake.requests) == len(others.ASK) + 2  # it is asked for them once
+
+    def test_what_a_client_does_wrong_says_nothing_of_the_server(self):
+        def reply(body):
+            return refused("logit_bias is 'logprobs'") if "logit_bias" in body else saying(body)
+
+        with fake_server(chatting(reply)) as fake, routed(fake.url) as client:
+            assert client.post(CHAT, json=EASY | {"logit_bias": "logprobs"}).status_code == 400
+            assert client.post(CHAT, json=EASY).json()["gearbx"]["tokens"]
+
+    def test_infinities_are_passed_on(self):
+        impossible = answer(whole([chat_entry([0.0, -math.inf])]))
+        with fake_server(chatting(lambda body: impossible)) as fake, routed(fake.url) as client:
+            got = client.post(CHAT, json=EASY | {"logprobs": True})
+        assert got.json()["choices"][0]["logprobs"]["content"][0]["top_logprobs"][1]["logprob"] == -math.inf
+
+    def test_text_completions(self, client):
+        def answers(path, body):
+            return text_answer([body["model"]], [{"a": PAIR[0], "b": PAIR[1]}]) if path == TEXT else None
+
+        with fake_server(answers) as fake, routed(fake.url, models="a,b,c") as client:
+            for prompt, model in {
+                "Good morning!": "a",
+                "Prove it step by step.": "b",
+                "Prove that x = y + 2.": "c",
+            }.items():
+                got = client.post(TEXT, json={"prompt": prompt}).json()
+                assert (got["choices"][0]["text"], got["gearbx"]["gear"]) == (model, model)
+                assert len(got["gearbx"]["tokens"]) == 1
+
+    def test_the_models_are_listed_and_health_is_that_of_the_server(self, client):
+        rows = client.get("/v1/models").json()["data"]
+        assert [row["id"] for row in rows] == ["auto", "small", "large"]
+        assert rows[0]["gearbx"] == {"gears": ["small", "large"]}
+        assert client.get("/health").json() == {"status": "ok"}
+        assert "<title>gearbx-mlx</title>" in client.get("/").text
+        with fake_server(lambda path, body: refused("busy", 503)) as fake, routed(fake.url) as sick:
+            assert (sick.get("/health").status_code, sick.get("/health").json()["reason"]) == (503, "busy")
+
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize(
+        "body",
+        [
+            {},
+            {"messages": None},
+            {"messages": [1, {"role": "user"}, {"role": "user", "content": [{"text": 3}, None]}]},
+            {"prompt": [1, 2, [3]]},
+            {"messages": [], "stream": None, "max_tokens": "many", "n": {}, "logprobs": "yes"},
+        ],
+    )
+    def test_any_object_is_passed_on(self, client, body):
+        assert client.post(CHAT, json=body).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("body", "status", "param"), [({"stream": "yes"}, 400, "stream"), ({"model": "gpt"}, 404, "model")]
+    )
+    def test_what_cannot_be_passed_on_is_refused(self, client, body, status, param):
+        got = client.post(CHAT, json=EASY | body)
+        assert (got.status_code, got.json()["error"]["param"]) == (status, param)
+
+    def test_a_key_is_asked_for(self, other):
+        with routed(other.url, Guard(api_key="secret")) as client:
+            assert client.post(CHAT, json=EASY).status_code == 401
+            assert client.post(CHAT, json=EASY, headers={"Authorization": "Bearer secret"}).status_code == 200
+            assert other.headers[-1].get("Authorization") is None  # the client's key is not passed on
+
+
+class TestFailures:
+    @pytest.mark.parametrize("stream", [False, True])
+    @pytest.mark.parametrize(
+        ("reply", "status", "words"),
+        [
+            (lambda: refused("too long", 413), 413, "too long"),
+            (lambda: refused("wrong key sk-secret", 401), 502, "wrong key ***"),
+            (lambda: refused("kaput", 500), 502, "kaput"),
+            (lambda: Answer([], 302), 502, "no reason given"),
+            (lambda: Answer([b"<html>"], kind="text/html"), 502, "not of this API"),
+            (lambda: Answer([b"{"], length=9), 502, "cut its answer short"),
+            (lambda: Answer(slowly([b" "] * 9, 0.2)), 502, "no token for 0.5 s"),
+        ],
+    )
+    def test_before_the_answer_the_client_gets_a_status(self, reply, status, words, stream):
+        with (
+            fake_server(chatting(lambda body: reply())) as fake,
+            routed(fake.url, server_api_key="sk-secret", server_timeout=0.5) as client,
+        ):
+            got = client.post(CHAT, json=EASY | {"stream": stream})
+        assert got.status_code == status
+        assert words in got.json()["error"]["message"]
+        assert "sk-secret" not in got.text
+        assert fake.url not in got.text
+
+    @pytest.mark.parametrize(
+        ("rest", "words"),
+        [
+            ([], "cut its stream short"),
+            ([b'data: {"error": {"message": "out of memory"}}\n\n'], "out of memory"),
+            ([b"data: {\n\n"], "not of this API"),
+            (slowly(itertools.repeat(b": ping\n\n"), 0.1), "no token for 0.5 s"),
+        ],
+    )
+    def test_in_the_midst_the_last_event_has_the_reason_and_there_is_no_end(self, rest, words):
+        (first,) = list(chat_stream(PAIR).parts)[:1]
+        parts = itertools.chain([first], rest)
+        with (
+            fake_server(chatting(lambda body: Answer(parts, kind=EVENTS))) as fake,
+            routed(fake.url, server_timeout=0.5) as client,
+        ):
+            text = client.post(CHAT, json=EASY | {"stream": True}).text
+        first, last = chunks(text)
+        assert first["choices"][0]["delta"]["content"] == "t0"
+        assert words in last["error"]["message"]
+        assert "[DONE]" not in text
+
+    def test_log_probabilities_that_no_distribution_has(self):
+        with fake_server(chatting(lambda body: chat_answer([-0.1, -0.1]))) as fake, routed(fake.url) as client:
+            got = client.post(CHAT, json=EASY)
+        assert (got.status_code, "1.81" in got.json()["error"]["message"]) == (502, True)
+
+
+@pytest.mark.parametrize(
+    ("body", "asked"),
+    [
+        ({}, None),
+        ({"logprobs": False, "top_logprobs": 3}, None),
+        ({"logprobs": True, "top_logprobs": 3}, 3),
+        ({"logprobs": True}, 0),
+        ({"logprobs": 5}, 5),
+        ({"logprobs": 0}, 0),
+    ],
+)
+def test_how_many_a_client_asks_for(body, asked):
+    way = own_way(body)
+    assert (None if way is None else way.asked) == asked
+
+
+def test_parts_of_a_message_are_read_together():
+    parts = [{"type": "text", "text": "Prove"}, {"type": "image_url"}, {"type": "text", "text": "it."}]
+    assert typed_last({"messages": [{"role": "user", "content": parts}, {"role": "assistant"}]}) == "Prove it."
+    assert typed_last({"prompt": ["Prove", 3]}) == "Prove"
+
+
+OTHER = ("--server", "http://127.0.0.1:1", "--server-model", "a,b")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (OTHER[:2], "--server needs two models or more to choose from; name them with --server-model A,B"),
+        (OTHER[2:], "--server-model is for a server; name it with --server"),
+        ((*OTHER, "--model", "x"), "--model is for models that are served here; leave it out with --server"),
+        ((*OTHER, "--gears", "4,8"), "--gears is for models that are served here"),
+        ((*OTHER, "--allow-models"), "--allow-models is for models that are served here"),
+        ((*OTHER, "--keep-alive", "5m"), "--keep-alive is for models that are served here"),
+        ((*OTHER, "--vocab-size", "1"), "--vocab-size is 1"),
+        (("--server", "x", *OTHER[2:]), "--server 'x' is not an http or https URL"),
+        ((*OTHER, "--port", "70000"), "--port is 70000"),
+        ((*OTHER, "--allowed-origins", "https://example.org/page"), "is not the origin of a page"),
+        (("--keep-alive", "soon"), "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
+        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is not a size"),
+        (("--small-server", "http://a", "--large-server", "http://b"), "--small-server is gone since gearbx-mlx"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_one_line(flags, words, command):
+    done = command("server", *flags)
+    assert done.status == 2
+    assert words in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_the_command_routes_to_a_server_of_ours_and_ends_with_a_signal():
+    with served(gears="4,16", log_level="ERROR") as ours:
+        url = ours.server.where
+        command = [sys.executable, "-m", "gearbx_mlx", "server", "--server", url, "--server-model", "demo,demo"]
+        with subprocess.Popen([*command, "--port", "0"], stderr=subprocess.PIPE, text=True) as process:
+            try:
+                said = process.stderr.readline()
+                assert f": demo, demo of {url}/v1; the page is at " in said
+                got = httpx.post(said.split(": ")[0] + "/chat/completions", json=EASY | {"max_tokens": 4}, timeout=60)
+                assert len(got.json()["gearbx"]["tokens"]) == 4
+            finally:
+                os.kill(process.pid, signal.SIGINT)
+            assert process.wait(20) == 130
