@@ -41,8 +41,8 @@ def times_of(machine, **change):
 
 
 def file_with(times):
-    made = json.loads(next(made for made in shipped() if made.gears == [3, 16]).text())
-    return made | {"format": "planes", "times": times}
+    made = json.loads(next(made for made in shipped() if made.gears == [4, 16]).text())
+    return made | {"gears": [3, 16], "draft": 3, "format": "planes", "times": times}
 
 
 class TestMeasuring:
@@ -59,7 +59,7 @@ class TestMeasuring:
     @pytest.mark.slow
     def test_calibrate_writes_what_generate_reads(self, command, tmp_path):
         file = tmp_path / "d.json"
-        flags = ("--mode", "lossless", "--gears", "3,16", "--format", "exact", "-m", 12, "--num-prompts", 2)
+        flags = ("--mode", "lossless", "--gears", "4,16", "--format", "exact", "-m", 12, "--num-prompts", 2)
         done = command("calibrate", *flags, "--cost", "time", "--context", 32, "--out", file)
         assert done.status == 0
         assert "times as fast as the top gear (predicted)" in done.out

@@ -46,7 +46,7 @@ def test_every_table_of_the_page_has_its_commands():
     page = (ROOT / evidence.PAGE).read_text(encoding="utf-8")
     outputs = {evidence.output_of(line.split()) for line in evidence.page_commands(page)}
     assert {"demo", "stories260K-report", "babyllama105-report", "pair", "pair-writing", "small", "chi.json"} <= outputs
-    assert {"exact_lossless_3_16.json", "lossless_demo_16.json"} <= outputs
+    assert {"exact_lossless_4_16.json", "lossless_demo_16.json"} <= outputs
 
 
 def test_a_command_runs_once_and_again_when_the_code_has_changed(tmp_path, monkeypatch):

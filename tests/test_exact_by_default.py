@@ -121,16 +121,18 @@ class TestModeLossless:
         run = summary("bfloat16", "--q-group-size", GROUP)
         assert (run["mode"], bits(run)) == ("lossless", [4, 16])
 
-    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16")])
+    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16"), ("bfloat16", "4,8,16")])
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
         flags = "--format", "exact", "--gears", gears, "--q-group-size", GROUP
         done = command("generate", "--model", places / model, *GENERATE, *flags)
         assert done.status == 2
         assert len(done.err.strip().splitlines()) == 1
-        remedy = (
-            "choose from 4, 16" if model == "exact" else "choose format planes or affine, or make the model bfloat16"
-        )
-        assert remedy in done.err
+        remedies = {
+            "float16": "choose format planes or affine, or make the model bfloat16",
+            "exact": "choose from 4, 16",
+            "bfloat16": "make gears 4,16 of the original, or give --format planes",
+        }
+        assert remedies[model] in done.err
 
 
 class TestDrafting:
@@ -138,23 +140,22 @@ class TestDrafting:
         file, flags = tmp_path / "d.json", ("--q-group-size", GROUP)
         done = command(
             *("calibrate", "--mode", "lossless", "--model", places / "bfloat16", *flags, *GENERATE),
-            *("--format", "exact", "--gears", "3,16", "--num-prompts", 1, "--out", file),
+            *("--format", "exact", "--gears", "4,16", "--num-prompts", 1, "--out", file),
         )
         assert done.status == 0, done.err
         made = parse_draft_file(file.read_text())
-        assert (made.format, made.gears) == ("exact", [3, 16])
+        assert (made.format, made.gears) == ("exact", [4, 16])
         assert made.weight_bytes_per_token_original > made.weight_bytes_per_token_top
         run = summary("bfloat16", *flags, "--mode", "lossless", "--curve", file)
-        assert bits(run) == [3, 16]
+        assert bits(run) == [4, 16]
         assert run["weight_bytes_per_token_original"] == made.weight_bytes_per_token_original
 
-    def test_the_ladders_of_the_format_are_compared(self, command, places, tmp_path):
+    def test_the_ladder_of_the_format_is_measured(self, command, places, tmp_path):
         flags = "--model", places / "bfloat16", "--format", "exact", "--num-prompts", 1, *GENERATE
         common = ("calibrate", "--mode", "lossless", "--q-group-size", GROUP, *flags)
         done = command(*common, "--out", tmp_path / "d.json")
         assert done.status == 0, done.err
-        for ladder in ("3,16", "4,16", "4,8,16"):
-            assert f"\n{ladder} " in f"\n{done.err}"
+        assert "\n4,16 " in f"\n{done.err}"
         assert " than the original weights (predicted)" in done.out
         done = command(*common, "--top", 8)
         assert done.status == 2
@@ -163,6 +164,6 @@ class TestDrafting:
     def test_the_files_that_ship_compare_with_bfloat16(self, demo):
         read = sum(array.nbytes for array in weights_of(demo.model).values())  # tied: a token reads all of them
         exact = [made for made in shipped() if made.format == "exact"]
-        assert sorted(made.gears for made in exact) == [[3, 16], [4, 16]]
+        assert [made.gears for made in exact] == [[4, 16]]
         for made in exact:
             assert made.weight_bytes_per_token_original == read

@@ -51,7 +51,7 @@ struct alignas(32) Meanings {
 #else
   GEARBX_INLINE void find(float scale, float bias) {
     const float bound = (scale < 0 ? -scale : scale) * 0.5f;
-    for (int q = 0; q < 16; q++) {  // a code of three bits stays below eight
+    for (int q = 0; q < 16; q++) {
       const float v = scale * static_cast<float>(q) + bias;
       uint32_t bits;
       std::memcpy(&bits, &v, 4);
@@ -144,7 +144,7 @@ GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const ui
 
 #endif
 
-template <int BITS, int GROUP>
+template <int GROUP>
 struct Decoder {
   ExactRow& row;
   explicit Decoder(ExactRow& r) : row(r) {}
@@ -154,10 +154,10 @@ struct Decoder {
   GEARBX_INLINE void each32(Use use) {
     Meanings m;
     for (int64_t group = 0; group < row.columns / GROUP; group++) {
-      m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[0][group]));
+      m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[group]));
       for (int64_t column = group * GROUP; column < (group + 1) * GROUP; column += BLOCK) {
         __builtin_prefetch(row.low + column + AHEAD_OF_ROW);
-        use(column, decode(m, unpack<BITS>(row.weights[0] + column / 8 * BITS), row.low + column, row.high));
+        use(column, decode(m, unpack<4>(row.codes + column / 2), row.low + column, row.high));
       }
     }
   }

@@ -7,8 +7,7 @@
 
 namespace gearbx {
 
-constexpr int WINDOW = 144;     // a weight lies 144 neighbours below its low gear's value to 111 above it
-constexpr int FAR_WINDOW = 16;  // of planes 4+4: 16 below to 15 above
+constexpr int WINDOW = 144;  // a weight lies 144 neighbours below its low gear's value to 111 above it
 
 // The part of `high` that belongs to a row. Offsets may lie: `at` goes on counting, and nothing beyond the array is read.
 struct HighBytes {
@@ -102,32 +101,28 @@ GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
 constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 
 // A matrix, or some rows of one, whose codes are row after row. `ahead`: what is asked for while the codes at the same
-// distance from `weights` are decoded.
+// distance from `codes` are decoded.
 struct ByRow : gearbx_exact {
-  const uint8_t* ahead[2] = {};
+  const uint8_t* ahead;
 
-  explicit ByRow(const gearbx_exact& m) : gearbx_exact(m) {
-    for (int p = 0; p < planes; p++) ahead[p] = weights[p] + AHEAD_OF_ROW / 8 * bits;
-  }
+  explicit ByRow(const gearbx_exact& m) : gearbx_exact(m), ahead(codes + AHEAD_OF_ROW / 2) {}
 };
 
 // One row of a matrix.
 struct ExactRow {
-  const uint8_t *weights[2] = {}, *ahead[2] = {}, *low;
-  const uint16_t *scales, *biases[2] = {};
+  const uint8_t *codes, *ahead, *low;
+  const uint16_t *scales, *biases;
   int64_t columns;
   HighBytes high;
 
-  ExactRow(const ByRow& m, int64_t row) : columns(m.columns), high(m, row) {
-    const int64_t groups = m.columns / m.group;
-    for (int p = 0; p < m.planes; p++) {
-      weights[p] = m.weights[p] + row * (m.columns / 8 * m.bits);
-      ahead[p] = m.ahead[p] + row * (m.columns / 8 * m.bits);
-      biases[p] = m.biases[p] + row * groups;
-    }
-    scales = m.scales + row * groups;
-    low = m.low + row * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
-  }
+  ExactRow(const ByRow& m, int64_t row)
+      : codes(m.codes + row * (m.columns / 2)),
+        ahead(m.ahead + row * (m.columns / 2)),
+        low(m.low + row * m.columns),
+        scales(m.scales + row * (m.columns / m.group)),
+        biases(m.biases + row * (m.columns / m.group)),
+        columns(m.columns),
+        high(m, row) {}
 };
 
 }  // namespace gearbx
