@@ -1,6 +1,7 @@
 """Where commands take format exact without being asked, and in which mode they start."""
 
 import json
+import re
 
 import mlx.core as mx
 import pytest
@@ -91,6 +92,27 @@ class TestModeLossless:
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
+
+    def test_says_what_exact_and_one_gear_of_8_bits_cost_where_memory_is_short(
+        self, command, places, native, monkeypatch
+    ):
+        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        flags = "--model", places / "bfloat16", *GENERATE, "--q-group-size", GROUP
+        said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
+        found = [
+            re.search(r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8", text)
+            for text in said
+        ]
+        assert all(found), said
+        assert found[0].groups() == found[1].groups()  # measured once
+        assert all(float(times) > 0 for times in found[0].groups())
+
+    def test_says_nothing_of_costs_that_are_not_to_be_measured(self, command, places, native, monkeypatch):
+        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--q-group-size", GROUP)
+        assert "format exact stores both once\n" in done.err
+        assert "times as long" not in done.err
 
     def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
         monkeypatch.setattr(loaded, "device", lambda: GPU)

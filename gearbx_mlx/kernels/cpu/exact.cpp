@@ -9,18 +9,14 @@
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
 #include "exact_avx512.h"
+#elif defined(GEARBX_AVX2)
+#include "exact_avx2.h"
 #else
 #include "exact_bytes.h"
 #endif
 
 namespace gearbx {
 namespace {
-
-#ifdef GEARBX_AVX512
-typedef Bf16 Decoded;  // several vectors are multiplied with decoded rows
-#else
-typedef float Decoded;
-#endif
 
 inline void set_nan(float* p) { *p = NAN; }
 inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
@@ -36,7 +32,7 @@ void multiply_one_vector(const ByRow& m, int64_t first, int64_t end, const X* x,
     codes.each32([&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
       sums = multiply_add(weights, x + column, sums);
     });
-    const EvenOdd halves = in_halves(sums);
+    const EvenOdd halves = join_sums(sums);
     // + 0: as dense rows, which never give -0
     y[r] = row.high.sufficed() ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;
   }
@@ -110,10 +106,12 @@ struct Multiply {
   static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
     const int64_t stride = m.rows;
     if constexpr (WHILE_DECODING) {
-      if (x.vectors == 1)
+      if (x.vectors == 1) {
+        const X* only = in_order(x.only(), m.columns);
         return by_rows(m, row, end, m.panel_rows, y, 1, [&](const ByRow& m, int64_t row, int64_t end, float* y) {
-          multiply_one_vector<Codes>(m, row, end, x.only(), y);
+          multiply_one_vector<Codes>(m, row, end, only, y);
         });
+      }
     }
     const int64_t height = rows_at_once(m, x.vectors);
     Decoded* weights = decoded_rows(height, m.columns);
