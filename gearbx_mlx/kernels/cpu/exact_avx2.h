@@ -52,9 +52,10 @@ struct Decoder {
   }
 
   // A row's next bytes of `high`, dealt out to the places of two times 16 that are 255, and anything elsewhere.
+  template <bool ALL_THERE>
   static GEARBX_INLINE __m256i deal_high(HighBytes& high, __m256i places) {
     uint8_t copy[32];
-    const uint8_t* next = next_high(high, copy);
+    const uint8_t* next = ALL_THERE ? high.bytes + high.at : next_high(high, copy);
     const auto sets = static_cast<uint32_t>(_mm256_movemask_epi8(places));
     const __m128i second = load16(next + __builtin_popcount(sets & 0xffff));
     high.at += __builtin_popcount(sets);
@@ -69,13 +70,14 @@ struct Decoder {
     return _mm256_shuffle_epi8(_mm256_set_m128i(second, load16(next)), numbers);
   }
 
+  template <bool ALL_THERE>
   static GEARBX_INLINE Weights32 weights(const Meanings& m, const uint8_t* codes, const uint8_t* stored,
                                          HighBytes& high) {
     const __m256i each = unpack<4>(codes), low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored));
     const __m256i first = _mm256_shuffle_epi8(m.low, each), zero = _mm256_shuffle_epi8(m.zero, each);
     const __m256i stays = _mm256_cmpeq_epi8(_mm256_max_epu8(low, first), low);
     const __m256i far = _mm256_add_epi8(_mm256_shuffle_epi8(m.high, each), stays);
-    const __m256i upper = _mm256_blendv_epi8(far, deal_high(high, zero), zero);
+    const __m256i upper = _mm256_blendv_epi8(far, deal_high<ALL_THERE>(high, zero), zero);
     const __m256i some = _mm256_unpacklo_epi8(low, upper), others = _mm256_unpackhi_epi8(low, upper);
     return {_mm256_permute2x128_si256(some, others, 0x20), _mm256_permute2x128_si256(some, others, 0x31)};
   }
@@ -83,6 +85,16 @@ struct Decoder {
   // Calls use(column, weights) for each 32 weights of the row, in order.
   template <class Use>
   GEARBX_INLINE void each32(Use use) {
+    if (row.high.at + row.columns + BLOCK <= row.high.count)
+      each32_of<true>(use);
+    else
+      each32_of<false>(use);
+  }
+
+ private:
+  // ALL_THERE: whether `high` has so many bytes from the row's on that no row needs more.
+  template <bool ALL_THERE, class Use>
+  GEARBX_INLINE void each32_of(Use use) {
     const int64_t groups = row.columns / GROUP;
     const uint8_t *codes = row.codes, *low = row.low, *ahead = row.ahead;
     const uint16_t *scales = row.scales, *biases = row.biases;
@@ -100,10 +112,12 @@ struct Decoder {
       for (int64_t g = segment - first; g < end; g++) {
         const Meanings m = meanings(some, g);
         const int64_t column = (first + g) * GROUP;
-        for (int64_t i = column; i < column + GROUP; i += BLOCK) {
-          if (i % 64 == 0) __builtin_prefetch(low + i + AHEAD_OF_ROW);
-          if (i % 128 == 0) __builtin_prefetch(ahead + i / 2);
-          use(i, weights(m, codes + i / 2, low + i, high));
+        __builtin_prefetch(ahead + column / 2);
+#pragma GCC unroll 4
+        for (int i = 0; i < GROUP; i += BLOCK) {
+          const int64_t at = column + i;
+          if (i % 64 == 0) __builtin_prefetch(low + at + AHEAD_OF_ROW);
+          use(at, weights<ALL_THERE>(m, codes + at / 2, low + at, high));
         }
       }
     }
