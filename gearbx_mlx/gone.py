@@ -54,9 +54,12 @@ GONE: dict[str, str] = {
     "--group-size": "--model_args of lm_eval are the flags of generate; give q_group_size",
     "--use-chat-template": "--model_args of lm_eval are the flags of generate; give ignore_chat_template",
     "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
+    "format exact with gears 3,16": "make gears 4,16 of the original",
+    "format exact with gears 4,8,16": "make gears 4,16 of the original, or give --format planes",
 }
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
-flag, a field of a request, a mode, `schema 'NAME'` of a file."""
+flag, a field of a request, a mode, `schema 'NAME'` of a file,
+  `format NAME with gears GEARS`."""
 
 
 def gone(name: str, command: str = "") -> str | None:

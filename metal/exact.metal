@@ -7,13 +7,13 @@
 // A vector's result has the same bits in any company: each sum goes through the same operations in the same order,
 // whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
 //
-// Buffers: x (VECTORS, columns) T; those that the macros name; low (all rows, columns * LOW_BITS / 8) bytes; high
-//     (high_bytes) bytes; offsets (all rows + 1), where each row's bytes begin; bias (rows) if HAS_BIAS; chosen (rows),
-//     which of all rows, if VECTORS is 0; sizes: rows, columns, high_bytes, and how many all rows are; out (VECTORS, rows)
-//     T, or (rows, columns), bits of bf16.
+// Buffers: x (VECTORS, columns) T; codes (all rows, columns / 8) words; scales and biases (all rows, columns / GROUP_SIZE),
+//     bits of bf16; low (all rows, columns) bytes; high (high_bytes) bytes; offsets (all rows + 1), where each row's bytes
+//     begin; bias (rows) if HAS_BIAS; chosen (rows), which of all rows, if VECTORS is 0; sizes: rows, columns,
+//     high_bytes, and how many all rows are; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
 // Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
 // Macros, set by kernels/metal_products.py: VECTORS, ROWS, SIMD_GROUPS, HAS_BIAS, CODES. By kernels/metal_exact.py:
-//     PLANES(DO), as in matvec.metal; SIGN_BITS, 0; GROUP_SIZE; MIDDLE_GEAR; GROUP_OFFSET, of `group`.
+//     SIGN_BITS, 0; GROUP_SIZE; CODE_BITS.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
 const int rows = sizes[0];
@@ -60,22 +60,16 @@ for (int step = 0; step < columns; step += LANES * CODES) {
                 values[i] = 0.0f;
             }
             ushort lows[LOW_BITS];
-            uint scale = 0;
             uint near = 0;
             uint bytes = 0;
             if (inside) {
-#define DO(w, WIDTH, SHIFT)                                                     \
-    {                                                                           \
-        ushort words[WIDTH];                                                    \
-        load_codes<WIDTH>((const device ushort*)w + unit * WIDTH, words);       \
-        add_codes<WIDTH, SHIFT>(words, values);                                 \
-    }
-                PLANES(DO)
+                ushort words[CODE_BITS];
+                load_codes<CODE_BITS>((const device ushort*)codes + unit * CODE_BITS, words);
+                add_codes<CODE_BITS, 0>(words, values);
                 load_codes<LOW_BITS>((const device ushort*)low + unit * LOW_BITS, lows);
                 const size_t group = unit * CODES / GROUP_SIZE;
-                scale = scales[group];
-                near = find_values(values, float_of(scale), GROUP_OFFSET);
-                bytes = count_bytes(near, scale);
+                near = find_values(values, float_of(scales[group]), float_of(biases[group]));
+                bytes = popcount(near);
             }
             const uint before = simd_prefix_exclusive_sum(bytes);
             const uint at = next[r] + before;
@@ -83,7 +77,7 @@ for (int step = 0; step < columns; step += LANES * CODES) {
             if (inside) {
                 const bool there = at <= end[r] && bytes <= end[r] - at;
                 ushort found[CODES];
-                find_weights(values, lows, near, scale, high, at, there, found);
+                find_weights(values, lows, near, high, at, there, found);
                 UNROLL for (int i = 0; i < CODES; i++) {
 #if VECTORS
                     weights[r][i] = float_of(found[i]);

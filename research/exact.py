@@ -22,7 +22,7 @@ from gearbx_mlx.telemetry.trace import gear_color
 
 from .studies import Found, study
 
-LADDERS = ("3,16", "4,16", "4,8,16")
+LADDER = "4,16"
 COPIES = ("4,16", "4,8,16")  # in planes
 ROWS, WIDTH = 512, 4096
 BILLIONS = (1, 4, 8, 14, 32)
@@ -30,12 +30,12 @@ SMALL_GROUP = 32  # for models whose widths are not multiples of 64
 
 
 class Weights(NamedTuple):
-    """One model: bits per weight of all arrays in format exact, by ladder; of planes beside the original; and the
+    """One model: bits per weight of all arrays in format exact; of planes beside the original, by ladder; and the
     entropy of the bfloat16 numbers.
     """
 
     name: str
-    exact: dict[str, float]
+    exact: float
     copies: dict[str, float]
     entropy: float
 
@@ -68,17 +68,15 @@ def measured(name: str, make: Callable[..., nn.Module], group_size: int) -> Weig
     """make: loads the model again, since format exact drops its weights."""
     settings: dict[str, Any] = {"group_size": group_size, "dtype": "bfloat16"}
     shapes = {layer.path: layer.module.weight.shape for layer in discover(make(), "all", group_size)[0]}
-    exact, copies = {}, {}
-    for ladder in LADDERS:
-        gearbox = Gearbox(make(), ladder, format="exact", **settings)
-        larger = shapes.keys() - {layer.path for layer in gearbox.layers}  # which stay as they are
-        exact[ladder] = stored(gearbox, [gearbox.ladder.top]) + 2 * sum(math.prod(shapes[path]) for path in larger)
+    weights = sum(map(math.prod, shapes.values()))
+    gearbox = Gearbox(make(), LADDER, format="exact", **settings)
+    larger = shapes.keys() - {layer.path for layer in gearbox.layers}  # which stay as they are
+    exact = stored(gearbox, [gearbox.ladder.top]) + 2 * sum(math.prod(shapes[path]) for path in larger)
+    copies = {}
     for ladder in COPIES:
         gearbox = Gearbox(make(), ladder, **settings)
-        copies[ladder] = stored(gearbox, gearbox.ladder)
-    weights = sum(map(math.prod, shapes.values()))
-    whole, beside = ({ladder: 8 * count / weights for ladder, count in counts.items()} for counts in (exact, copies))
-    return Weights(name, whole, beside, entropy(make()))
+        copies[ladder] = 8 * stored(gearbox, gearbox.ladder) / weights
+    return Weights(name, 8 * exact / weights, copies, entropy(make()))
 
 
 def stored(gearbox: Gearbox, gears: Iterable[Gear]) -> int:
@@ -106,12 +104,12 @@ def bits_table(demo: Weights, models: list[str]) -> str:
     for path in models:
         name = f"{Path(path).name}, groups of {SMALL_GROUP}"
         found.append(measured(name, lambda path=path: bfloat16_model(path), SMALL_GROUP))
-    head = ["weights", "entropy", *(f"`exact` {ladder}" for ladder in LADDERS), "bfloat16"]
+    head = ["weights", "entropy", "`exact`", "bfloat16"]
     rows = [
         [
             weights.name,
             f"{weights.entropy:.2f}",
-            *(f"{weights.exact[ladder]:.2f}" for ladder in LADDERS),
+            f"{weights.exact:.2f}",
             16,
             *(f"{weights.copies[ladder]:.2f}" for ladder in COPIES),
         ]
@@ -121,8 +119,8 @@ def bits_table(demo: Weights, models: list[str]) -> str:
 
 
 def memory_table(demo: Weights) -> str:
-    head = ["weights", "bfloat16", *(f"`exact` {ladder}" for ladder in LADDERS), *(f"`planes` {x}" for x in COPIES)]
-    bits = [16.0, *demo.exact.values(), *demo.copies.values()]
+    head = ["weights", "bfloat16", "`exact`", *(f"`planes` {ladder}" for ladder in COPIES)]
+    bits = [16.0, demo.exact, *demo.copies.values()]
     return table(head, [[f"{count} B", *(f"{count * each / 8:.1f} GB" for each in bits)] for count in BILLIONS])
 
 
@@ -185,7 +183,7 @@ def draw_bars(axes: Any) -> None:
     random = np.random.default_rng(0).standard_normal((64, DRAWN_WIDTH)).astype(np.float32)
     _, matrix = encoded(mx.array(0.02 * random).astype(mx.bfloat16))
     weights = matrix.low.size
-    scales = 8 * (matrix.scales.nbytes + matrix.biases[0].nbytes) / weights
+    scales = 8 * (matrix.scales.nbytes + matrix.biases.nbytes) / weights
     high = 8 * (matrix.high.nbytes + matrix.offsets.nbytes) / weights
     bars = {
         "bfloat16": {"bfloat16": 16.0},

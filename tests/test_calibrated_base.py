@@ -119,12 +119,12 @@ class TestCodes:
 
 
 class TestExactWeights:
-    @pytest.mark.parametrize(("kind", "ladder"), [("llama", (4, 16)), ("llama", (3, 16)), ("mixtral", (4, 16))])
-    def test_every_bit_of_every_weight_comes_back(self, kind, ladder):
+    @pytest.mark.parametrize("kind", ["llama", "mixtral"])
+    def test_every_bit_of_every_weight_comes_back(self, kind):
         model = tiny_model(kind, dtype=mx.bfloat16)
         before = weights_of(model)
-        base = base_of(model, "exact", ladder)
-        gearbox = Gearbox(model, ",".join(map(str, ladder)), format="exact", group_size=GROUP, base=base.layers)
+        base = base_of(model)
+        gearbox = Gearbox(model, format="exact", group_size=GROUP, base=base.layers)
         gearbox.shift(gearbox.ladder.top)
         for layer in gearbox.layers:
             module = dict(model.named_modules())[layer.path]
@@ -211,7 +211,7 @@ class TestWalk:
         assert any("experts" in reason for path, reason in base.rounded.items() if "switch_mlp" in path)
         assert any("q_proj" in path for path in base.layers)
 
-    @pytest.mark.parametrize(("format", "ladder"), [("planes", (4, 8, 16)), ("exact", (4, 8, 16)), ("rowwise", (4, 8))])
+    @pytest.mark.parametrize(("format", "ladder"), [("planes", (4, 8, 16)), ("rowwise", (4, 8))])
     def test_gears_that_share_codes_are_refused(self, model, format, ladder):
         with pytest.raises(GearbxError):
             base_of(model, format, ladder)

@@ -21,8 +21,6 @@ from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears import sources
 from gearbx_mlx.kernels import exact as kernels_exact
 
-LADDERS = ("4,16", "3,16", "4,8,16")
-SAME_LOW_GEARS = {"4,16": "affine", "3,16": "affine", "4,8,16": "planes"}
 LINEAR = "model.layers.0.mlp.up_proj"
 
 
@@ -40,19 +38,13 @@ def linear(weight: mx.array) -> nn.Linear:
     return layer
 
 
-def gears(dense: nn.Module, ladder: str, group_size: int = 64, format: str = "exact") -> dict[int, nn.Module]:
-    """All gears of one layer, by bits."""
-    widths = tuple(map(int, ladder.split(",")))
-    widths = widths if format == "exact" else widths[:-1]
-    made: dict[int, nn.Module] = {}
-    for bits in widths:
-        if bits not in made:
-            made |= get_format(format).modules(dense, bits, widths, group_size, mx.bfloat16)
-    return made
+def gears(dense: nn.Module, group_size: int = 64) -> dict[int, nn.Module]:
+    """Both gears of one layer, by bits."""
+    return get_format("exact").modules(dense, 4, (4, 16), group_size, mx.bfloat16)
 
 
-def comes_back(weight: mx.array, ladder: str, group_size: int) -> bool:
-    made = gears(linear(weight), ladder, group_size)[16]
+def comes_back(weight: mx.array, group_size: int) -> bool:
+    made = gears(linear(weight), group_size)[16]
     return np.array_equal(bits_of(made.dense_weight()), bits_of(weight))
 
 
@@ -89,13 +81,12 @@ class TestEveryBitComesBack:
         rows=st.integers(1, 5),
         groups=st.integers(1, 3),
         group_size=st.sampled_from([32, 64, 128]),
-        ladder=st.sampled_from(LADDERS),
         exponent=st.integers(-140, 126),
         heavy=st.booleans(),
         special=st.lists(st.integers(0, 65535), max_size=6),
     )
     def test_of_weights_of_any_size_with_any_values_among_them(
-        self, seed, rows, groups, group_size, ladder, exponent, heavy, special
+        self, seed, rows, groups, group_size, exponent, heavy, special
     ):
         random = np.random.default_rng(seed)
         shape = rows, groups * group_size
@@ -105,77 +96,59 @@ class TestEveryBitComesBack:
         )
         bits = bits.copy()
         bits[random.integers(0, shape[0], len(special)), random.integers(0, shape[1], len(special))] = special
-        assert comes_back(from_bits(bits), ladder, group_size)
+        assert comes_back(from_bits(bits), group_size)
 
-    @pytest.mark.parametrize("ladder", LADDERS)
     @pytest.mark.parametrize("order", ["ascending", "shuffled"])
-    def test_of_all_patterns(self, ladder, order):
+    def test_of_all_patterns(self, order):
         bits = np.arange(65536)
         if order == "shuffled":
             np.random.default_rng(0).shuffle(bits)
-        assert comes_back(from_bits(bits.reshape(256, 256)), ladder, 64)
+        assert comes_back(from_bits(bits.reshape(256, 256)), 64)
 
-    @pytest.mark.parametrize("ladder", LADDERS)
     @pytest.mark.parametrize("pattern", [0x0000, 0x8000, 0x0001, 0x807F, 0x3F80, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF])
-    def test_of_groups_of_one_value(self, ladder, pattern):
+    def test_of_groups_of_one_value(self, pattern):
         """Zeros of both signs, subnormals, one, infinities, NaN with any payload; alone and beside ordinary groups."""
         bits = bits_of((normal(3, 128) * 0.02).astype(mx.bfloat16)).copy()
         bits[1], bits[2, :64] = pattern, pattern
-        assert comes_back(from_bits(bits), ladder, 64)
+        assert comes_back(from_bits(bits), 64)
 
-    @pytest.mark.parametrize("ladder", LADDERS)
     @pytest.mark.parametrize("kind", ["experts", "heads"])
-    def test_of_stacked_matrices(self, ladder, kind):
+    def test_of_stacked_matrices(self, kind):
         layer = SwitchLinear(64, 32, 5, bias=False) if kind == "experts" else MultiLinear(64, 32, 5)
         layer.weight = (normal(5, 32, 64) * 0.02).astype(mx.bfloat16)
-        made = gears(layer, ladder)[16]
+        made = gears(layer)[16]
         assert made.weight_shape == (5, 32, 64)
         np.testing.assert_array_equal(bits_of(made.dense_weight()), bits_of(layer.weight))
 
-    @pytest.mark.parametrize("ladder", LADDERS)
-    def test_of_any_rows_by_themselves(self, ladder):
+    def test_of_any_rows_by_themselves(self):
         weight = (normal(40, 128) * 0.02).astype(mx.bfloat16)
         chosen = mx.array([[39, 0, 7], [7, 12, 39]])
-        rows = gears(linear(weight), ladder)[16].rows(chosen)
+        rows = gears(linear(weight))[16].rows(chosen)
         np.testing.assert_array_equal(bits_of(rows), bits_of(weight[chosen]))
 
 
-class TestLowGears:
-    @pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
-    def test_have_the_codes_of_formats_with_copies(self, ladder):
+class TestTheLowGear:
+    def test_has_the_codes_of_mlx(self):
         dense = linear((normal(64, 128) * 0.02).astype(mx.bfloat16))
-        ours, theirs = gears(dense, ladder), gears(dense, ladder, format=SAME_LOW_GEARS[ladder])
-        assert theirs
-        for bits, module in theirs.items():
-            assert same_arrays(ours[bits], module), bits
+        theirs = get_format("affine").modules(dense, 4, (4,), 64, mx.bfloat16)[4]
+        assert same_arrays(gears(dense)[4], theirs)
 
-    def test_three_bits_are_nearer_to_the_weights_than_those_of_mlx(self):
-        weight = (normal(64, 4096) * 0.02).astype(mx.bfloat16)
-        ours, theirs = (gears(linear(weight), "3,16", format=format)[3] for format in ("exact", "affine"))
-        assert type(ours) is type(theirs)
-        assert ours.bits == theirs.bits == 3
-        errors = [mx.square(dense_weight(module) - weight).mean().item() for module in (ours, theirs)]
-        assert errors[0] < 0.9 * errors[1]
-
-    @pytest.mark.parametrize(("ladder", "most"), [("4,16", 13.55), ("3,16", 13.4), ("4,8,16", 14.9)])
-    def test_take_little_more_than_the_weights_alone(self, ladder, most):
-        """Gaussian rows 4096 wide; the figures are those of docs/exact.md."""
-        made = gears(linear((normal(64, 4096) * 0.02).astype(mx.bfloat16)), ladder)[16]
+    def test_takes_little_less_than_the_weights_alone(self):
+        """Gaussian rows 4096 wide; the figure is that of docs/exact.md."""
+        made = gears(linear((normal(64, 4096) * 0.02).astype(mx.bfloat16)))[16]
         arrays = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
         assert made.bytes_read == arrays
-        assert 8 * arrays / (64 * 4096) <= most
-        bits = tuple(int(part) for part in ladder.split(","))
-        assert get_format("exact").bytes_read((64, 4096), 16, bits, 64, 2) == pytest.approx(arrays, rel=0.01)
+        assert 8 * arrays / (64 * 4096) <= 13.55
+        assert get_format("exact").bytes_read((64, 4096), 16, (4, 16), 64, 2) == pytest.approx(arrays, rel=0.01)
 
 
 @pytest.mark.some(1)
-@pytest.mark.parametrize("ladder", LADDERS)
-def test_many_vectors_never_decode_a_whole_matrix_at_once(ladder, monkeypatch):
+def test_many_vectors_never_decode_a_whole_matrix_at_once(monkeypatch):
     """MLX's own operations need some twenty times a weight's memory on the way; the number of tiles must not matter."""
     monkeypatch.setattr(kernels_exact, "TILE", 2**14)
 
     def peak(rows: int) -> int:
-        module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)), ladder)[16]
+        module = gears(linear((normal(rows, 256) * 0.02).astype(mx.bfloat16)))[16]
         x = normal(32, 256)
         mx.eval(x, module.parameters())
         before = active_memory()
@@ -191,34 +164,24 @@ TIED = {"tie_word_embeddings": True}
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
-    ("ladder", "architecture", "change"),
-    [
-        ("4,16", "llama", {}),
-        ("4,16", "llama", TIED),
-        ("4,8,16", "llama", TIED),
-        ("3,16", "qwen3_moe", {}),
-        ("4,8,16", "qwen3_moe", {}),
-        ("4,16", "deepseek_v3", {}),
-        ("3,16", "gpt_neox", {}),
-    ],
-    ids=["untied", "tied", "tied X8", "experts", "experts X8", "heads", "biases"],
+    ("architecture", "change"),
+    [("llama", {}), ("llama", TIED), ("qwen3_moe", {}), ("deepseek_v3", {}), ("gpt_neox", {})],
+    ids=["untied", "tied", "experts", "heads", "biases"],
 )
-def test_a_model_has_every_weight_and_the_low_gears_of_formats_with_copies(ladder, architecture, change):
+def test_a_model_has_every_weight_and_the_low_gear_of_mlx(architecture, change):
     before = linear_weights(model_of(architecture, **change))
-    ours = boxed(ladder, model=model_of(architecture, **change))
-    theirs = boxed(ladder, model=model_of(architecture, **change), format=SAME_LOW_GEARS[ladder])
+    ours = boxed(model=model_of(architecture, **change))
+    theirs = boxed(model=model_of(architecture, **change), format="affine")
     assert ours.layers
     assert {layer.path for layer in ours.layers} | floors(ours) == {layer.path for layer in theirs.layers}
     np.testing.assert_array_equal(logits(ours, "high"), logits(theirs, "high"))
     for layer in ours.layers:
         weight = dense_weight(layer_in(ours, layer.path)).astype(mx.bfloat16)
         np.testing.assert_array_equal(bits_of(weight), before[f"{layer.path}.weight"], err_msg=layer.path)
-    for gear in list(ours.ladder)[:-1]:
-        assert np.isfinite(logits(ours, gear.name)).all()
-        theirs.shift(gear.name)
-        for layer in ours.layers:
-            if gear.bits > 3 and ours.bits_of(layer, gear) == theirs.bits_of(layer, gear):
-                assert same_arrays(layer_in(ours, layer.path), layer_in(theirs, layer.path)), layer.path
+    assert np.isfinite(logits(ours, "low")).all()
+    theirs.shift("low")
+    for layer in ours.layers:
+        assert same_arrays(layer_in(ours, layer.path), layer_in(theirs, layer.path)), layer.path
 
 
 def floors(gearbox: Gearbox) -> set[str]:
@@ -238,23 +201,22 @@ def same_arrays(ours: nn.Module, theirs: nn.Module) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ladder", ["4,16", "4,8,16"])
-def test_a_text_and_its_drafts_are_those_of_the_plain_model(ladder, demo):
+def test_a_text_and_its_drafts_are_those_of_the_plain_model(demo):
     """Drafts seldom agree: the weights are random."""
     demo.tokenizer.eos_token_ids = set()
     plain = boxed("16", format="planes", model=model_of(), dtype="float32")
     texts = []
-    for gearbox, mode in ((plain, Static()), (boxed(ladder), Lossless(draft_length=3))):
+    for gearbox, mode in ((plain, Static()), (boxed(), Lossless(draft_length=3))):
         written = stream_generate(gearbox.model, demo.tokenizer, PROMPT[0].tolist(), 12, mode=mode, gearbox=gearbox)
         texts.append([response.token for response in written])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) > 2
 
 
-@pytest.mark.parametrize(("ladder", "architecture"), [("3,16", "llama"), ("4,8,16", "llama"), ("4,16", "qwen3_moe")])
-def test_native_kernels_compute_what_they_do_with_dense_weights(native, ladder, architecture):
-    ours = boxed(ladder, architecture, kernels="native")
-    theirs = boxed(ladder, architecture, format=SAME_LOW_GEARS[ladder], kernels="native")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_native_kernels_compute_what_they_do_with_dense_weights(native, architecture):
+    ours = boxed(architecture=architecture, kernels="native")
+    theirs = boxed(architecture=architecture, format="affine", kernels="native")
     np.testing.assert_array_equal(logits(ours, "high"), logits(theirs, "high"))
     for layer in ours.layers:
         weight, original = (dense_weight(layer_in(gearbox, layer.path)) for gearbox in (ours, theirs))
@@ -347,9 +309,9 @@ class TestALayer:
 
 @pytest.mark.parametrize("residency", ["resident", "host"])
 def test_shifts_and_other_types_change_no_weight(residency):
-    gearbox = boxed("4,8,16", residency=residency)
+    gearbox = boxed(residency=residency)
     before = linear_weights(model_of())
-    for gear in ("low", "high", "mid", "low", "high"):
+    for gear in ("low", "high", "low", "high"):
         gearbox.shift(gear)
     gearbox.model.set_dtype(mx.float16)
     assert gearbox.model(PROMPT).dtype == mx.float16
@@ -413,12 +375,12 @@ def test_what_encoding_tells_is_the_bytes_of_all_layers(monkeypatch):
 @pytest.mark.parametrize(
     ("dtype", "keywords", "complaint"),
     [
-        (mx.bfloat16, {"ladder": "4,8"}, "format exact has the gears 3,16 or 4,16 or 4,8,16, not 4,8"),
-        (mx.bfloat16, {"ladder": "8,16"}, "not 8,16"),
-        (mx.bfloat16, {"ladder": "5,16"}, "none of 5"),
-        (mx.bfloat16, {"ladder": "3,4,16"}, "not 3,4,16"),
+        (mx.bfloat16, {"ladder": "4"}, "format exact has the gears 4,16, not 4"),
+        (mx.bfloat16, {"ladder": "8,16"}, "none of 8"),
+        (mx.bfloat16, {"ladder": "3,16"}, "gears 3,16 is gone since .*; make gears 4,16 of the original"),
+        (mx.bfloat16, {"ladder": "4,8,16"}, "gears 4,8,16 is gone since .*, or give --format planes"),
         (mx.bfloat16, {"widths": [5]}, "none of 5"),
-        (mx.bfloat16, {"widths": [8]}, "with other bits for some layers"),
+        (mx.bfloat16, {"widths": [4]}, "with other bits for some layers"),
         (mx.bfloat16, {"tables": {"low": {LINEAR: 16}}}, "leave out tables"),
         (mx.bfloat16, {"low_model": nn.Linear(1, 1)}, "cannot be another model's"),
         (mx.bfloat16, {"residency": "disk"}, "leave out residency 'disk'"),

@@ -1,6 +1,7 @@
 """Where commands take format exact without being asked, and in which mode they start."""
 
 import json
+import re
 
 import mlx.core as mx
 import pytest
@@ -102,6 +103,27 @@ class TestModeLossless:
         done = command("generate", "--model", places / "bfloat16", *GENERATE, "--describe", "--q-group-size", GROUP)
         assert said in " ".join(done.err.split())
 
+    def test_says_what_exact_and_one_gear_of_8_bits_cost_where_memory_is_short(
+        self, command, places, native, monkeypatch
+    ):
+        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        flags = "--model", places / "bfloat16", *GENERATE, "--q-group-size", GROUP
+        said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
+        found = [
+            re.search(r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8", text)
+            for text in said
+        ]
+        assert all(found), said
+        assert found[0].groups() == found[1].groups()  # measured once
+        assert all(float(times) > 0 for times in found[0].groups())
+
+    def test_says_nothing_of_costs_that_are_not_to_be_measured(self, command, places, native, monkeypatch):
+        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--q-group-size", GROUP)
+        assert "format exact stores both once\n" in done.err
+        assert "times as long" not in done.err
+
     def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
         monkeypatch.setattr(loaded, "device", lambda: GPU)
         run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
@@ -131,13 +153,16 @@ class TestModeLossless:
         run = summary("bfloat16", "--q-group-size", GROUP)
         assert (run["mode"], bits(run)) == ("lossless", [4, 16])
 
-    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16")])
+    @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16"), ("bfloat16", "4,8,16")])
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
         flags = "--format", "exact", "--gears", gears, "--q-group-size", GROUP
         done = command("generate", "--model", places / model, *GENERATE, *flags)
         assert done.status == 2
         assert len(done.err.strip().splitlines()) == 1
-        remedy = (
-            "choose from 4, 16" if model == "exact" else "choose format planes or affine, or make the model bfloat16"
-        )
-        assert remedy in done.err
+        remedies = {
+            "float16": "choose format planes or affine, or make the model bfloat16",
+            "exact": "choose from 4, 16",
+            "bfloat16": "make gears 4,16 of the original, or give --format planes",
+        }
+        assert remedies[model] in done.err
+

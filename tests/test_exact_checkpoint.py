@@ -242,6 +242,15 @@ class TestRestoringWhatCannotBe:
         refused(command("convert", "--restore", "x", *flag), "--restore")
 
 
+@pytest.mark.parametrize("gears", [[3, 16], [4, 8, 16]])
+def test_a_checkpoint_of_gears_that_are_gone_says_what_to_convert_again(geared, command, gears):
+    content = json.loads((geared / MANIFEST).read_text())
+    (geared / MANIFEST).write_text(json.dumps(content | {"gears": gears}))
+    done = command("generate", "--model", geared, "-m", 1)
+    shown = ",".join(map(str, gears))
+    refused(done, f"{geared}: format exact with gears {shown} is gone since", "make gears 4,16 of the original")
+
+
 def test_a_checkpoint_of_an_earlier_version_loads(tmp_path):
     save_model(tiny_model(dtype=mx.bfloat16), tmp_path / "original")
     geared = gearbx_mlx.convert(tmp_path / "original", tmp_path / "geared", gears="4,16", q_group_size=32)

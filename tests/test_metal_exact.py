@@ -12,9 +12,9 @@ from gearbx_mlx.kernels.metal import Launch
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 
 
-def arguments(widths=(4,), rows=8, columns=128, group=64, vectors=1) -> dict:
+def arguments(rows=8, columns=128, group=64, vectors=1) -> dict:
     weight = rounded(np.random.default_rng(0).standard_normal((rows, columns)) * 0.1)
-    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, widths, group).arguments()
+    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, group).arguments()
 
 
 def decoding(given: dict) -> ExactMatrix:
@@ -37,9 +37,8 @@ def test_without_metal_one_line_says_why():
 
 
 @pytest.mark.usefixtures("on_metal")
-@pytest.mark.parametrize("widths", [(3,), (4,), (4, 4)], ids=str)
-def test_on_metal_itself(widths):
-    given = arguments(widths, rows=37, columns=1152, vectors=16)
+def test_on_metal_itself():
+    given = arguments(rows=37, columns=1152, vectors=16)
     given["x"] = mx.random.normal((16, 1152))
     weight = decode_launch(decoding(given)).run()
     original = rounded(np.random.default_rng(0).standard_normal((37, 1152)) * 0.1)
@@ -53,13 +52,11 @@ def test_on_metal_itself(widths):
 
 WRONG_PACKED = [
     ({"group_size": 48}, "group size 48 is none of 32, 64, 128"),
-    ({"widths": [5]}, "over 5 bits are none of 3, 4, 4\\+4"),
-    ({"widths": [4, 4]}, "2 planes need as many weights"),
-    ({"widths": [3]}, "w0 of exact weights"),
-    ({"weights": [mx.zeros((8, 16), mx.int32)]}, "w0 of exact weights"),
+    ({"codes": mx.zeros((8, 12), mx.uint32)}, "codes of exact weights"),
+    ({"codes": mx.zeros((8, 16), mx.int32)}, "codes of exact weights"),
     ({"scales": mx.zeros((8,), mx.uint16)}, "no rows"),
     ({"scales": mx.zeros((8, 2), mx.bfloat16)}, "scales of exact weights is .*bfloat16, not .*uint16"),
-    ({"biases": [mx.zeros((8, 3), mx.uint16)]}, "b0 of exact weights"),
+    ({"biases": mx.zeros((8, 3), mx.uint16)}, "biases of exact weights"),
     ({"low": mx.zeros((8, 20), mx.uint32)}, "low of exact weights"),
     ({"high": mx.zeros((0,), mx.uint8)}, "high of exact weights is 0 bytes"),
     ({"high": mx.zeros((3, 3), mx.uint8)}, "high of exact weights"),
@@ -95,10 +92,8 @@ def test_vectors_that_do_not_fit_are_refused(changed, said):
 
 def test_stacked_experts_are_decoded_and_not_multiplied():
     given = arguments()
-    for name in ("scales", "low"):
+    for name in ("codes", "scales", "biases", "low"):
         given[name] = given[name].reshape(2, 4, -1)
-    for name in ("weights", "biases"):
-        given[name] = [array.reshape(2, 4, -1) for array in given[name]]
     assert decode_launch(decoding(given)).shape == (2, 4, 128)
     assert decode_launch(decoding(given), mx.array([4, 1])).shape == (2, 128)
     for product in (exact_launch, exact_matmul_tiles):
@@ -126,13 +121,12 @@ def test_shape_of_the_result_is_that_of_the_activations():
 
 def test_names_are_unique():
     """MLX keeps compiled kernels by name: it would confuse two texts of one name."""
-    launches = [decode_launch(decoding(arguments(widths))) for widths in ((3,), (4,), (4, 4))]
+    launches = [decode_launch(decoding(arguments(group=group))) for group in (32, 64, 128)]
     launches += [
-        multiplying(arguments(widths, group=group, vectors=vectors) | bias)
-        for widths in ((3,), (4,), (4, 4))
+        multiplying(arguments(group=group, vectors=vectors) | bias)
         for group in (32, 64, 128)
         for vectors in (1, 2, 16)
         for bias in ({}, {"bias": mx.zeros((8,))})
     ]
     specs = {(launch.spec.name, launch.spec.header, *launch.spec.input_names) for launch in launches}
-    assert len(specs) == len({name for name, *_ in specs}) == 3 + 54
+    assert len(specs) == len({name for name, *_ in specs}) == 3 + 18

@@ -44,10 +44,9 @@ def test_a_stack_of_planes(native, shape, widths, x_bits, dtype):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("widths", [(4,), (4, 4)])
 @pytest.mark.parametrize("group_size", [32, 64])
-def test_exact_weights(native, shape, widths, group_size):
-    matrix = encode(weight(shape), widths, group_size)
+def test_exact_weights(native, shape, group_size):
+    matrix = encode(weight(shape), group_size)
     panels = matrix.in_panels(native.panel_rows())
     assert isinstance(panels, PanelExactMatrix)
     assert mx.array_equal(native.exact_decode(*panels), weight(shape))
@@ -59,7 +58,7 @@ def test_exact_weights(native, shape, widths, group_size):
 
 
 def test_rows_that_are_looked_up(native):
-    matrix = encode(weight((96, 576)), (4,), 64)
+    matrix = encode(weight((96, 576)), 64)
     panels, chosen = matrix.in_panels(native.panel_rows()), mx.array([0, 95, 17, 17])
     assert mx.array_equal(native.exact_decode(*panels)[chosen], weight((96, 576))[chosen])
     assert mx.array_equal(decoded_by_tiles(panels.taken(chosen)), weight((96, 576))[chosen])

@@ -23,7 +23,7 @@ from gearbx_mlx.gears.dividing import Ranks, WholeArray, divide
 from gearbx_mlx.gears.gearbox import model_fingerprint
 from gearbx_mlx.gears.sharding import WeightPart, parts_of, ranges_of, sharding_of
 
-LADDERS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,6,8,16", "groupwise": "4,16", "exact": "4,8,16"}
+LADDERS = {"planes": "4,8,16", "affine": "4,8,16", "rowwise": "4,6,8,16", "groupwise": "4,16", "exact": "4,16"}
 SAVED = LADDERS | {"codebook": "3,16", "codebook-library": "2,16"}
 HEADS = {"num_key_value_heads", "linear_num_key_heads", "num_attention_groups", "index_n_heads"}
 LISTS = {"high": "offsets", "outliers": "outlier_offsets", "outlier_columns": "outlier_offsets"}

@@ -163,7 +163,7 @@ def wrong_where(name: str, change=lambda y: 1.25 * y):
 
 class TestNoKernelThatWasNotChecked:
     STOCK_KIND = Kind("planes 4+4, group 64", (256, 384), stock=True)
-    OUR_KIND = Kind("exact 4, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
+    OUR_KIND = Kind("exact, group 64", (256, 384), stock=False, variants=(NATIVE,), most_bits=0)
 
     @pytest.fixture
     def on_metal(self, monkeypatch, cache):

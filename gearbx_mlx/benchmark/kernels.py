@@ -21,7 +21,6 @@ from ..formats.planes import split
 from ..kernels import metal
 from ..kernels.bit_planes import planes_matmul
 from ..kernels.dispatch import always, on_cpu
-from ..kernels.metal_exact import EXACT_WIDTHS
 from ..kernels.products import (
     SymmetricCodes,
     codebook_product,
@@ -185,11 +184,10 @@ def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int, **how: A
 
 
 def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
-    """bfloat16 weights that contain their low gears."""
+    """bfloat16 weights that contain their low gear."""
     products: dict[str, Product] = {NATIVE: exact_product, METAL: exact_product} | rounded(exact_product)
-    for widths in EXACT_WIDTHS:
-        matrix = encode(weight.astype(mx.bfloat16), widths, GROUP)
-        yield from cases_of("exact " + "+".join(map(str, widths)), 16, matrix, total, products, paths)
+    matrix = encode(weight.astype(mx.bfloat16), GROUP)
+    yield from cases_of("exact", 16, matrix, total, products, paths)
 
 
 def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:

@@ -25,7 +25,6 @@ from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
 from ..kernels.metal import DTYPES, VARIANTS, fitting_variants
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
-from ..kernels.metal_exact import EXACT_WIDTHS
 from ..kernels.products import (
     SymmetricCodes,
     codebook_experts,
@@ -125,11 +124,11 @@ def codebook_kernel(format: str, encode: Callable[..., Any], bits: int) -> Metal
     return MetalProduct(f"{format} {bits}", lambda weight: dict(encode(weight, bits)), dense, product, experts)
 
 
-def exact_kernel(widths: tuple[int, ...], group_size: int) -> MetalProduct:
+def exact_kernel(group_size: int) -> MetalProduct:
     """bfloat16 weights, from the packed form, or in tiles that are decoded for MLX's product."""
     return MetalProduct(
-        f"exact {'+'.join(map(str, widths))}",
-        lambda weight: encode(weight.astype(mx.bfloat16), widths, group_size),
+        "exact",
+        lambda weight: encode(weight.astype(mx.bfloat16), group_size),
         lambda matrix, columns: decode(matrix).astype(mx.float32),
         exact_product,
         multiple=group_size,
@@ -148,7 +147,7 @@ def all_kernels(group_size: int) -> list[MetalProduct]:
         symmetric_kernel(groupwise.BITS, grouped=True),
         *(codebook_kernel("codebook", codebook.encode, bits) for bits in LAYOUT),
         *(codebook_kernel("codebook-library", codebook_library.encode, bits) for bits in codebook_library.BITS),
-        *(exact_kernel(widths, group_size) for widths in EXACT_WIDTHS),
+        exact_kernel(group_size),
         MetalProduct("dense 16", lambda weight: weight, lambda weight, columns: weight, dense_product, variants=("",)),
     ]
 

@@ -32,13 +32,13 @@ from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import Predicate, is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.in_place import OwnCodes, own_codes, without_gears
-from ..gears.kernel_choices import choose_kernels, measure_gears
+from ..gears.kernel_choices import AS_IT_IS, EXACT, QUANTIZED, choose_kernels, measure_gears, seconds_as_stored
 from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
-from ..kernels import MEASURE
+from ..kernels import ACTIVATIONS, MEASURE
 from ..kernels.device import available_memory, recommended_memory
 from ..kernels.dispatch import CPU, METAL, device
-from ..kernels.tuner import FAILED
+from ..kernels.tuner import FAILED, Times
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
@@ -241,14 +241,32 @@ def layout_of_drafts(resolved: Resolved, model: nn.Module) -> Resolved:
     """
     whole, weights = resolved.in_whole_weights(), sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole.ladder[0].bits // DENSE
+    sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
     short = device() == CPU and ROOM * beside > available_memory()
+    if short:
+        seconds = seconds_as_stored(model, ACTIVATIONS[resolved.activations], resolved.group_size)
+        note(f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}")
     if device() == METAL or short:
         reason = "memory is short" if short else "this GPU waits for memory"
         return replace(whole, why=f"one exact copy of the weights with its draft inside, since {reason}")
-    sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
     if resolved.model.model is not None:  # else next to nothing
         note(f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here")
     return replace(resolved, ladder=whole.ladder, why="a draft beside the weights as they are, which is fastest here")
+
+
+def cost_of_whole(seconds: Times) -> str:
+    """Say what products in format exact cost here, and those of the gear that takes less memory still.
+
+    Args:
+        seconds: of `seconds_as_stored`; "" where there are none.
+    """
+    if not seconds:
+        return ""
+    exact, quantized = (f"{seconds[name] / seconds[AS_IT_IS]:.2f}" for name in (EXACT, QUANTIZED))
+    return (
+        f". Its products take {exact} times as long as with the weights as they are, and those of one gear of 8 bits "
+        f"{quantized} times, for less memory and a small loss: --mode static --gears 8"
+    )
 
 
 def make_gearbox(resolved: Resolved, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:

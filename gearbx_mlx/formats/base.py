@@ -13,6 +13,7 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
+from ..gone import gone
 from ..kernels.bit_planes import Planes
 from .native import FLOATING, Native
 
@@ -129,13 +130,16 @@ def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
 
 def check_ladder(format: Format, ladder: Sequence[int], others: Iterable[int] = ()) -> None:
     """Raises GearbxError unless a format has gears of these bits, and `others` beside them."""
+    shown = ",".join(map(str, ladder))
+    if refusal := gone(f"format {format.name} with gears {shown}"):
+        raise GearbxError(refusal)
     for bits in sorted({*ladder, *others} - {DENSE}):
         format.check(bits)
     if not format.ladders:
         return
     if tuple(ladder) not in format.ladders or others:
         choices = " or ".join(",".join(map(str, known)) for known in format.ladders)
-        shown = ",".join(map(str, ladder)) + (" with other bits for some layers" if others else "")
+        shown += " with other bits for some layers" if others else ""
         raise GearbxError(f"format {format.name} has the gears {choices}, not {shown}; choose these, or another format")
 
 

@@ -1,8 +1,7 @@
-"""Format `exact`: one copy of bfloat16 weights, bit for bit, smaller than bfloat16, that contains the low gears.
+"""Format `exact`: one copy of bfloat16 weights, bit for bit, smaller than bfloat16, that contains the low gear.
 
-The lowest gear is MLX's own 4-bit or 3-bit module, or the bit planes of 4 and 8 bits are as in format `planes`. The
-gear of 16 bits reads the same codes and what is stored beside them: 13.5 bits per weight over one plane, 14.8 over two.
-How a weight follows from these stands in kernels/exact.py.
+The low gear is MLX's own 4-bit module. The gear of 16 bits reads the same codes and what is stored beside them: 13.5
+bits per weight. How a weight follows from these stands in kernels/exact.py.
 
 The encoder proves itself: it decodes every group, and stores one that does not come back in another way. The window of
 neighbours was found by trying, and not by a proof; groups with NaN or infinities have no scale.
@@ -20,113 +19,72 @@ import numpy as np
 from mlx_lm.models.mla import MultiLinear
 
 from ..errors import GearbxError
-from ..kernels.bit_planes import PanelPlanes, Planes, pack_mlx_codes
+from ..kernels.bit_planes import PanelPlanes, Planes
 from ..kernels.dispatch import NATIVE, Kind, bits_beside_bfloat16, cpu_kernels
 from ..kernels.exact import (
-    LOW_BITS,
+    CODE_BITS,
     WINDOW,
     ExactMatrix,
     PanelExactMatrix,
-    Prediction,
+    as_floats,
     decoded_by_tiles,
-    low_mask,
     predict,
     product_by_tiles,
-    upper_bits,
     weight_bits,
 )
-from ..kernels.products import decoded, exact_experts, exact_product, exact_rows
+from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
 from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
-from .native import Native, NativeMultiLinear, for_kernels, native_rounding, stored_planes, with_expert_bias
-from .planes import NestedPlanes, planes_module, split
+from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
+from .planes import NestedPlanes, planes_module
 
-WIDTHS = {(3, 16): (3,), (4, 16): (4,), (4, 8, 16): (4, 4)}  # ladder to bits of its planes
-NEAR_ZERO = {(3,): 0.228, (4,): 0.123, (4, 4): 0.128}  # share of Gaussian weights that have a byte beside the others
-
-RANGES = {3: (0.9, 0.8), 4: ()}  # bits to parts of a group's range that are tried beside all of it
-FARTHEST = 1.7  # times a code's value: neighbours reach to 1.8
+LADDER = (CODE_BITS, DENSE)
+NEAR_ZERO = 0.123  # share of Gaussian weights that have a byte beside the others
 
 
-def encode(weight: mx.array, widths: Sequence[int], group_size: int, base: Planes | None = None) -> ExactMatrix:
+def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
     """A matrix (..., O, I) of bfloat16 in format `exact`.
 
     Args:
         weight: any bit patterns. I is a multiple of group_size.
-        widths: bits of the planes of codes: one of 3 or 4, or two of 4.
         group_size: 32, 64 or 128.
-        base: codes (..., O, I) of the lowest gear in the place of the nearest ones. Groups that could not come back
-            from them get the nearest.
+        base: codes (..., O, I) of the low gear in the place of the nearest ones. Groups that could not come back from
+            them get the nearest.
     """
     rows, parts = weight.reshape(-1, weight.shape[-1]), []
     base = base and base.each(lambda array: array.reshape(-1, array.shape[-1]))
     for block in row_blocks(*rows.shape):
         part = None if base is None else base.each(itemgetter(block))
-        parts.append(encode_block(rows[block], tuple(widths), group_size, part))
+        parts.append(encode_block(rows[block], group_size, part))
     return join(parts, weight.shape[:-1])
 
 
-def encode_block(weight: mx.array, widths: tuple[int, ...], group_size: int, base: Planes | None = None) -> ExactMatrix:
+def encode_block(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
     """`encode` for rows (O, I) that are not too many to be encoded at once; evaluated."""
-    planes = base.each_scale(lambda array: array.view(mx.uint16)) if base else quantize(weight, widths, group_size)
+    plane = base.each_scale(lambda array: array.view(mx.uint16)) if base else quantize(weight, group_size)
     values = mx.contiguous(weight).view(mx.uint16)
     kernels = cpu_kernels(1)
 
     def rest() -> tuple[mx.array, mx.array, mx.array, mx.array]:
-        mx.eval(values, planes.arrays)
-        return kernels.exact_encode(values, *planes[:5]) if kernels else beside(values, planes)
+        mx.eval(values, plane.arrays)
+        packed = plane.weights[0], plane.scales, plane.biases[0], group_size
+        return kernels.exact_encode(values, *packed) if kernels else beside(values, plane)
 
     kept, low, high, offsets = rest()
     if base is not None and not kept.all().item():
-        planes = mixed(kept, planes, quantize(weight, widths, group_size))
+        plane = mixed(kept, plane, quantize(weight, group_size))
         kept, low, high, offsets = rest()
     if not kept.all().item():
-        planes = planes.each(lambda array: pick_groups(kept, array, mx.zeros_like(array)))
-    matrix = ExactMatrix(*planes[:3], low, high, offsets, planes.widths, planes.group_size)
+        plane = plane.each(lambda array: pick_groups(kept, array, mx.zeros_like(array)))
+    matrix = ExactMatrix(plane.weights[0], plane.scales, plane.biases[0], low, high, offsets, group_size)
     if not mx.array_equal(decoded(matrix).view(mx.uint16), values).item():
         raise GearbxError("a weight does not come back from format exact; please report this, and use another format")
     return matrix
 
 
-def quantize(weight: mx.array, widths: tuple[int, ...], group_size: int) -> Planes:
-    """The planes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
-    if len(widths) > 1:
-        planes = split(weight, widths, group_size)
-    else:
-        words, scales, bias = fitted(weight, widths[0], group_size)
-        planes = Planes([words], scales, [bias], widths, group_size)
-    return planes.each_scale(lambda array: array.view(mx.uint16))
-
-
-def fitted(weight: mx.array, bits: int, group_size: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Like `mx.quantize`, with the range of each group that leaves the smallest squared error.
-
-    A code of 3 bits says more of the many small weights if the few largest are cut off. What is cut off must still be
-    a neighbour of the code's value: the sum of squares is kept, and the weights come back all the same.
-    """
-    grouped = weight.astype(mx.float32).reshape(len(weight), -1, group_size)
-    low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
-    words, scales, biases = mx.quantize(weight, group_size, bits)
-    best = squared_error(grouped, (words, scales, biases), bits)
-    for part in RANGES[bits]:
-        cut = mx.clip(grouped, part * low, part * high).reshape(weight.shape).astype(weight.dtype)
-        made = mx.quantize(cut, group_size, bits)
-        error = squared_error(grouped, made, bits)
-        better = error < best  # false for NaN
-        words, scales, biases = (pick_groups(better, new, old) for new, old in zip(made, (words, scales, biases)))
-        best = mx.where(better, error, best)
-        mx.eval(words, scales, biases, best)
-    return words, scales, biases
-
-
-def squared_error(grouped: mx.array, made: Sequence[mx.array], bits: int) -> mx.array:
-    """Error (O, G) of weights (O, G, group_size) as codes; infinite if one is not a neighbour of its code's value."""
-    words, scales, biases = made
-    group_size = grouped.shape[-1]
-    values = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), group_size, bits)
-    values = values.reshape(grouped.shape)
-    counts = mx.abs(values) > mx.abs(scales.astype(mx.float32))[..., None] * 0.5
-    far = (counts & (mx.abs(grouped) > FARTHEST * mx.abs(values))).any(-1)
-    return mx.where(far, mx.inf, ((grouped - values) ** 2).sum(-1))
+def quantize(weight: mx.array, group_size: int) -> Planes:
+    """MLX's codes of a matrix (O, I), with the bits of their scales and biases, which are bfloat16."""
+    codes, scales, biases = mx.quantize(weight, group_size, CODE_BITS)
+    return Planes([codes], scales.view(mx.uint16), [biases.view(mx.uint16)], (CODE_BITS,), group_size)
 
 
 def pick_groups(better: mx.array, own: mx.array, other: mx.array) -> mx.array:
@@ -143,7 +101,7 @@ def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
 
 
 def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a weight comes back from the value of a code of 3 or 4 bits, and whether that takes a further byte.
+    """Whether a weight comes back from the value of its code, and whether that takes a further byte.
 
     All are float32; the weights are bfloat16 numbers.
     """
@@ -152,55 +110,33 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
     return zero | ((weight.view(np.uint32) >> 16).astype(np.uint16) - first < 256), zero
 
 
-def beside(values: mx.array, planes: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """What is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
 
     Args:
-        values: (O, I), the bits of the weights. planes: as `quantize` makes them.
+        values: (O, I), the bits of the weights. plane: as `quantize` makes it.
 
     Returns:
         kept (O, G): whether a group comes back from its codes; low, high and offsets of an `ExactMatrix`, for which a
         group that is not kept has codes, scale and biases of 0.
     """
-    count = len(planes.widths)
-    found = predict(planes)
+    found = predict(plane)
     bits = values.reshape(found.near.shape)
-    low = bits & low_mask(count)
-    stored = stored_byte(bits, found, count)
-    bounded = mx.isfinite(found.step[..., 0] * (2 ** sum(planes.widths) - 1))  # else a fused product would differ
-    usable = mx.stack([bounded, *map(finite, [planes.scales, *planes.biases])]).all(0)
-    kept = usable & (~found.whole & (weight_bits(low, stored, found, count) == bits)).all(-1)
-    lost = ~kept[..., None]
-    near = found.near & ~lost if count > 1 else found.near | lost
-    whole = mx.broadcast_to(lost if count > 1 else mx.array(False), near.shape)
-    counts = (near + 2 * whole).reshape(len(values), -1).sum(-1)
+    largest = as_floats(plane.scales) * (2**CODE_BITS - 1)
+    bounded = mx.isfinite(largest)  # else a fused product would differ
+    usable = bounded & finite(plane.scales) & finite(plane.biases[0])
+    kept = usable & (weight_bits(bits & 255, bits >> 8, found) == bits).all(-1)
+    near = found.near | ~kept[..., None]
+    counts = near.reshape(len(values), -1).sum(-1)
     offsets = mx.concatenate([mx.zeros(1, mx.uint32), counts.cumsum().astype(mx.uint32)])
-    high = in_order(bits, stored, np.array(near), np.array(whole))
-    low = low.reshape(values.shape)
-    low = low.astype(mx.uint8) if count == 1 else pack_mlx_codes(low, LOW_BITS)
-    return kept, low, mx.array(high), offsets
-
-
-def stored_byte(bits: mx.array, found: Prediction, planes: int) -> mx.array:
-    """The byte that is stored beside the low bits of a weight near zero, for every weight; uint16."""
-    if planes == 1:
-        return bits >> 8
-    magnitude = bits & 0x7FFF
-    below = (upper_bits(16 * mx.abs(found.step)) - magnitude) & 0xFFF
-    return (bits >> 15) << 7 | mx.where(magnitude == 0, 127, below >> LOW_BITS)
+    high = np.array((bits >> 8).astype(mx.uint8))[np.array(near)]
+    # at least one, since a file has no empty arrays
+    return kept, (values & 255).astype(mx.uint8), mx.array(high if len(high) else np.zeros(1, np.uint8)), offsets
 
 
 def finite(halves: mx.array) -> mx.array:
     """Which of the bfloat16 numbers with these bits are finite."""
     return (halves & 0x7F80) != 0x7F80
-
-
-def in_order(bits: mx.array, stored: mx.array, near: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """All bytes that are stored beside low bits, row after row; at least one, since a file has no empty arrays."""
-    halves = np.array(mx.stack([bits & 255, bits >> 8], axis=-1).astype(mx.uint8))
-    halves[..., 0] = np.where(whole, halves[..., 0], np.array(stored.astype(mx.uint8)))
-    chosen = halves[np.stack([near | whole, whole], axis=-1)]
-    return chosen if len(chosen) else np.zeros(1, np.uint8)
 
 
 def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
@@ -218,9 +154,9 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
         high.append(part.high[:count])
     first = parts[0]
     made = first._replace(
-        weights=[whole(planes) for planes in zip(*(part.weights for part in parts))],
+        codes=whole([part.codes for part in parts]),
         scales=whole([part.scales for part in parts]),
-        biases=[whole(biases) for biases in zip(*(part.biases for part in parts))],
+        biases=whole([part.biases for part in parts]),
         low=whole([part.low for part in parts]),
         high=mx.concatenate(high) if begins else first.high,
         offsets=mx.concatenate(offsets),
@@ -230,15 +166,17 @@ def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
 
 
 class ExactModule(nn.Module):
-    """A layer whose weight is a matrix of format `exact`; its parameters are frozen, and shared with the low gears."""
+    """A layer whose weight is a matrix of format `exact`; its parameters are frozen, and shared with the low gear.
+
+    Codes and biases are lists of one, as files of checkpoints name them: `codes.0`.
+    """
 
     def __init__(self, matrix: ExactMatrix, dense: nn.Module):
         super().__init__()
         self.record = type(matrix)
-        self.codes = list(matrix.weights)
-        self.group_scales, self.group_biases = matrix.scales, list(matrix.biases)
+        self.codes, self.group_scales, self.group_biases = [matrix.codes], matrix.scales, [matrix.biases]
         self.low, self.high, self.offsets = matrix.low, matrix.high, matrix.offsets
-        self.widths, self.group_size = tuple(matrix.widths), matrix.group_size
+        self.group_size = matrix.group_size
         if "bias" in dense:
             self.bias = dense.bias
         self.freeze(recurse=False)
@@ -246,8 +184,8 @@ class ExactModule(nn.Module):
     @property
     def matrix(self) -> ExactMatrix:
         """The arrays as they are now."""
-        codes, beside = self["codes"], (self["low"], self["high"], self["offsets"])
-        return self.record(codes, self["group_scales"], self["group_biases"], *beside, self["widths"], self.group_size)
+        beside = self["low"], self["high"], self["offsets"]
+        return self.record(self["codes"][0], self["group_scales"], self["group_biases"][0], *beside, self.group_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -268,7 +206,7 @@ class ExactModule(nn.Module):
         return exact_rows(self.matrix, chosen)
 
     def _extra_repr(self) -> str:
-        return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
+        return f"shape={self.weight_shape}, group_size={self.group_size}, bias={'bias' in self}"
 
 
 class ExactLinear(ExactModule):
@@ -286,8 +224,13 @@ class NativeExactLinear(Native, ExactLinear):
         return exact_product(x, self.matrix, self.get("bias"), self.chosen, self.x_bits)
 
     def kind(self) -> Kind | None:
-        form = f"exact {'+'.join(map(str, self.widths))}, group {self.group_size}"
-        return Kind(form, self.weight_shape, stock=False, variants=(NATIVE,), most_bits=bits_beside_bfloat16())
+        return Kind(
+            f"exact, group {self.group_size}",
+            self.weight_shape,
+            stock=False,
+            variants=(NATIVE,),
+            most_bits=bits_beside_bfloat16(),
+        )
 
     def part(self, kernels: ModuleType) -> Any:
         return kernels.exact_part(*self.matrix, self.get("bias"), self.x_bits)
@@ -321,89 +264,79 @@ class NativeExactMultiLinear(ExactMultiLinear):
 
 
 class Exact(Format):
-    """One copy of the weights that is every gear of its ladder, the top gear bit for bit.
+    """One copy of the weights that is both gears, the top one bit for bit.
 
-    The low gears are those of `planes`, over codes as MLX has them. A layer whose bits in the gears are not a ladder of
-    this format (it has a floor) stays dense.
+    The low gear is that of `planes`, over codes as MLX has them. A layer whose bits in the gears are not the format's
+    ladder (it has a floor) stays dense.
     """
 
     name = "exact"
     native = native_experts = rounds = takes_base = True
     scales = NestedPlanes.scales
     viewed = frozenset({"group_scales", "group_biases"})
-    ladders: tuple[tuple[int, ...], ...] = tuple(WIDTHS)
+    ladders: tuple[tuple[int, ...], ...] = (LADDER,)
     types = (mx.bfloat16,)
 
     def check(self, bits: int) -> None:
-        if not any(bits in ladder for ladder in WIDTHS):
-            raise GearbxError(f"format exact has gears of 3, 4, 8 and 16 bits, and none of {bits}")
+        if bits not in LADDER:
+            raise GearbxError(f"format exact has gears of 4 and 16 bits, and none of {bits}")
 
     def modules(self, dense: nn.Module, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> Gears:
-        return self._gears(dense, encode(dense.weight, self.widths(bits, ladder), group_size), ladder, dtype)
+        return self._gears(dense, encode(dense.weight, group_size), dtype)
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
-        if len(ladder) > 2:
-            return None  # the second plane goes on from the first
-        return quantize(weight, WIDTHS[tuple(ladder)], group_size).each_scale(lambda array: array.view(mx.bfloat16))
+        return quantize(weight, group_size).each_scale(lambda array: array.view(mx.bfloat16))
 
     window = staticmethod(in_window)
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
-        return self._gears(dense, encode(dense.weight, base.widths, base.group_size, base), ladder, dtype)
+        return self._gears(dense, encode(dense.weight, base.group_size, base), dtype)
 
-    def _gears(self, dense: nn.Module, matrix: ExactMatrix, ladder: Bits, dtype: mx.Dtype) -> Gears:
-        """Bits to module of all gears."""
-        matrix = for_kernels(dense, matrix)
-        planes = matrix.planes.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
-        low = {gear: planes_module(dense, planes.gear(gear)) for gear in ladder[:-1]}
-        return low | {DENSE: exact_module(dense, matrix)}
+    def _gears(self, dense: nn.Module, matrix: ExactMatrix, dtype: mx.Dtype) -> Gears:
+        """Bits to module of both gears."""
+        if takes_panels(dense, (CODE_BITS,)):
+            matrix = matrix.in_panels(panel_rows())
+        plane = matrix.plane.each_scale(lambda array: array.view(mx.bfloat16).astype(dtype))
+        return {CODE_BITS: planes_module(dense, plane), DENSE: exact_module(dense, matrix)}
 
     def widths(self, bits: int, ladder: Bits) -> Bits:
-        return WIDTHS[tuple(ladder)]
+        return (CODE_BITS,)
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
         if bits != DENSE:
             return PLANES.module(dense, bits, arrays, ladder[:-1], group_size)
-        widths = self.widths(bits, ladder)
-        codes, biases = ([arrays[f"{name}.{i}"] for i in range(len(widths))] for name in ("codes", "group_biases"))
         check_offsets(arrays["offsets"], arrays["high"].size)
-        planes = stored_planes(dense, Planes(codes, arrays["group_scales"], biases, widths, group_size))
-        kind = PanelExactMatrix if isinstance(planes, PanelPlanes) else ExactMatrix
+        packed = Planes(
+            [arrays["codes.0"]], arrays["group_scales"], [arrays["group_biases.0"]], (CODE_BITS,), group_size
+        )
+        plane = stored_planes(dense, packed)
+        kind = PanelExactMatrix if isinstance(plane, PanelPlanes) else ExactMatrix
         beside = arrays["low"], arrays["high"], arrays["offsets"]
-        return exact_module(dense, kind(planes.weights, planes.scales, planes.biases, *beside, widths, group_size))
+        return exact_module(dense, kind(plane.weights[0], plane.scales, plane.biases[0], *beside, group_size))
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
+        low_gear = PLANES.stored_arrays(shape, CODE_BITS, ladder[:-1], group_size, dtype)
         if bits != DENSE:
-            return PLANES.stored_arrays(shape, bits, ladder[:-1], group_size, dtype)
-        highest = PLANES.stored_arrays(shape, ladder[-2], ladder[:-1], group_size, dtype)
-        if len(WIDTHS[tuple(ladder)]) == 1:
-            highest = {"weights.0": highest["weight"], "scales": highest["scales"], "plane_biases.0": highest["biases"]}
-        arrays = {renamed(name): array for name, array in highest.items()}
-        low = StoredArray(mx.uint8, tuple(shape), DENSE, "low")
-        if len(WIDTHS[tuple(ladder)]) > 1:
-            low = StoredArray(mx.uint32, (*shape[:-1], shape[-1] * LOW_BITS // 32), DENSE, "low")
-        high = StoredArray(mx.uint8, (None,), DENSE, "high")
-        offsets = StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets")
-        return arrays | {"low": low, "high": high, "offsets": offsets}
+            return low_gear
+        return {
+            "codes.0": low_gear["weight"],
+            "group_scales": low_gear["scales"],
+            "group_biases.0": low_gear["biases"],
+            "low": StoredArray(mx.uint8, tuple(shape), DENSE, "low"),
+            "high": StoredArray(mx.uint8, (None,), DENSE, "high"),
+            "offsets": StoredArray(mx.uint32, (math.prod(shape[:-1]) + 1,), DENSE, "offsets"),
+        }
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
         """An estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
             return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
-        widths = WIDTHS[tuple(ladder)]
-        weights, low = math.prod(shape), 8 if len(widths) == 1 else LOW_BITS
-        per_group = (1 + len(widths)) * 2 * weights // group_size
-        return round(weights * (sum(widths) + low + 8 * NEAR_ZERO[widths]) / 8) + per_group + 4 * math.prod(shape[:-1])
+        weights = math.prod(shape)
+        per_group = 2 * 2 * weights // group_size
+        return round(weights * (CODE_BITS + 8 + 8 * NEAR_ZERO) / 8) + per_group + 4 * math.prod(shape[:-1])
 
 
 PLANES = NestedPlanes()
-
-
-def renamed(name: str) -> str:
-    """The name in the gear of 16 bits of a parameter of planes."""
-    return (
-        name.replace("weights.", "codes.").replace("plane_biases.", "group_biases.").replace("scales", "group_scales")
-    )
 
 
 def check_offsets(offsets: mx.array, stored: int) -> None:

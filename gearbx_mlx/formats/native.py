@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,7 +25,6 @@ from ..kernels.bit_planes import (
 )
 from ..kernels.dispatch import METAL, OPERATIONS, ChosenKernels, Kind, bits_beside_bfloat16, cpu_kernels, device
 from ..kernels.dispatch import NATIVE as OURS
-from ..kernels.exact import ExactMatrix
 from ..kernels.products import (
     MOST_PAIRS,
     dense_experts,
@@ -195,9 +194,6 @@ def affine_planes(module: nn.Module) -> Planes:
     return kind(*arrays, (module.bits,), module.group_size, getattr(module, "rest", 0))
 
 
-Matrix = TypeVar("Matrix", Planes, ExactMatrix)
-
-
 def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
     """Give a bare module of one of MLX's quantized classes its single plane, frozen: the inverse of `affine_planes`."""
     module.record, module.mode = type(planes), "affine"
@@ -207,12 +203,12 @@ def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
     return module
 
 
-def for_kernels(dense: nn.Module, matrix: Matrix) -> Matrix:
+def for_kernels(dense: nn.Module, planes: Planes) -> Planes:
     """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
-    widths = AS_PLANES.get(tuple(matrix.widths))
-    if widths is not None and isinstance(matrix, Planes) and takes_panels(dense, widths):
-        return split_for_kernels(dense, matrix, widths)
-    return matrix.in_panels(panel_rows()) if takes_panels(dense, matrix.widths) else matrix
+    widths = AS_PLANES.get(tuple(planes.widths))
+    if widths is not None and takes_panels(dense, widths):
+        return split_for_kernels(dense, planes, widths)
+    return planes.in_panels(panel_rows()) if takes_panels(dense, planes.widths) else planes
 
 
 def split_for_kernels(dense: nn.Module, affine: Planes, widths: Sequence[int]) -> Planes:

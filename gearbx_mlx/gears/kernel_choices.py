@@ -14,12 +14,23 @@ from mlx.utils import tree_flatten
 
 from ..compat.classes import as_class
 from ..errors import GearbxError, GearbxWarning
+from ..formats import get_format
 from ..formats.block import forget_programs
-from ..formats.native import Native
+from ..formats.native import Native, with_kernels
 from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
-from ..kernels.dispatch import RECONSTRUCT, ChosenKernels, KernelChoice, Kind, always, choose
-from ..kernels.tuner import Tuner
+from ..kernels.dispatch import (
+    NATIVE,
+    RECONSTRUCT,
+    SMALLEST,
+    ChosenKernels,
+    KernelChoice,
+    Kind,
+    always,
+    choose,
+    is_tuning,
+)
+from ..kernels.tuner import Times, Tuner, TuningCache, measure
 
 MOST_LAYERS = 32  # that a trial streams through; so many matrices do not stay in a cache
 MOST_BYTES = 2**28
@@ -129,6 +140,53 @@ def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list
             found.append(trial.product)
             size += DENSE_SIZE * prod(kind.shape) if candidate == RECONSTRUCT else sum(sizes)
     return found
+
+
+AS_IT_IS, EXACT, QUANTIZED = "as it is", "exact", "8 bits"
+SAMPLE = 2**24  # weights: more than caches hold, encoded in a second
+
+
+def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
+    """Time a native product of one vector with weights of a model as they are, in format exact, and in 8 bits.
+
+    The weights are rows of its largest matrix that have whole groups. What was measured is kept beside the times of
+    kernels.
+
+    Args:
+        model: of bfloat16. x_bits: bits to which kernels round activations.
+
+    Returns seconds by `AS_IT_IS`, `EXACT` and `QUANTIZED`; nothing where nothing is to be measured (GEARBX_TUNE=0),
+    or no matrix is large enough for it.
+    """
+    matrices = [array for _, array in tree_flatten(model.parameters()) if array.ndim == 2]
+    fitting = [array for array in matrices if array.dtype == mx.bfloat16 and not array.shape[1] % group_size]
+    weight = max(fitting, key=lambda array: array.size, default=None)
+    if weight is None or weight.size < SMALLEST or not is_tuning():
+        return {}
+    weight = weight[: max(1, SAMPLE // weight.shape[1])]
+    cache, name = TuningCache(), f"stored otherwise, {weight.shape}, groups of {group_size}, {x_bits} bits"
+    if name not in cache.times:
+        cache.keep(name, measure_stored(weight, x_bits, group_size))
+        cache.save()
+    return cache.times[name]
+
+
+def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
+    """Seconds of a native product with a matrix (O, I) by how it is stored, medians of trials that take turns."""
+    dense = nn.Linear(1, 1, bias=False)
+    dense.weight = weight
+    dense = with_kernels(dense, native=True)
+    dense.x_bits = x_bits
+    layers = {
+        AS_IT_IS: dense,
+        EXACT: get_format("exact").modules(dense, 16, (4, 16), group_size, mx.float32)[16],
+        QUANTIZED: get_format("planes").modules(dense, 8, (8,), group_size, mx.float32)[8],
+    }
+    for layer in layers.values():
+        layer.x_bits, layer.chosen = x_bits, always(NATIVE)
+    mx.eval([layer.parameters() for layer in layers.values()])
+    x = mx.random.normal((1, weight.shape[1]), key=mx.random.key(0))
+    return measure({name: [layer.product] for name, layer in layers.items()}, x)
 
 
 def measure_gears(gearbox: Any, vectors: Sequence[int] = (1,)) -> None:

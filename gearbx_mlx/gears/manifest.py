@@ -18,6 +18,7 @@ from ..errors import GearbxError
 from ..files.reading import Count, parse_json, read_as, read_json, shown, typed
 from ..formats import CODES, OF_MLX, get_format
 from ..formats.base import Format, check_ladder, stored_bits
+from ..gone import gone
 from .discovery import MANAGE, at_least
 from .ladder import DENSE, DTYPES, GROUP_SIZES, WIDTHS, Ladder
 
@@ -265,28 +266,33 @@ def check_widths(place: str, layer: SavedLayer, ladder: Ladder) -> None:
         raise GearbxError(f"{place}.gears has the key {min({*widths} - served)}, which no gear uses")
 
 
-class ManifestVersion(Struct, frozen=True):
-    """The field of gears.json that says how to read the others."""
+class ManifestKind(Struct, frozen=True):
+    """The fields of gears.json that say whether and how to read the others."""
 
     version: Annotated[int, Meta(ge=1)]
+    format: str = ""
+    gears: tuple[int, ...] = ()
 
 
 def read_manifest(directory: Path) -> Manifest | None:
     """gears.json of a directory; None where there are no gears.
 
     Raises:
-        GearbxError: it is missing beside gears.safetensors, of a newer version, or not what it should be.
+        GearbxError: it is missing beside gears.safetensors, of a newer version or of gears that are gone, or not what
+            it should be.
     """
     file = directory / MANIFEST
     if not os.path.lexists(file):
         if os.path.lexists(directory / GEARS_FILE):
             raise GearbxError(f"{file}: missing beside {GEARS_FILE}; {RESTORE}")
         return None
-    version = read_json(file, ManifestVersion, WHAT, RESTORE).version
-    if version > VERSION:
+    kind = read_json(file, ManifestKind, WHAT, RESTORE)
+    if kind.version > VERSION:
         raise GearbxError(
-            f"{file}: of version {version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
+            f"{file}: of version {kind.version}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
         )
+    if refusal := gone(f"format {kind.format} with gears {','.join(map(str, kind.gears))}"):
+        raise GearbxError(f"{directory}: {refusal}")
 
     def parse(text: str) -> Manifest:
         manifest = typed(parse_json(text), Manifest)

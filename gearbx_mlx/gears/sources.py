@@ -175,17 +175,16 @@ def bytes_of(
 
 
 def whole_embedding(made: Mapping[int, nn.Module], is_table: bool, dtype: mx.Dtype) -> dict[int, nn.Module]:
-    """Bits to embedding, from linear layers of which the one of 16 bits is exact.
+    """Bits to embedding, from two linear layers of which the one of 16 bits is exact.
 
     Args:
         is_table: whether rows are looked up and nothing else; else the linear layers are the output head too.
         dtype: of the rows.
     """
-    low, *others = sorted(made)
+    low = min(made)
     exact = made[DENSE]
-    if is_table:
-        return {low: quantized_table(affine_planes(made[low]), dtype), DENSE: ExactTied(exact, exact, dtype)}
-    return {low: QuantizedTied(made[low], dtype)} | {bits: ExactTied(made[bits], exact, dtype) for bits in others}
+    packed = quantized_table(affine_planes(made[low]), dtype) if is_table else QuantizedTied(made[low], dtype)
+    return {low: packed, DENSE: ExactTied(exact, exact, dtype)}
 
 
 @dataclass(frozen=True)

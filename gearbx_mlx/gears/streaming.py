@@ -18,7 +18,7 @@ from ..compat.classes import become
 from ..errors import GearbxError
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
 from ..formats.native import Native, native_rounding, with_expert_bias
-from ..kernels.exact import LOW_BITS, ExactMatrix, decode, product_by_tiles
+from ..kernels.exact import ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
 from .ladder import DENSE, RESIDENCIES
@@ -39,24 +39,20 @@ class Streamed(nn.Module):
 
     remainder: Remainder
     reader: StripReader
-    low_type: mx.Dtype
 
     @property
     def matrix(self) -> ExactMatrix:
         """What is in memory, with zeros for the rest: enough to work out shapes."""
-        codes, width = self["codes"][0], self["group_scales"].shape[-1] * self.group_size
-        low = mx.zeros(
-            (*codes.shape[:-1], width if self.low_type == mx.uint8 else width * LOW_BITS // 32), self.low_type
-        )
+        scales = self["group_scales"]
+        low = mx.zeros((*scales.shape[:-1], scales.shape[-1] * self.group_size), mx.uint8)
         beside = low, mx.zeros(1, mx.uint8), self["offsets"]
-        packed = self["codes"], self["group_scales"], self["group_biases"], *beside
-        return ExactMatrix(*packed, self["widths"], self.group_size)
+        return ExactMatrix(self["codes"][0], scales, self["group_biases"][0], *beside, self.group_size)
 
     @property
     def bytes_read(self) -> int:
         """The bytes of the whole weight, of all experts, in memory and in the file."""
         matrix = self.matrix
-        arrays = *matrix.weights, matrix.scales, *matrix.biases, matrix.offsets
+        arrays = matrix.codes, matrix.scales, matrix.biases, matrix.offsets
         return sum(array.nbytes for array in arrays) + self.remainder.nbytes
 
     def dense_weight(self) -> mx.array:
@@ -87,9 +83,7 @@ class Streamed(nn.Module):
     def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> list[mx.array]:
         """What `compute` makes of each strip."""
         matrix = self.matrix.flat
-        return self.reader.over(
-            self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory, self.low_type))
-        )
+        return self.reader.over(self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory)))
 
     def blocks(self, chosen: np.ndarray, height: int) -> ExactMatrix:
         """Some blocks of `height` rows as one matrix (rows, I), complete, which alone are read.
@@ -103,7 +97,7 @@ class Streamed(nn.Module):
         strips = [self.remainder.rows(height * n, height * (n + 1), offsets) for n in numbers.tolist()]
         low = self.reader.joined([strip.low for strip in strips])
         high = self.reader.joined([strip.high for strip in strips])
-        return with_blocks(self.matrix.flat, numbers, height, strips, low.view(self.low_type), high)
+        return with_blocks(self.matrix.flat, numbers, height, strips, low, high)
 
 
 class StreamedLinear(Streamed):
@@ -150,7 +144,7 @@ def streamed(kind: Any) -> type[nn.Module]:
 
 def stream(module: nn.Module, remainder: Remainder, reader: StripReader) -> None:
     """Make an exact layer over unread arrays one that reads them at every use, and does not keep them."""
-    own = {"remainder": remainder, "reader": reader, "low_type": module["low"].dtype}
+    own = {"remainder": remainder, "reader": reader}
     for name in ("low", "high"):
         del module[name]
     kind: Any = type(module)

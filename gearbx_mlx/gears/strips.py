@@ -88,17 +88,16 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
     return [*strips, Strip(last.first, last.end, last.low, last.high._replace(end=remainder.high.end))]
 
 
-def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array, low: mx.Dtype) -> ExactMatrix:
+def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatrix:
     """The rows of a strip, complete.
 
     Args:
         matrix: (O, I), without low and high.
         memory: uint8, in which the strip was read.
-        low: the type of `low`.
     """
     rows = matrix.rows(strip.first, strip.end)
     return rows._replace(
-        low=memory[: strip.low.size].view(low).reshape(strip.end - strip.first, -1),
+        low=memory[: strip.low.size].reshape(strip.end - strip.first, -1),
         high=memory[strip.second : strip.size],
         offsets=rows.offsets - rows.offsets[0],
     )
@@ -114,7 +113,7 @@ def with_blocks(
         chosen: numbers of blocks.
         height: rows of a block.
         strips: what was read of each block.
-        low, high: the pieces of the strips, one after the other; `low` in its own type.
+        low, high: the pieces of the strips, one after the other.
     """
     rows = mx.array((chosen[:, None] * height + np.arange(height)).reshape(-1))
     lengths = mx.concatenate([matrix.offsets[strip.first + 1 : strip.end + 1] for strip in strips])

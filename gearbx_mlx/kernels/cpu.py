@@ -227,4 +227,4 @@ def exact_matrix(words: mx.array, weight: mx.array) -> ExactMatrix:
     one, none = mx.full((3, 1), 0x3F80, mx.uint16), mx.zeros((3, 1), mx.uint16)  # 0x3F80: bf16 of 1
     low = (weight.view(mx.uint16) & 255).astype(mx.uint8)
     offsets = mx.concatenate([mx.array([0]), mx.cumsum((weight == 0).sum(-1))]).astype(mx.uint32)
-    return ExactMatrix([words], one, [none], low, mx.zeros(3 * 64, mx.uint8), offsets, [4], 64)
+    return ExactMatrix(words, one, none, low, mx.zeros(3 * 64, mx.uint8), offsets, 64)

@@ -12,34 +12,23 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import GearbxError
-from .bit_planes import plane_shifts
-from .exact import ExactMatrix
+from .exact import CODE_BITS, ExactMatrix
 from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text, variant_named
 from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
-EXACT_WIDTHS = ((3,), (4,), (4, 4))  # of the codes below a weight; with two planes there is a middle gear
-LOW_BITS = {1: 8, 2: 5}  # planes to low bits of every weight
 TILE = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
 DECODER = Variant("registers", 2, 1)
 
 
 @functools.cache
-def exact_layout(widths: tuple[int, ...], group_size: int) -> PackedLayout:
-    """The layout of exact weights over codes of these widths."""
-    shifts = plane_shifts(widths)
-    planes = range(len(widths))
+def exact_layout(group_size: int) -> PackedLayout:
+    """The layout of exact weights."""
     return PackedLayout(
-        name=f"exact_{'_'.join(map(str, widths))}_g{group_size}",
-        bits=sum(widths) + LOW_BITS[len(widths)],
-        arrays=(*(f"w{i}" for i in planes), "scales", *(f"b{i}" for i in planes), "low", "high", "offsets"),
-        macros=named(
-            PLANES=" ".join(f"DO(w{i}, {widths[i]}, {shifts[i]})" for i in planes),
-            SIGN_BITS=0,
-            GROUP_SIZE=group_size,
-            GROUP_OFFSET="(" + " + ".join(f"float_of(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in planes) + ")",
-            MIDDLE_GEAR=len(widths) - 1,
-        ),
+        name=f"exact_g{group_size}",
+        bits=CODE_BITS + 8,
+        arrays=("codes", "scales", "biases", "low", "high", "offsets"),
+        macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 
 
@@ -57,6 +46,10 @@ class ExactSpec(Spec):
         return super().input_names if self.vectors else [*self.layout.arrays, "chosen", "sizes"]
 
     @property
+    def planes(self) -> list[str]:
+        return ["codes"]
+
+    @property
     def header(self) -> str:
         """The macros that specialize metal/exact.metal, and the functions that it calls."""
         return super().header + source_text("exact_weights")
@@ -69,8 +62,8 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
 
     Args:
         x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors.
-        matrix: (O, I). `high` has 1 byte or more. A weight whose byte is not there counts as NaN. The planes have 3, 4,
-            or 4 and 4 bits; groups have 32, 64 or 128 inputs.
+        matrix: (O, I). `high` has 1 byte or more. A weight whose byte is not there counts as NaN. Groups have 32, 64 or
+            128 inputs.
         bias: (O,), or None.
 
     Raises:
@@ -142,24 +135,21 @@ def _shape(matrix: ExactMatrix) -> tuple[int, int]:
 
 def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
     """The layout of a matrix. Raises GearbxError where a shape or type is not the format's, or has no kernel."""
-    widths, scales, high = tuple(matrix.widths), matrix.scales, matrix.high
+    scales, high = matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {matrix.group_size} is none of 32, 64, 128")
-    if widths not in EXACT_WIDTHS:
-        raise GearbxError(f"exact weights over {'+'.join(map(str, widths))} bits are none of 3, 4, 4+4")
     if scales.ndim < 2:
         raise GearbxError(f"scales of shape {scales.shape} have no rows")
-    if len(matrix.weights) != len(widths) or len(matrix.biases) != len(widths):
-        raise GearbxError(f"{len(widths)} planes need as many weights and biases")
     *leading, columns = matrix.shape
     wanted: list[tuple[mx.Dtype, tuple[int, ...]]] = [
-        *((mx.uint32, (*leading, columns * width // 32)) for width in widths),
-        *[(mx.uint16, scales.shape)] * (1 + len(widths)),
-        (mx.uint8, (*leading, columns)) if len(widths) == 1 else (mx.uint32, (*leading, columns * 5 // 32)),
+        (mx.uint32, (*leading, columns * CODE_BITS // 32)),
+        (mx.uint16, scales.shape),
+        (mx.uint16, scales.shape),
+        (mx.uint8, (*leading, columns)),
         (mx.uint8, (high.size,)),
         (mx.uint32, (math.prod(leading) + 1,)),
     ]
-    layout = exact_layout(widths, matrix.group_size)
+    layout = exact_layout(matrix.group_size)
     for name, array, (dtype, shape) in zip(layout.arrays, matrix.arrays, wanted):
         if (array.dtype, array.shape) != (dtype, shape):
             raise GearbxError(f"{name} of exact weights is {array.shape} {array.dtype}, not {shape} {dtype}")

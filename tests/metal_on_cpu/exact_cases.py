@@ -25,15 +25,14 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Packed:
-    """A matrix (O, I) in the format, as numpy arrays; `widths` and `group` say how. high: at least one byte."""
+    """A matrix (O, I) in the format, as numpy arrays, with groups of `group`. high: at least one byte."""
 
-    weights: list[np.ndarray]
+    codes: np.ndarray
     scales: np.ndarray
-    biases: list[np.ndarray]
+    biases: np.ndarray
     low: np.ndarray
     high: np.ndarray
     offsets: np.ndarray
-    widths: tuple[int, ...]
     group: int
 
     @property
@@ -47,30 +46,26 @@ class Packed:
     def arguments(self) -> dict:
         """The fields of an `ExactMatrix`."""
         return {
-            "weights": [mx.array(each) for each in self.weights],
+            "codes": mx.array(self.codes),
             "scales": mx.array(self.scales),
-            "biases": [mx.array(each) for each in self.biases],
+            "biases": mx.array(self.biases),
             "low": mx.array(self.low),
             "high": mx.array(self.high),
             "offsets": mx.array(self.offsets),
-            "widths": self.widths,
             "group_size": self.group,
         }
 
 
-def encode(bits: np.ndarray, widths: tuple[int, ...] = (4,), group: int = 64) -> Packed:
+def encode(bits: np.ndarray, group: int = 64) -> Packed:
     """bf16 bits (O, I), packed: groups that do not come back have neither scale nor codes."""
-    made = exact_reference.encode(bits, widths, group)
-    weights, biases = ([np.array(array) for array in made[name]] for name in ("weights", "biases"))
-    beside = (np.array(made[name]) for name in ("low", "high", "offsets"))
-    return Packed(weights, np.array(made["scales"]), biases, *beside, widths, group)
+    *arrays, group = exact_reference.encode(bits, group).values()
+    return Packed(*map(np.array, arrays), group)
 
 
 @dataclass(frozen=True)
 class ExactCase:
     """One product over a random matrix."""
 
-    widths: tuple[int, ...]
     rows: int
     columns: int
     group: int = 64
@@ -79,9 +74,8 @@ class ExactCase:
     bias: bool = False
 
     def __str__(self) -> str:
-        widths = "+".join(map(str, self.widths))
         kind = str(self.dtype).removeprefix("mlx.core.")
-        return f"{widths}bit-{self.rows}x{self.columns}-g{self.group}-v{self.vectors}-{kind}{'-bias' * self.bias}"
+        return f"{self.rows}x{self.columns}-g{self.group}-v{self.vectors}-{kind}{'-bias' * self.bias}"
 
     def of(self, vectors: int) -> "ExactCase":
         return replace(self, vectors=vectors)
@@ -112,7 +106,7 @@ def product(case: ExactCase, seed: int = 0) -> Product:
     bits = rounded(np.where(rng.random(weight.shape) < 0.02, 0, tiny))
     x = mx.array(rng.standard_normal((case.vectors, case.columns)).astype(F32)).astype(case.dtype)
     bias = mx.array(rng.standard_normal(case.rows).astype(F32)).astype(case.dtype) if case.bias else None
-    return Product(bits, encode(bits, case.widths, case.group), x, bias)
+    return Product(bits, encode(bits, case.group), x, bias)
 
 
 def fault(case: ExactCase, p: Product, report: Report) -> str:
@@ -139,9 +133,9 @@ def access_fault(p: Product, report: Report, bias_reads: int = 0) -> str:
     begins[[0, -1]] = 32  # each lane reads the offsets at which a row's bytes begin and end
     numbers = packed.group // CODES
     wanted = {
-        **{f"w{i}": each(mx.array(words), 1) for i, words in enumerate(packed.weights)},
+        "codes": each(mx.array(packed.codes), 1),
         "scales": each(mx.array(packed.scales), numbers),
-        **{f"b{i}": each(mx.array(bias), numbers) for i, bias in enumerate(packed.biases)},
+        "biases": each(mx.array(packed.biases), numbers),
         "low": each(mx.array(packed.low), 1),
         "high": (np.arange(packed.high.size) < packed.offsets[-1]).astype(int),
         "offsets": np.repeat(begins, 4),

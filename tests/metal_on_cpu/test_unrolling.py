@@ -28,8 +28,8 @@ LAUNCHES = {
     "ragged rows": lambda: packed(Case(6, 8, 21, vectors=2, format="rowwise")),
     "codebooks": lambda: packed(Case(5, 8, 21, vectors=2, format="codebook")),
     "a library": lambda: packed(Case(3, 8, 64, vectors=2, format="codebook-library")),
-    "exact": lambda: product(ExactCase((4, 4), 8, 64, vectors=3)).launch(),
-    "exact, decoded": lambda: product(ExactCase((4,), 8, 64)).decoder(),
+    "exact": lambda: product(ExactCase(8, 64, vectors=3)).launch(),
+    "exact, decoded": lambda: product(ExactCase(8, 64)).decoder(),
     "dense": lambda: dense_launch(mx.zeros((3, 21), mx.float16), mx.zeros((8, 21), mx.float16)),
     "attention": lambda: parts_launch(QUERIES, KEYS, KEYS, 1.0, "causal"),
 }

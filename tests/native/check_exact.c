@@ -42,37 +42,16 @@ static float value_of(uint16_t half) {
   return value;
 }
 
-static unsigned code_at(const uint8_t* packed, int64_t i, int bits) {
-  unsigned code = 0;
-  for (int b = 0; b < bits; b++) code |= (unsigned)(packed[(i * bits + b) / 8] >> (i * bits + b) % 8 & 1) << b;
-  return code;
-}
-
-/* The weight at a place; takes its bytes from *next on, or only counts them where there are none. */
+/* The weight at a place; takes its byte from *next on, or only counts it where there are none. */
 static uint16_t weight_at(const gearbx_exact* m, int64_t i, uint32_t* next) {
   const int64_t g = i / m->group;
-  const float scale = value_of(m->scales[g]);
-  const unsigned q = code_at(m->weights[0], i, m->bits);
-  const uint8_t* high = m->high ? m->high + *next : (const uint8_t*)"\0\0";
-  if (m->planes == 1) {
-    const float product = scale * (float)q, v = product + value_of(m->biases[0][g]);
-    const unsigned low = m->low[i], c = (bits_of(v) >> 16) - 144;
-    if (fabsf(v) > fabsf(scale) * 0.5f) return (uint16_t)(c + ((low - c) & 255));
-    *next += 1;
-    return (uint16_t)(high[0] << 8 | low);
-  }
-  const unsigned low = code_at(m->low, i, 5), all = q * 16 + code_at(m->weights[1], i, 4);
-  if (scale == 0) {
-    *next += 2;
-    return (uint16_t)(high[1] << 8 | high[0]);
-  }
-  const float step = scale * 0.0625f, product = step * (float)all, second = value_of(m->biases[1][g]) * 0.0625f;
-  const float v = product + (value_of(m->biases[0][g]) + second);
-  const unsigned c = (bits_of(v) >> 16) - 16;
-  if (fabsf(v) >= 8.8f * fabsf(step)) return (uint16_t)(c + ((low - c) & 31));
+  const unsigned code = m->codes[i / 2] >> i % 2 * 4 & 15, low = m->low[i];
+  const float scale = value_of(m->scales[g]), product = scale * (float)code, v = product + value_of(m->biases[g]);
+  const unsigned first = (bits_of(v) >> 16) - 144;
+  if (fabsf(v) > fabsf(scale) * 0.5f) return (uint16_t)(first + ((low - first) & 255));
+  const unsigned high = m->high ? m->high[*next] : 0;
   *next += 1;
-  const unsigned top = bits_of(16 * fabsf(step)) >> 16, d = (high[0] & 127u) << 5 | ((top - low) & 31);
-  return (uint16_t)((high[0] >> 7) << 15 | (d >= 0xf80 ? 0 : top - d));
+  return (uint16_t)(high << 8 | low);
 }
 
 static int failures = 0, products = 0;
@@ -81,22 +60,19 @@ static void expect(int right, const char* what, const gearbx_exact* m, int64_t v
   products++;
   if (right) return;
   failures++;
-  printf("%s: %d planes of %d bits, group %d, %d x %d, %d vectors\n", what, m->planes, m->bits, m->group, (int)m->rows,
-         (int)m->columns, (int)vectors);
+  printf("%s: group %d, %d x %d, %d vectors\n", what, m->group, (int)m->rows, (int)m->columns, (int)vectors);
 }
 
-static void check(int planes, int bits, int group, int64_t rows, int64_t groups, int64_t vectors, int x_bits) {
+static void check(int group, int64_t rows, int64_t groups, int64_t vectors, int x_bits) {
   const int64_t columns = groups * group, count = rows * columns;
-  gearbx_exact m = {.rows = rows, .columns = columns, .group = group, .planes = planes, .bits = bits, .x_bits = x_bits};
-  for (int p = 0; p < planes; p++) {
-    m.weights[p] = random_bytes(count / 8 * bits);
-    m.biases[p] = random_scales(rows * groups);
-  }
+  gearbx_exact m = {.rows = rows, .columns = columns, .group = group, .x_bits = x_bits};
+  m.codes = random_bytes(count / 2);
+  m.biases = random_scales(rows * groups);
   uint16_t* scales = random_scales(rows * groups);
   for (int64_t g = 0; g < rows * groups; g++)
     if (random_bits() % 8 == 0) scales[g] = 0;
   m.scales = scales;
-  m.low = random_bytes(planes == 1 ? count : count / 8 * 5);
+  m.low = random_bytes(count);
   uint32_t *offsets = malloc((size_t)(rows + 1) * 4), next = 0;
   for (int64_t i = 0; i < count; i++) {
     if (i % columns == 0) offsets[i / columns] = next;
@@ -142,25 +118,17 @@ static void check(int planes, int bits, int group, int64_t rows, int64_t groups,
     offsets[row] = kept;
   }
   expect(memcmp(weights, found, (size_t)count * 2) != 0 || next == 0, "spoiled weights", &m, 0);
-  for (int p = 0; p < planes; p++) {
-    free((void*)m.weights[p]);
-    free((void*)m.biases[p]);
-  }
-  free(scales), free((void*)m.low), free((void*)m.high), free(offsets);
+  free((void*)m.codes), free((void*)m.biases), free(scales), free((void*)m.low), free((void*)m.high), free(offsets);
   free(weights), free(found), free(x), free(y), free(exact);
 }
 
 int main(void) {
-  static const int forms[][2] = {{1, 3}, {1, 4}, {2, 4}};
   static const int64_t vectors[] = {1, 2, 9, 21};
-  for (int f = 0; f < 3; f++) {
-    for (int group = 32; group <= 128; group *= 2)
-      for (int64_t groups = 1; groups <= 19; groups += groups < 4 ? 1 : 15)
-        for (int v = 0; v < 4; v++)
-          for (int x_bits = 0; x_bits < 32; x_bits += 16)
-            check(forms[f][0], forms[f][1], group, 1 + 3 * v, groups, vectors[v], x_bits);
-    check(forms[f][0], forms[f][1], 64, 300, 2, 1, 16); /* several pieces */
-  }
+  for (int group = 32; group <= 128; group *= 2)
+    for (int64_t groups = 1; groups <= 19; groups += groups < 4 ? 1 : 15)
+      for (int v = 0; v < 4; v++)
+        for (int x_bits = 0; x_bits < 32; x_bits += 16) check(group, 1 + 3 * v, groups, vectors[v], x_bits);
+  check(64, 300, 2, 1, 16); /* several pieces */
   printf("%d products, %d wrong, %d threads\n", products, failures, gearbx_threads());
   return failures != 0;
 }

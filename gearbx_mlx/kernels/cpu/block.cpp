@@ -171,12 +171,10 @@ struct From {
 
   void operator()(gearbx_exact& m) const {
     const int64_t groups = m.columns / m.group;
-    for (int p = 0; p < m.planes; p++) {
-      advance(m.weights[p], first * (m.columns / 8 * m.bits));
-      advance(m.biases[p], first * groups * 2);
-    }
+    advance(m.codes, first * (m.columns / 2));
     advance(m.scales, first * groups * 2);
-    advance(m.low, first * (m.planes == 1 ? m.columns : m.columns / 8 * 5));
+    advance(m.biases, first * groups * 2);
+    advance(m.low, first * m.columns);
     advance(m.offsets, first * 4);
   }
 };

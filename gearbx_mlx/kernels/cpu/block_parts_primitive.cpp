@@ -45,13 +45,12 @@ nb::capsule dense_part(const mx::array& weight, const std::optional<mx::array>& 
   return linear_part({weight}, bias, [&] { return dense_of(weight, x_bits); });
 }
 
-nb::capsule exact_part(const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                       const mx::array& offsets, const std::vector<int>& widths, int group,
+nb::capsule exact_part(const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                       const mx::array& low, const mx::array& high, const mx::array& offsets, int group,
                        const std::optional<mx::array>& bias, int x_bits) {
-  const ExactForm form(widths, group, x_bits, scales, low);
+  const ExactForm form(group, x_bits, scales, low);
   const auto s = mx::default_stream(mx::Device::cpu);
-  const auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
+  const auto inputs = form.inputs(codes, scales, biases, low, high, offsets, 2, s);
   return linear_part(inputs, bias, [&] { return form.matrix(inputs, 0); });
 }
 
@@ -92,8 +91,8 @@ void bind_block_parts(nb::module_& m) {
   m.def("symmetric_part", &symmetric_part, "weight"_a, "scales"_a, "inputs"_a, "bits"_a, "x_bits"_a,
         "bias"_a = nb::none());
   m.def("dense_part", &dense_part, "weight"_a, "bias"_a = nb::none(), "x_bits"_a = 0);
-  m.def("exact_part", &exact_part, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "widths"_a,
-        "group"_a, "bias"_a = nb::none(), "x_bits"_a = 0);
+  m.def("exact_part", &exact_part, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "group"_a,
+        "bias"_a = nb::none(), "x_bits"_a = 0);
   m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "plus_one"_a = false);
   m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
         "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),

@@ -8,29 +8,15 @@
 
 #include "tile.h"
 #if defined(GEARBX_AVX512) && defined(__AVX512VBMI__) && defined(__AVX512VBMI2__) && defined(__AVX512BITALG__)
-#include "exact_planes_avx512.h"
-#define GEARBX_EXACT_AVX512 1
+#include "exact_avx512.h"
+#elif defined(GEARBX_AVX2)
+#include "exact_avx2.h"
 #else
 #include "exact_bytes.h"
-#include "exact_planes.h"
 #endif
 
 namespace gearbx {
 namespace {
-
-#ifdef GEARBX_EXACT_AVX512
-template <int GROUP>
-using PlanesDecoder = Planes64<GROUP>;
-#else
-template <int GROUP>
-using PlanesDecoder = Planes32<GROUP>;
-#endif
-
-#ifdef GEARBX_AVX2
-typedef Bf16 Decoded;  // several vectors are multiplied with decoded rows
-#else
-typedef float Decoded;
-#endif
 
 inline void set_nan(float* p) { *p = NAN; }
 inline void set_nan(Bf16* p) { p->bits = 0x7fc0; }
@@ -42,17 +28,17 @@ void multiply_one_vector(const ByRow& m, int64_t first, int64_t end, const X* x,
   Codes codes(row);
   for (int64_t r = first; r < end; r++) {
     row = ExactRow(m, r);
-    F16 sums = {};
+    SumsOfRow sums = {};
     codes.each32([&](int64_t column, const Weights32& weights) __attribute__((always_inline)) {
       sums = multiply_add(weights, x + column, sums);
     });
-    const EvenOdd halves = in_halves(sums);
+    const EvenOdd halves = join_sums(sums);
     // + 0: as dense rows, which never give -0
     y[r] = row.high.sufficed() ? sum8(add8(halves.even, halves.odd)) + 0.0f : NAN;
   }
 }
 
-// Rows are written from `weights` on. Not inlined: it is compiled once for each kind of codes.
+// Rows are written from `weights` on. Not inlined: it is compiled once for each size of groups.
 template <class Codes, class T>
 __attribute__((noinline)) void decode_rows(const ByRow& m, int64_t first, int64_t end, T* weights) {
   ExactRow row(m, first);
@@ -86,31 +72,25 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
   if (!m.panel_rows) return work(ByRow{m}, row, end, y);
   static thread_local std::vector<uint32_t> codes;
   static thread_local std::vector<uint16_t> numbers;
-  const int64_t height = m.panel_rows, dwords = m.columns * m.bits / 32, groups = m.columns / m.group;
-  codes.resize(static_cast<size_t>(m.planes * at_once * dwords));
-  numbers.resize(static_cast<size_t>((1 + m.planes) * at_once * groups));
+  const int64_t height = m.panel_rows, dwords = m.columns / 8, groups = m.columns / m.group;
+  codes.resize(static_cast<size_t>(at_once * dwords));
+  numbers.resize(static_cast<size_t>(2 * at_once * groups));
   while (row < end) {
-    const int64_t first = row / height * height, left = (m.rows - first), count = at_once < left ? at_once : left;
+    const int64_t first = row / height * height, left = m.rows - first, count = at_once < left ? at_once : left;
     ByRow some(m);
     some.panel_rows = 0;
     some.rows = count;
-    uint16_t* values = numbers.data();
-    const auto write = [&](const uint16_t* from) {
-      for (int64_t r = 0; r < count; r += height) gearbx_rows_of_words(from + (first + r) * groups, groups, values + r * groups);
-      values += at_once * groups;
-      return values - at_once * groups;
+    const auto write = [&](const uint16_t* from, uint16_t* to) {
+      for (int64_t r = 0; r < count; r += height) gearbx_rows_of_words(from + (first + r) * groups, groups, to + r * groups);
+      return to;
     };
-    some.scales = write(m.scales);
-    for (int p = 0; p < m.planes; p++) {
-      some.biases[p] = write(m.biases[p]);
-      uint32_t* words = codes.data() + p * at_once * dwords;
-      for (int64_t r = 0; r < count; r += height)
-        gearbx_rows_of_dwords(reinterpret_cast<const uint32_t*>(m.weights[p]) + (first + r) * dwords, dwords,
-                              words + r * dwords);
-      some.weights[p] = reinterpret_cast<const uint8_t*>(words);
-      some.ahead[p] = m.weights[p] + (first + count) * dwords * 4;
-    }
-    some.low += first * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
+    some.scales = write(m.scales, numbers.data());
+    some.biases = write(m.biases, numbers.data() + at_once * groups);
+    const auto* panels = reinterpret_cast<const uint32_t*>(m.codes) + first * dwords;
+    for (int64_t r = 0; r < count; r += height) gearbx_rows_of_dwords(panels + r * dwords, dwords, codes.data() + r * dwords);
+    some.codes = reinterpret_cast<const uint8_t*>(codes.data());
+    some.ahead = m.codes + (first + count) * dwords * 4;
+    some.low += first * m.columns;
     some.offsets += first;
     const int64_t last = first + count < end ? first + count : end;
     work(some, row - first, last - first, y + first * y_row);
@@ -121,7 +101,7 @@ void by_rows(const gearbx_exact& m, int64_t row, int64_t end, int64_t at_once, Y
 template <class Codes, class X>
 struct Multiply {
   // Else one vector, too, meets decoded rows: that is compiled for both types of activations, and this for one.
-  static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16> && ROW_BY_ROW;
+  static constexpr bool WHILE_DECODING = std::is_same_v<X, RoundedForBf16>;
 
   static void rows(const gearbx_exact& m, const Activations<X>& x, int64_t row, int64_t end, float* y) {
     const int64_t stride = m.rows;
@@ -158,18 +138,11 @@ using MultiplyFloats = Multiply<Codes, ForBf16>;
 template <class Codes>
 using MultiplyRounded = Multiply<Codes, RoundedForBf16>;
 
-template <template <class> class Kernel, int BITS>
-auto for_group(const gearbx_exact& m) {
-  if (m.group == 32) return Kernel<Decoder<BITS, 32>>::rows;
-  return m.group == 64 ? Kernel<Decoder<BITS, 64>>::rows : Kernel<Decoder<BITS, 128>>::rows;
-}
-
-// The work on some rows of a matrix of this form.
+// The work on some rows of a matrix with groups of this size.
 template <template <class> class Kernel>
 auto find_work(const gearbx_exact& m) {
-  if (m.planes == 1) return m.bits == 3 ? for_group<Kernel, 3>(m) : for_group<Kernel, 4>(m);
-  if (m.group == 32) return Kernel<PlanesDecoder<32>>::rows;
-  return m.group == 64 ? Kernel<PlanesDecoder<64>>::rows : Kernel<PlanesDecoder<128>>::rows;
+  if (m.group == 32) return Kernel<Decoder<32>>::rows;
+  return m.group == 64 ? Kernel<Decoder<64>>::rows : Kernel<Decoder<128>>::rows;
 }
 
 TilePieces pieces_of(const gearbx_exact& m, int vectors) {

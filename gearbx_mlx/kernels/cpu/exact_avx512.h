@@ -60,22 +60,18 @@ struct Groups16 {
   }
 };
 
-template <int BITS, int GROUP>
+template <int GROUP>
 struct Decoder {
   const Bytes64 parts = bytes64([](int i) { return i / 32 * 64 + i % 16 * 4 + 2 + i / 16 % 2; });
-  const Bytes64 bits = bytes64([](int i) { return i % 8 * BITS; });
-  const Bytes64 three = bytes64([](int i) { return i / 8 * 3 + (i % 8 < 3 ? i % 8 : 0); });
+  const Bytes64 bits = bytes64([](int i) { return i % 8 * 4; });
   // The low and high bytes of 32 columns.
   const Bytes64 pair = bytes64([](int i) { return i % 2 * 64 + i / 2; });
   const Bytes64 none = constant(_mm512_set1_epi8(-1));
-  const Bytes64 code = _mm512_set1_epi8((1 << BITS) - 1);
-  const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), at(12),
-                                      at(13), at(14), at(15));
+  const Bytes64 code = _mm512_set1_epi8(15);
+  const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   ExactRow& row;
 
   explicit Decoder(ExactRow& r) : row(r) {}
-
-  static constexpr float at(int i) { return static_cast<float>(i % (1 << BITS)); }
 
   GEARBX_INLINE Meanings meanings(const Groups16& groups, int64_t first) const {
     Meanings m;
@@ -96,11 +92,9 @@ struct Decoder {
   template <int COUNT, int WHICH, class Use>
   GEARBX_INLINE void block(const Meanings& m, int64_t column, Use use) {
     constexpr __mmask64 all = COUNT == 64 ? ~uint64_t{0} : 0xffffffff;
-    constexpr auto packed = static_cast<__mmask32>((uint64_t{1} << COUNT / 8 * BITS) - 1);
-    const __m256i raw = _mm256_maskz_loadu_epi8(packed, row.weights[0] + column / 8 * BITS);
-    const Bytes64 dealt = BITS == 4 ? _mm512_cvtepu32_epi64(raw)
-                                    : _mm512_permutexvar_epi8(three, _mm512_castsi256_si512(raw));
-    const Bytes64 each = _mm512_multishift_epi64_epi8(bits, dealt);
+    constexpr auto packed = static_cast<__mmask32>((uint64_t{1} << COUNT / 2) - 1);
+    const __m256i raw = _mm256_maskz_loadu_epi8(packed, row.codes + column / 2);
+    const Bytes64 each = _mm512_multishift_epi64_epi8(bits, _mm512_cvtepu32_epi64(raw));
     const Bytes64 group = GROUP == 32 ? _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi8(32), 1)
                                       : _mm512_set1_epi8(32 * WHICH);
     const Bytes64 of_low = _mm512_ternarylogic_epi64(each, code, group, 0xea);  // each & code | group
@@ -124,7 +118,7 @@ struct Decoder {
   GEARBX_INLINE void group(const Meanings& m, int64_t column, Use use) {
     for (int64_t i = column; i < column + GROUP && i < row.columns; i += 64) {
       __builtin_prefetch(row.low + i + AHEAD_OF_ROW);
-      if (i % 128 == 0) __builtin_prefetch(row.ahead[0] + i / 8 * BITS);
+      if (i % 128 == 0) __builtin_prefetch(row.ahead + i / 2);
       block<64, WHICH>(m, i, use);
     }
   }
@@ -135,7 +129,7 @@ struct Decoder {
     const int64_t columns = row.columns, groups = columns / GROUP;
     Groups16 some;
     for (int64_t segment = 0; segment < groups; segment += 16) {
-      some.read(row.scales + segment, row.biases[0] + segment, groups - segment);
+      some.read(row.scales + segment, row.biases + segment, groups - segment);
       const int64_t end = groups - segment < 16 ? groups - segment : 16;
       for (int64_t g = 0; g < end; g += 2) {
         const Meanings m = meanings(some, g);

@@ -1,4 +1,4 @@
-// Decodes rows 32 weights at a time, with tables of bytes: AVX2, NEON, or loops for every other processor.
+// Decodes rows 32 weights at a time, with tables of bytes: NEON, or loops for every other processor.
 
 #pragma once
 
@@ -11,27 +11,7 @@ namespace gearbx {
 struct alignas(32) Meanings {
   uint8_t low[16], high[16], zero[16];
 
-#ifdef GEARBX_AVX2
-  GEARBX_INLINE void find(float scale, float bias) {
-    const __m256 s = _mm256_set1_ps(scale), sign = _mm256_set1_ps(-0.0f);
-    const __m256 bound = _mm256_mul_ps(_mm256_andnot_ps(sign, s), _mm256_set1_ps(0.5f));
-    __m256i first[2], cell[2];
-    for (int i = 0; i < 2; i++) {
-      const __m256 q = _mm256_add_ps(_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_ps(8.0f * static_cast<float>(i)));
-      const __m256 v = _mm256_add_ps(_mm256_mul_ps(s, q), _mm256_set1_ps(bias));
-      cell[i] = _mm256_castps_si256(_mm256_cmp_ps(_mm256_andnot_ps(sign, v), bound, _CMP_NGT_UQ));
-      first[i] = _mm256_srli_epi32(_mm256_sub_epi32(_mm256_castps_si256(v), _mm256_set1_epi32(WINDOW << 16)), 16);
-    }
-    // Packing works within lanes; the permutations put the quarters in order again.
-    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(first[0], first[1]), 0xd8);
-    const __m256i lows = _mm256_and_si256(words, _mm256_set1_epi16(255)), highs = _mm256_srli_epi16(words, 8);
-    const __m256i bytes = _mm256_permute4x64_epi64(_mm256_packus_epi16(lows, highs), 0xd8);
-    const __m256i cells = _mm256_permute4x64_epi64(_mm256_packs_epi32(cell[0], cell[1]), 0xd8);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(low), bytes);
-    const __m128i zeros = _mm_packs_epi16(_mm256_castsi256_si128(cells), _mm256_extracti128_si256(cells, 1));
-    _mm_store_si128(reinterpret_cast<__m128i*>(zero), zeros);
-  }
-#elif defined(GEARBX_NEON)
+#ifdef GEARBX_NEON
   GEARBX_INLINE void find(float scale, float bias) {
     constexpr float CODES[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     const float32x4_t bound = vdupq_n_f32((scale < 0 ? -scale : scale) * 0.5f);
@@ -51,7 +31,7 @@ struct alignas(32) Meanings {
 #else
   GEARBX_INLINE void find(float scale, float bias) {
     const float bound = (scale < 0 ? -scale : scale) * 0.5f;
-    for (int q = 0; q < 16; q++) {  // a code of three bits stays below eight
+    for (int q = 0; q < 16; q++) {
       const float v = scale * static_cast<float>(q) + bias;
       uint32_t bits;
       std::memcpy(&bits, &v, 4);
@@ -64,44 +44,7 @@ struct alignas(32) Meanings {
 #endif
 };
 
-#if defined(GEARBX_AVX2)
-
-// Deals out bytes to two sets of eight places; the second set's bytes follow those of the first.
-GEARBX_INLINE __m128i deal(const uint8_t* bytes, uint32_t sets) {
-  const auto one = [](const uint8_t* p, uint32_t set) {
-    return _mm_shuffle_epi8(load8_bytes(p), load8_bytes(PLACES.of[set]));
-  };
-  const uint32_t first = sets & 255, second = sets >> 8 & 255;
-  return _mm_unpacklo_epi64(one(bytes, first), one(bytes + __builtin_popcount(first), second));
-}
-
-GEARBX_INLINE Weights32 decode(const Meanings& m, Bytes32 codes, const uint8_t* stored, HighBytes& row) {
-  const auto look_up = [codes](const uint8_t* table) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(load16(table)), codes);
-  };
-  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored)), first = look_up(m.low);
-  const __m256i stays = _mm256_cmpeq_epi8(_mm256_max_epu8(low, first), low), zero = look_up(m.zero);
-  const __m256i far = _mm256_add_epi8(_mm256_add_epi8(look_up(m.high), _mm256_set1_epi8(1)), stays);
-  const auto sets = static_cast<uint32_t>(_mm256_movemask_epi8(zero));
-  uint8_t copy[32];
-  const uint8_t* next = next_high(row, copy);
-  const __m128i dealt = deal(next, sets);
-  const __m256i near = _mm256_set_m128i(deal(next + __builtin_popcount(sets & 0xffff), sets >> 16), dealt);
-  row.at += __builtin_popcount(sets);
-  const __m256i high = _mm256_blendv_epi8(far, near, zero);
-
-  // Four columns at a time go to the lane in which the interleaving below needs them.
-  const __m256i order = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7), none = _mm256_setzero_si256();
-  const __m256i lows = _mm256_permutevar8x32_epi32(low, order), highs = _mm256_permutevar8x32_epi32(high, order);
-  const __m256i words[2] = {_mm256_unpacklo_epi8(lows, highs), _mm256_unpackhi_epi8(lows, highs)};
-  const auto floats = [none](__m256i words) {
-    return join(_mm256_castsi256_ps(_mm256_unpacklo_epi16(none, words)),
-                _mm256_castsi256_ps(_mm256_unpackhi_epi16(none, words)));
-  };
-  return {floats(words[0]), floats(words[1])};
-}
-
-#elif defined(GEARBX_NEON)
+#ifdef GEARBX_NEON
 
 GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const uint8_t* stored, HighBytes& row) {
   const uint8x16_t bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -144,7 +87,7 @@ GEARBX_INLINE Weights32 decode(const Meanings& m, const Bytes32& codes, const ui
 
 #endif
 
-template <int BITS, int GROUP>
+template <int GROUP>
 struct Decoder {
   ExactRow& row;
   explicit Decoder(ExactRow& r) : row(r) {}
@@ -154,10 +97,10 @@ struct Decoder {
   GEARBX_INLINE void each32(Use use) {
     Meanings m;
     for (int64_t group = 0; group < row.columns / GROUP; group++) {
-      m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[0][group]));
+      m.find(bf16_to_float(row.scales[group]), bf16_to_float(row.biases[group]));
       for (int64_t column = group * GROUP; column < (group + 1) * GROUP; column += BLOCK) {
         __builtin_prefetch(row.low + column + AHEAD_OF_ROW);
-        use(column, decode(m, unpack<BITS>(row.weights[0] + column / 8 * BITS), row.low + column, row.high));
+        use(column, decode(m, unpack<4>(row.codes + column / 2), row.low + column, row.high));
       }
     }
   }

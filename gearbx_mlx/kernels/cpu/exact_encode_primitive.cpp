@@ -23,31 +23,25 @@ mx::array allocated(mx::Shape shape, mx::Dtype dtype) {
 }
 
 // values: (O, I) uint16. Returns kept, low, high and offsets, as in exact_encode.h and exact.h.
-std::tuple<mx::array, mx::array, mx::array, mx::array> exact_encode(
-    const mx::array& values, const std::vector<mx::array>& weights, const mx::array& scales,
-    const std::vector<mx::array>& biases, const std::vector<int>& widths, int group) {
-  const int planes = static_cast<int>(widths.size());
-  require((planes == 1 && (widths[0] == 3 || widths[0] == 4)) || widths == std::vector<int>{4, 4},
-          "there must be a plane of 3 or 4 bits, or two of 4");
+std::tuple<mx::array, mx::array, mx::array, mx::array> exact_encode(const mx::array& values, const mx::array& codes,
+                                                                    const mx::array& scales, const mx::array& biases,
+                                                                    int group) {
   require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
   require(values.ndim() == 2 && values.size() > 0 && values.shape(1) % group == 0, "values must be rows of groups");
-  require(weights.size() == widths.size() && biases.size() == widths.size(), "each plane has weights and biases");
   const int rows = values.shape(0), columns = values.shape(1);
-  require_evaluated(values, mx::uint16, {rows, columns}, "values must be the bits of bf16 weights");
   const mx::Shape groups = {rows, columns / group};
+  require_evaluated(values, mx::uint16, {rows, columns}, "values must be the bits of bf16 weights");
+  require_evaluated(codes, mx::uint32, {rows, columns / 8}, "packed codes do not fit the values");
   require_evaluated(scales, mx::uint16, groups, "there must be a scale for each group");
-  gearbx_exact_source m = {rows, columns, group, planes, widths[0], values.data<uint16_t>(), {}, scales.data<uint16_t>(), {}};
-  for (size_t p = 0; p < widths.size(); p++) {
-    require_evaluated(weights[p], mx::uint32, {rows, columns / 32 * widths[p]}, "packed weights do not fit the values");
-    require_evaluated(biases[p], mx::uint16, groups, "there must be a bias for each group");
-    m.weights[p] = reinterpret_cast<const uint8_t*>(weights[p].data<uint32_t>());
-    m.biases[p] = biases[p].data<uint16_t>();
-  }
+  require_evaluated(biases, mx::uint16, groups, "there must be a bias for each group");
+  const auto* packed = reinterpret_cast<const uint8_t*>(codes.data<uint32_t>());
+  const gearbx_exact_source m = {rows,   columns, group, values.data<uint16_t>(), packed, scales.data<uint16_t>(),
+                                 biases.data<uint16_t>()};
   auto kept = allocated(groups, mx::uint8), offsets = allocated({rows + 1}, mx::uint32);
-  auto low = planes == 1 ? allocated({rows, columns}, mx::uint8) : allocated({rows, columns / 32 * 5}, mx::uint32);
+  auto low = allocated({rows, columns}, mx::uint8);
   uint32_t* begins = offsets.data<uint32_t>();
   begins[0] = 0;
-  gearbx_exact_examine(&m, kept.data<uint8_t>(), static_cast<uint8_t*>(low.data<void>()), begins + 1);
+  gearbx_exact_examine(&m, kept.data<uint8_t>(), low.data<uint8_t>(), begins + 1);
   for (int r = 0; r < rows; r++) begins[r + 1] += begins[r];
   const int count = static_cast<int>(begins[rows]);
   auto high = allocated({count > 0 ? count : 1}, mx::uint8);
@@ -138,7 +132,7 @@ std::tuple<std::vector<mx::array>, mx::array, mx::array> quantize(const mx::arra
 }  // namespace
 
 void bind_exact_encode(nb::module_& m) {
-  m.def("exact_encode", &exact_encode, "values"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a);
+  m.def("exact_encode", &exact_encode, "values"_a, "codes"_a, "scales"_a, "biases"_a, "group"_a);
   m.def("split_codes", &split_codes, "codes"_a, "bits"_a, "widths"_a, "in_panels"_a);
   m.def("group_ends", &group_ends, "weight"_a, "group"_a);
   m.def("quantize", &quantize, "weight"_a, "steps"_a, "offsets"_a, "widths"_a, "group"_a, "fit"_a, "least"_a);

@@ -7,18 +7,17 @@
 
 namespace gearbx {
 
-// The arrays of an exact matrix, or of one for each expert, as inputs of an operation: weights of each plane, scales,
-// biases of each plane, low, high, offsets.
+// The arrays of an exact matrix, or of one for each expert, as inputs of an operation: codes, scales, biases, low, high,
+// offsets.
 struct ExactForm {
-  std::vector<int> widths;
   int group, x_bits;
-  bool in_panels;  // weights, scales and biases are (panels, ..., rows of a panel)
+  bool in_panels;  // codes, scales and biases are (panels, ..., rows of a panel)
 
-  ExactForm(std::vector<int> widths, int group, int x_bits, const mx::array& scales, const mx::array& low)
-      : widths(std::move(widths)), group(group), x_bits(x_bits), in_panels(scales.ndim() == 3 && low.ndim() == 2) {}
+  ExactForm(int group, int x_bits, const mx::array& scales, const mx::array& low)
+      : group(group), x_bits(x_bits), in_panels(scales.ndim() == 3 && low.ndim() == 2) {}
 
   bool operator==(const ExactForm& other) const {
-    return widths == other.widths && group == other.group && x_bits == other.x_bits && in_panels == other.in_panels;
+    return group == other.group && x_bits == other.x_bits && in_panels == other.in_panels;
   }
 
   int rows(const mx::array& scales) const { return in_panels ? scales.shape(0) * scales.shape(2) : scales.shape(-2); }
@@ -29,17 +28,15 @@ struct ExactForm {
     const auto next = [&]() -> const mx::array& { return inputs[at++]; };
     const auto bytes = [](const mx::array& a) { return static_cast<const uint8_t*>(a.data<void>()); };
     gearbx_exact m = {};
-    m.planes = static_cast<int>(widths.size());
-    m.bits = widths[0];
     m.group = group;
     m.x_bits = x_bits;
-    for (int p = 0; p < m.planes; p++) m.weights[p] = bytes(next());
+    m.codes = bytes(next());
     const mx::array& scales = next();
     m.rows = rows(scales);
     m.columns = columns(scales);
     m.panel_rows = in_panels ? gearbx_panel_rows() : 0;
     m.scales = scales.data<uint16_t>();
-    for (int p = 0; p < m.planes; p++) m.biases[p] = next().data<uint16_t>();
+    m.biases = next().data<uint16_t>();
     m.low = bytes(next());
     const mx::array& high = next();
     m.high = bytes(high);
@@ -49,17 +46,13 @@ struct ExactForm {
   }
 
   // The inputs of an operation, after checking them; `dimensions` of scales and biases.
-  std::vector<mx::array> inputs(const std::vector<mx::array>& weights, const mx::array& scales,
-                                const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                                const mx::array& offsets, size_t dimensions, mx::Stream s) const {
-    require(widths == std::vector{3} || widths == std::vector{4} || widths == std::vector{4, 4},
-            "exact weights have codes of 3 or 4 bits, or planes of 4 and 4");
-    require(weights.size() == widths.size() && biases.size() == widths.size(),
-            "there must be weights and biases for each plane");
+  std::vector<mx::array> inputs(const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                                const mx::array& low, const mx::array& high, const mx::array& offsets,
+                                size_t dimensions, mx::Stream s) const {
     require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
     check_x_bits(x_bits);
     if (in_panels) {
-      require(scales.shape(2) == gearbx_panel_rows() && widths[0] == 4, "panels must have codes of 4 bits, and rows");
+      require(scales.shape(2) == gearbx_panel_rows(), "panels must have rows");
     } else {
       require(scales.ndim() == dimensions && scales.shape(-1) > 0,
               dimensions == 2 ? "scales must be a matrix" : "scales must be a matrix for each expert");
@@ -77,24 +70,16 @@ struct ExactForm {
     const auto fits_rows = [&](const mx::array& a, mx::Dtype type, int size) {
       return fits_as(a, type, by_row, by_row.size() - 1, size);
     };
-    std::vector<mx::array> all;
-    for (const auto& w : weights) {
-      require(fits(w, mx::uint32, width / 32 * widths[0]), "packed weights and scales have shapes that do not fit");
-      all.push_back(in_rows(w, s));
-    }
+    require(fits(codes, mx::uint32, width / 8), "packed codes and scales have shapes that do not fit");
     require(scales.dtype() == mx::uint16, "scales must be uint16, the bits of bfloat16");
-    all.push_back(in_rows(scales, s));
-    for (const auto& b : biases) {
-      require(fits(b, mx::uint16, width / group), "biases must have the type and shape of the scales");
-      all.push_back(in_rows(b, s));
-    }
-    require(widths.size() == 1 ? fits_rows(low, mx::uint8, width) : fits_rows(low, mx::uint32, width / 32 * 5),
-            "low bits do not fit the scales");
+    require(fits(biases, mx::uint16, width / group), "biases must have the type and shape of the scales");
+    require(fits_rows(low, mx::uint8, width), "low bytes do not fit the scales");
     require(high.dtype() == mx::uint8 && high.ndim() == 1, "high must be a vector of uint8");
     const auto all_rows = static_cast<int64_t>(low.size()) / low.shape(-1);
     require(offsets.dtype() == mx::uint32 && offsets.ndim() == 1 && offsets.shape(0) == all_rows + 1,
             "there must be a uint32 offset for each row, and one more");
-    for (const auto& a : {low, high, offsets}) all.push_back(in_rows(a, s));
+    std::vector<mx::array> all;
+    for (const auto& a : {codes, scales, biases, low, high, offsets}) all.push_back(in_rows(a, s));
     return all;
   }
 };

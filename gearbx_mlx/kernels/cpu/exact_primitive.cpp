@@ -66,24 +66,23 @@ class ExactDecode : public Operation {
   ExactForm form_;
 };
 
-mx::array exact_matvec(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                       const mx::array& offsets, const std::vector<int>& widths, int group, int x_bits) {
+mx::array exact_matvec(const mx::array& x, const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                       const mx::array& low, const mx::array& high, const mx::array& offsets, int group,
+                       int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, x_bits, scales, low);
-  auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 2, s);
+  const ExactForm form(group, x_bits, scales, low);
+  auto inputs = form.inputs(codes, scales, biases, low, high, offsets, 2, s);
   check_x(x, form.columns(scales));
   inputs.insert(inputs.begin(), in_float32(x, s));
   return output(x.shape(), form.rows(scales), std::make_shared<ExactMatvec>(s, form), std::move(inputs));
 }
 
-mx::array exact_experts(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
-                        const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                        const mx::array& offsets, const std::vector<int>& widths, int group, mx::array indices,
-                        int x_bits) {
+mx::array exact_experts(const mx::array& x, const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                        const mx::array& low, const mx::array& high, const mx::array& offsets, int group,
+                        mx::array indices, int x_bits) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, x_bits, scales, low);
-  auto inputs = form.inputs(weights, scales, biases, low, high, offsets, 3, s);
+  const ExactForm form(group, x_bits, scales, low);
+  auto inputs = form.inputs(codes, scales, biases, low, high, offsets, 3, s);
   check_x(x, static_cast<int64_t>(scales.shape(2)) * group);
   const auto pairs = broadcast(x, indices, s);
   inputs.insert(inputs.begin(), in_float32(x, s));
@@ -92,12 +91,11 @@ mx::array exact_experts(const mx::array& x, const std::vector<mx::array>& weight
                 std::move(inputs));
 }
 
-mx::array exact_decode(const std::vector<mx::array>& weights, const mx::array& scales,
-                       const std::vector<mx::array>& biases, const mx::array& low, const mx::array& high,
-                       const mx::array& offsets, const std::vector<int>& widths, int group) {
+mx::array exact_decode(const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                       const mx::array& low, const mx::array& high, const mx::array& offsets, int group) {
   const auto s = mx::default_stream(mx::Device::cpu);
-  const ExactForm form(widths, group, 0, scales, low);
-  auto inputs = form.inputs(weights, scales, biases, low, high, offsets, low.ndim() == 3 ? 3 : 2, s);
+  const ExactForm form(group, 0, scales, low);
+  auto inputs = form.inputs(codes, scales, biases, low, high, offsets, low.ndim() == 3 ? 3 : 2, s);
   auto shape = low.shape();
   shape.back() = form.columns(scales);
   return mx::array(shape, mx::bfloat16, std::make_shared<ExactDecode>(s, form), std::move(inputs));
@@ -106,12 +104,11 @@ mx::array exact_decode(const std::vector<mx::array>& weights, const mx::array& s
 }  // namespace
 
 void bind_exact(nb::module_& m) {
-  m.def("exact_matvec", &exact_matvec, "x"_a, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
-        "widths"_a, "group"_a, "x_bits"_a = 0);
-  m.def("exact_experts", &exact_experts, "x"_a, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
-        "widths"_a, "group"_a, "indices"_a, "x_bits"_a = 0);
-  m.def("exact_decode", &exact_decode, "weights"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
-        "widths"_a, "group"_a);
+  m.def("exact_matvec", &exact_matvec, "x"_a, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
+        "group"_a, "x_bits"_a = 0);
+  m.def("exact_experts", &exact_experts, "x"_a, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
+        "group"_a, "indices"_a, "x_bits"_a = 0);
+  m.def("exact_decode", &exact_decode, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "group"_a);
 }
 
 }  // namespace gearbx

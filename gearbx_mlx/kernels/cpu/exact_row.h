@@ -7,8 +7,7 @@
 
 namespace gearbx {
 
-constexpr int WINDOW = 144;     // a weight lies 144 neighbours below its low gear's value to 111 above it
-constexpr int FAR_WINDOW = 16;  // of planes 4+4: 16 below to 15 above
+constexpr int WINDOW = 144;  // a weight lies 144 neighbours below its low gear's value to 111 above it
 
 // The part of `high` that belongs to a row. Offsets may lie: `at` goes on counting, and nothing beyond the array is read.
 struct HighBytes {
@@ -54,22 +53,31 @@ struct Counts {
 };
 inline constexpr Counts COUNTS;
 
-// 32 consecutive weights of a row, decoded: words of bf16 with AVX-512, else floats.
-#ifdef GEARBX_AVX512
+// 32 consecutive weights of a row, decoded: bf16 with AVX-512 and AVX2, else floats. multiply_add adds their products
+// with activations to the sums of a row, as a dense row of bf16 does (tile.h); join_sums puts these side by side.
+#if defined(GEARBX_AVX512)
 struct Weights32 {
   __m512i words;
 
   explicit Weights32(__m512i words) : words(words) {}
-  Weights32(F16 first, F16 second) {  // whose lower halves are zeros
-    const auto upper = [](F16 a) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(a), 16)); };
-    words = _mm512_inserti64x4(_mm512_castsi256_si512(upper(first)), upper(second), 1);
-  }
+  Weights32(__m256i first, __m256i second) : words(_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1)) {}
   GEARBX_INLINE F16 half(int i) const {
     const __m256i own = i ? _mm512_extracti64x4_epi64(words, 1) : _mm512_castsi512_si256(words);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
   }
 };
+typedef Bf16 Decoded;
 GEARBX_INLINE void store(Bf16* p, const Weights32& w) { _mm512_storeu_si512(p, w.words); }
+#elif defined(GEARBX_AVX2)
+struct Weights32 {
+  __m256i words[2];
+
+  Weights32(__m256i first, __m256i second) : words{first, second} {}
+};
+typedef Bf16 Decoded;
+GEARBX_INLINE void store(Bf16* p, const Weights32& w) {
+  for (int i = 0; i < 2; i++) _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 16 * i), w.words[i]);
+}
 #else
 struct Weights32 {
   F16 halves[2];
@@ -77,22 +85,39 @@ struct Weights32 {
   Weights32(F16 first, F16 second) : halves{first, second} {}
   GEARBX_INLINE F16 half(int i) const { return halves[i]; }
 };
+typedef float Decoded;
 inline void store(Bf16* p, const Weights32& w) {
   uint32_t bits[32];
   store16(reinterpret_cast<float*>(bits), w.half(0));
   store16(reinterpret_cast<float*>(bits) + 16, w.half(1));
   for (int i = 0; i < 32; i++) p[i].bits = static_cast<uint16_t>(bits[i] >> 16);
 }
-#endif
 GEARBX_INLINE void store(float* p, const Weights32& w) {
   store16(p, w.half(0));
   store16(p + 16, w.half(1));
 }
+#endif
 
-// Adds products as a dense row of bf16 does (tile.h).
+#if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
+typedef F8 SumsOfRow;
+GEARBX_INLINE F8 multiply_add(const Weights32& w, const Split* x, F8 sums) {
+  const __m256i upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
+  for (int i = 0; i < 2; i++) {
+    const F8 even = _mm256_castsi256_ps(_mm256_slli_epi32(w.words[i], 16));
+    const F8 odd = _mm256_castsi256_ps(_mm256_and_si256(w.words[i], upper));
+    sums = multiply_add8(even, load8(&x[16 * i].value), sums);
+    sums = multiply_add8(odd, load8(&x[16 * i + 8].value), sums);
+  }
+  return sums;
+}
+#else
+typedef F16 SumsOfRow;
 GEARBX_INLINE F16 multiply_add(const Weights32& w, const float* x, F16 sums) {
   return multiply_add16(w.half(1), load16(x + 16), multiply_add16(w.half(0), load16(x), sums));
 }
+#endif
+inline EvenOdd join_sums(F16 sums) { return in_halves(sums); }
+inline EvenOdd join_sums(F8 sums) { return {sums, zero8()}; }
 #ifdef GEARBX_PAIRS
 GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
   return multiply_add_pairs(w.words, load32(x), sums);
@@ -102,32 +127,29 @@ GEARBX_INLINE F16 multiply_add(const Weights32& w, const Bf16* x, F16 sums) {
 constexpr int64_t AHEAD_OF_ROW = 1024;  // distance of the prefetch, in weights
 
 // A matrix, or some rows of one, whose codes are row after row. `ahead`: what is asked for while the codes at the same
-// distance from `weights` are decoded.
+// distance from `codes` are decoded.
 struct ByRow : gearbx_exact {
-  const uint8_t* ahead[2] = {};
+  int64_t groups;  // of a row
+  const uint8_t* ahead;
 
-  explicit ByRow(const gearbx_exact& m) : gearbx_exact(m) {
-    for (int p = 0; p < planes; p++) ahead[p] = weights[p] + AHEAD_OF_ROW / 8 * bits;
-  }
+  explicit ByRow(const gearbx_exact& m) : gearbx_exact(m), groups(columns / group), ahead(codes + AHEAD_OF_ROW / 2) {}
 };
 
 // One row of a matrix.
 struct ExactRow {
-  const uint8_t *weights[2] = {}, *ahead[2] = {}, *low;
-  const uint16_t *scales, *biases[2] = {};
+  const uint8_t *codes, *ahead, *low;
+  const uint16_t *scales, *biases;
   int64_t columns;
   HighBytes high;
 
-  ExactRow(const ByRow& m, int64_t row) : columns(m.columns), high(m, row) {
-    const int64_t groups = m.columns / m.group;
-    for (int p = 0; p < m.planes; p++) {
-      weights[p] = m.weights[p] + row * (m.columns / 8 * m.bits);
-      ahead[p] = m.ahead[p] + row * (m.columns / 8 * m.bits);
-      biases[p] = m.biases[p] + row * groups;
-    }
-    scales = m.scales + row * groups;
-    low = m.low + row * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
-  }
+  ExactRow(const ByRow& m, int64_t row)
+      : codes(m.codes + row * (m.columns / 2)),
+        ahead(m.ahead + row * (m.columns / 2)),
+        low(m.low + row * m.columns),
+        scales(m.scales + row * m.groups),
+        biases(m.biases + row * m.groups),
+        columns(m.columns),
+        high(m, row) {}
 };
 
 }  // namespace gearbx

@@ -327,6 +327,26 @@ extern "C" void gearbx_rows_of_words(const uint16_t* panel, int64_t words, uint1
     for (int r = 0; r < 16; r++)
       _mm512_mask_cvtepi32_storeu_epi16(rows + r * words + i, static_cast<__mmask16>((1u << left) - 1), some[r]);
   }
+#elif defined(GEARBX_AVX2)
+  for (; i + 8 <= words; i += 8) {
+    __m128i a[8], b[8];
+    for (int k = 0; k < 8; k++) a[k] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(panel + (i + k) * 8));
+    // Three times each register takes turns with another one, which transposes eight by eight words.
+    for (int k = 0; k < 4; k++) {
+      b[k] = _mm_unpacklo_epi16(a[k], a[k + 4]);
+      b[k + 4] = _mm_unpackhi_epi16(a[k], a[k + 4]);
+    }
+    for (int k = 0; k < 2; k++)
+      for (int half = 0; half < 8; half += 4) {
+        a[half + k] = _mm_unpacklo_epi16(b[half + k], b[half + k + 2]);
+        a[half + k + 2] = _mm_unpackhi_epi16(b[half + k], b[half + k + 2]);
+      }
+    for (int k = 0; k < 8; k += 2) {
+      b[k] = _mm_unpacklo_epi16(a[k], a[k + 1]);
+      b[k + 1] = _mm_unpackhi_epi16(a[k], a[k + 1]);
+    }
+    for (int r = 0; r < 8; r++) _mm_storeu_si128(reinterpret_cast<__m128i*>(rows + r * words + i), b[r]);
+  }
 #endif
   for (; i < words; i++)
     for (int r = 0; r < LANES; r++) rows[r * words + i] = panel[i * LANES + r];

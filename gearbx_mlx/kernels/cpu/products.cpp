@@ -56,12 +56,10 @@ gearbx_dense expert(const gearbx_dense& first, int64_t number) {
 gearbx_exact expert(const gearbx_exact& first, int64_t number) {
   gearbx_exact m = first;
   const int64_t rows = number * m.rows, groups = rows * (m.columns / m.group);
-  for (int p = 0; p < m.planes; p++) {
-    m.weights[p] += rows * (m.columns / 8 * m.bits);
-    m.biases[p] += groups;
-  }
+  m.codes += rows * (m.columns / 2);
   m.scales += groups;
-  m.low += rows * (m.planes == 1 ? m.columns : m.columns / 8 * 5);
+  m.biases += groups;
+  m.low += rows * m.columns;
   m.offsets += rows;
   return m;
 }
