@@ -271,7 +271,10 @@ def pytest_sessionstart(session):
     no_compiler()  # before a test hides the compiler, whose failure would then count as a skip
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         object_store.forget_unused()
-        cpu.why_not()
+        try:
+            cpu.why_not()
+        except GearbxError as error:
+            pytest.exit(str(error), pytest.ExitCode.USAGE_ERROR)
 
 
 def pytest_collection_finish():

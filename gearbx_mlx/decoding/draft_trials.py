@@ -6,7 +6,6 @@ for which the device would wait until a token is read and the next step is queue
 where the draft ends before it.
 """
 
-import hashlib
 import os
 import statistics
 import time
@@ -27,7 +26,7 @@ from ..gears.gearbox import Gearbox
 from ..gears.kernel_choices import uncounted
 from ..gears.ladder import Gear
 from ..gears.offload import Resident
-from ..kernels.compiler import processor_features
+from ..kernels.compiler import processor_key
 from ..kernels.dispatch import is_tuning, on_cpu
 from ..ranks.agreement import agreement_of
 from ..routing.acceptance import (
@@ -59,11 +58,12 @@ def machine_of(gearbox: Gearbox) -> str:
 
     Processor, cores, kernels and device; format, group size, type of activations, and type to compute in.
     """
-    processor = hashlib.sha256(processor_features().encode()).hexdigest()[:8]
     kernels = "native" if gearbox.kernels.native else "mlx"
     device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
     threads = os.environ.get("GEARBX_THREADS", "")
-    machine = f"{processor}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
+    machine = (
+        f"{processor_key()}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
+    )
     activations = f"int{gearbox.kernels.x_bits}" if gearbox.kernels.x_bits else "float"
     stored = f"format {gearbox.format.name} in groups of {gearbox.group_size}"
     return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"
