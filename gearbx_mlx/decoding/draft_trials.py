@@ -61,9 +61,8 @@ def machine_of(gearbox: Gearbox) -> str:
     kernels = "native" if gearbox.kernels.native else "mlx"
     device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
     threads = os.environ.get("GEARBX_THREADS", "")
-    machine = (
-        f"{processor_key()}, {os.cpu_count()} cores{threads and f', {threads} threads'}, {kernels} kernels on {device}"
-    )
+    cores = f"{os.cpu_count()} cores{threads and f', {threads} threads'}"
+    machine = f"{processor_key()}, {cores}, {kernels} kernels on {device}"
     activations = f"int{gearbox.kernels.x_bits}" if gearbox.kernels.x_bits else "float"
     stored = f"format {gearbox.format.name} in groups of {gearbox.group_size}"
     return f"{machine}, {stored}, {activations} activations, {dtype_name(gearbox.compute_dtype)}"

@@ -80,8 +80,8 @@ class CompileTarget:
             return (f"-mcpu={OLDEST_MAC}", *own)
         if self.instructions == NATIVE:
             return ("-mcpu=native" if self.is_arm else "-march=native",)
-        oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64" if self.machine in X86_64 else ""
-        return (*([oldest] if oldest else []), *own)
+        oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
+        return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
 
     @property
     def is_for_one_processor(self) -> bool:
