@@ -123,7 +123,7 @@ def compiled(folder: Path, source: Path = SOURCE) -> Any:
         compiler = [clang] if (clang := tool("clang++")) else find_compiler()  # clang, whose instructions are counted
     except Unavailable as why:
         raise GearbxError(str(why)) from None
-    how = (*STANDARD, this_target().processor_flag, "-fPIC", "-shared", "-o", str(library), str(source))
+    how = (*STANDARD, *this_target().processor_flags, "-fPIC", "-shared", "-o", str(library), str(source))
     done = subprocess.run([*compiler, *how], capture_output=True, text=True)
     if done.returncode:
         words = next((line for line in done.stderr.splitlines() if "error" in line), "the compiler failed")

@@ -543,7 +543,7 @@ def same_file(
     """A token of SmolLM2 in llama.cpp and here, from the same file, in turn.
 
     The file is Q4_1. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The time of the prompt does
-    not count. With CXX="g++ -mno-avx512f" the kernels here have AVX2 alone, as llama.cpp's have.
+    not count. With GEARBX_CPU=avx2 the kernels here have AVX2 alone, as llama.cpp's have.
 
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.

@@ -5,6 +5,8 @@ all: `--write` puts tables and pictures into docs/, `--json FILE` keeps the figu
 """
 
 import argparse
+import ast
+import functools
 import inspect
 import json
 import re
@@ -78,36 +80,60 @@ def study(*pages: str, writes: str = "", minutes: float = 1) -> Callable[[Callab
     return declare
 
 
+@functools.cache
+def modules_of_studies() -> dict[str, str]:
+    """The module that declares each study, by the study's name. None is imported: some need packages of their own."""
+    found = {}
+    for module in MODULES:
+        tree = ast.parse((ROOT / "research" / f"{module}.py").read_text("utf-8"))
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef) and any(is_study(each) for each in function.decorator_list):
+                found[function.name.replace("_", "-")] = module
+    return found
+
+
+def is_study(decorator: ast.expr) -> bool:
+    called = decorator.func if isinstance(decorator, ast.Call) else decorator
+    return isinstance(called, ast.Name) and called.id == study.__name__
+
+
+def load(name: str) -> Study:
+    """Import the module that declares a study, and not those of others.
+
+    Raises:
+        GearbxError: an unknown name, or a package that the study needs and that is not installed.
+    """
+    modules = modules_of_studies()
+    if name not in modules:
+        raise GearbxError(f"{name}: no such study; choose from {', '.join(modules)}")
+    try:
+        import_module(f"research.{modules[name]}")
+    except ModuleNotFoundError as missing:
+        raise GearbxError(f"{name} needs the package {missing.name}, which is not installed") from missing
+    return STUDIES[name]
+
+
 def load_all() -> None:
-    for module in MODULES:
-        import_module(f"research.{module}")
-
-
-def load(name: str) -> None:
-    """Import the module that has a study, and not what others need; all modules where none has it."""
-    declared = f"\ndef {name.replace('-', '_')}("
-    for module in MODULES:
-        if declared in (ROOT / "research" / f"{module}.py").read_text("utf-8"):
-            import_module(f"research.{module}")
-            return
-    load_all()
+    for name in modules_of_studies():
+        load(name)
 
 
 def listed() -> Iterator[str]:
     """A line for each study: its name, how long it takes, what it measures, and what it writes."""
-    load_all()
-    for name, each in STUDIES.items():
+    for name in modules_of_studies():
+        try:
+            each = load(name)
+        except GearbxError as error:
+            yield str(error)
+            continue
         about = inspect.getdoc(each.measure) or ""
         writes = ", ".join(filter(None, [*each.pages, each.writes]))
         yield f"{name:16} {each.minutes:3g} min  {about.partition(chr(10))[0]} [{writes}]"
 
 
 def start(name: str, arguments: Sequence[str]) -> None:
-    """Run a study with flags. Raises GearbxError for an unknown name."""
-    load(name)
-    if name not in STUDIES:
-        raise GearbxError(f"{name}: no such study; choose from {', '.join(STUDIES)}")
-    chosen = STUDIES[name]
+    """Run a study with flags. Raises GearbxError as `load`."""
+    chosen = load(name)
     flags = vars(parser_of(chosen).parse_args(arguments))
     write, kept = flags.pop("write"), flags.pop("json")
     found = chosen.measure(**flags) or Found()

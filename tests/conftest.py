@@ -38,7 +38,7 @@ from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.kernels import cpu, dispatch, metal
 from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
-from gearbx_mlx.kernels.compiler import Unavailable, find_compiler
+from gearbx_mlx.kernels.compiler import Unavailable, find_compiler, instructions
 from gearbx_mlx.loading import DEMO_MODEL
 
 # The hundreds of commands that tests start compile the package once, not each time.
@@ -268,6 +268,10 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionstart(session):
     """Compile the native kernels before the workers start, which would otherwise wait for each other."""
+    try:
+        instructions()
+    except GearbxError as error:
+        pytest.exit(str(error), pytest.ExitCode.USAGE_ERROR)
     no_compiler()  # before a test hides the compiler, whose failure would then count as a skip
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         object_store.forget_unused()

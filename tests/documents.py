@@ -155,8 +155,8 @@ def parts(line: Line) -> list[str]:
 
 
 def command_of(part: str) -> tuple[str, str] | None:
-    """A command of this package or a module of research/, and its arguments; None for another program."""
-    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ]|python -m research\.)(\w+)\s*(.*)", part)
+    """A command of this package and its arguments; None for another program."""
+    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w+)\s*(.*)", part)
     return None if match is None else (match[1], match[2])
 
 

@@ -1,5 +1,6 @@
 """Programs in C over the CPU kernels, without Python and MLX: built with sanitizers, or for another processor."""
 
+import functools
 import os
 import platform
 import shutil
@@ -13,22 +14,27 @@ import object_store
 import pytest
 import zig
 
-from gearbx_mlx.kernels.compiler import SOURCES, find_compiler, processor_features
+from gearbx_mlx.kernels.compiler import SOURCES, find_compiler, lacking_for_avx2, processor_features
 
 OWN = "-mcpu=native" if platform.machine() in ("arm64", "aarch64") else "-march=native"
 SANITIZED = [
     pytest.param(["-fsanitize=address,undefined", OWN], id="address, undefined"),
+    pytest.param(
+        ["-fsanitize=address,undefined", "-march=x86-64-v3"],
+        id="address, undefined, AVX2",
+        marks=pytest.mark.skipif(bool(lacking_for_avx2()), reason="this processor has no AVX2"),
+    ),
     pytest.param(["-fsanitize=address,undefined", "-DGEARBX_PORTABLE"], id="address, undefined, portable"),
     pytest.param(["-fsanitize=thread", OWN, "-O1"], id="threads"),  # takes longer to run than to compile
 ]
 GCC, CLANG = ["aarch64-linux-gnu-g++"], zig.clang_for("aarch64-linux-gnu")
-NEON = ["-march=armv8-a"]
+# Compiler, its flag, and the processor that the emulator stands for; an instruction that this one lacks ends a program.
 ARM = [
-    pytest.param(GCC, NEON, id="NEON"),
-    pytest.param(CLANG, ["-mcpu=apple-m1"], id="NEON by a Mac's compiler"),
+    pytest.param(GCC, "-mcpu=cortex-a72", "cortex-a72", id="Cortex-A72, without products of bytes"),
+    pytest.param(GCC, "-mcpu=cortex-a76", "cortex-a76", id="Cortex-A76, with them"),
+    pytest.param(CLANG, "-mcpu=apple-m1", "max", id="M1 by a Mac's compiler"),
 ]
-# Of the sources, `integer` alone asks for products of bytes, and for those of unsigned codes with signed activations.
-PRODUCTS_OF_BYTES = ["-march=armv8.2-a+dotprod", "-march=armv8.2-a+dotprod+i8mm"]
+UNSIGNED_BYTES = (GCC, "-march=armv8.6-a", "max")  # products of unsigned bytes with signed ones
 Further = Mapping[str, Sequence[str]]  # flags of a source, by its name
 EMULATOR = "qemu-aarch64"
 # All sources of the kernels that know nothing of MLX.
@@ -92,14 +98,20 @@ def run_sanitized(
     run([str(build(check, find_compiler(), ["-O0", *flags], kernels, further))])
 
 
-def run_on_arm(
-    check: Path, compiler: Sequence[str], flags: Sequence[str], further: Further = MappingProxyType({})
-) -> None:
+@functools.cache
+def emulated() -> str:
+    """The names of the processors that the emulator knows."""
+    return subprocess.run([EMULATOR, "-cpu", "help"], capture_output=True, text=True).stdout
+
+
+def run_on_arm(check: Path, compiler: Sequence[str], flag: str, processor: str) -> None:
     """On an emulated 64-bit ARM; skipped where a compiler or the emulator is missing."""
     missing = [name for name in (EMULATOR, GCC[0]) if not shutil.which(name)]
     if compiler == CLANG and not zig.find_zig():
         missing.append("zig (pip install ziglang)")
+    if not missing and processor not in emulated():
+        missing.append(f"a {EMULATOR} that knows {processor}")
     if missing:
         pytest.skip(f"NEON WAS NOT CHECKED: {', '.join(missing)} is not installed")
-    program = build(check, compiler, ["-O1", "-static", "-DEMULATED", *flags], further=further)
-    run([EMULATOR, "-cpu", "max", str(program)])
+    program = build(check, compiler, ["-O1", "-static", "-DEMULATED", flag])
+    run([EMULATOR, "-cpu", processor, str(program)])

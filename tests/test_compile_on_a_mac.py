@@ -56,6 +56,7 @@ def mac(afresh, tmp_path):
     afresh.setenv("PATH", f"{placeholders}:{tmp_path}:/bin:/usr/bin")
     afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     afresh.delenv("CXX", raising=False)
+    afresh.delenv("GEARBX_CPU", raising=False)
     return pretended
 
 

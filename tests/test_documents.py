@@ -5,6 +5,7 @@ A line that needs a network or many minutes is only parsed.
 
 import argparse
 import functools
+import importlib.util
 import os
 import re
 import shlex
@@ -18,7 +19,8 @@ from documents import OTHER, PAGES, PARSED, ROOT, RUN, Directory, blocks, comman
 
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.loading import DEMO_MODEL
-from research.studies import STUDIES, load_all, parser_of
+from research.studies import STUDIES, load_all, modules_of_studies, parser_of
+from research.studies import load as load_study
 
 REPOSITORY = "https://github.com/gearbx/gearbx-mlx"
 LINKED = {**PAGES, "gearbx_mlx/demo_model/README.md": DEMO_MODEL / "README.md"}
@@ -86,8 +88,7 @@ def test_other_programs_are_installers_and_scripts_that_exist(line):
         if words[0] in ("pip", "curl"):
             continue
         if words[:3] == ["python", "-m", "research"]:
-            load_all()
-            parser_of(STUDIES[words[3]]).parse_args(words[4:])
+            parser_of(load_study(words[3])).parse_args(words[4:])
             continue
         assert words[0] == "python", f"{line}: teach this test what it is"
         script = ROOT / words[1]
@@ -95,6 +96,25 @@ def test_other_programs_are_installers_and_scripts_that_exist(line):
         text = script.read_text(encoding="utf-8")
         for word in words[2:]:
             assert not word.startswith("--") or f'"{word}"' in text, f"{words[1]} has no {word}"
+
+
+OTHER_PAGES = ("research/README.md", "tests/README.md", "metal/README.md", "gearbx_mlx/demo_model/README.md")
+
+
+@pytest.mark.parametrize("name", [*PAGES, *OTHER_PAGES])
+def test_every_module_and_study_that_a_page_starts_exists(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for module, first in re.findall(r"python3? -m (\w[\w.]*)(?:[ \t]+([a-z][\w-]*))?", text):
+        package, _, command = module.partition(".")
+        if package == "research":
+            assert command == "", module
+            assert first in {*modules_of_studies(), ""}, f"{module} {first}"
+        elif package == "gearbx_mlx":
+            assert (command or first) in {*COMMANDS, "COMMAND", ""}, f"{module} {first}"
+        else:
+            assert importlib.util.find_spec(module), module
+    for study in re.findall(r"`research ([a-z][\w-]*)[^`]*`", text):
+        assert study in modules_of_studies(), study
 
 
 def test_both_marked_commands_are_where_ci_looks_for_them():

@@ -29,7 +29,7 @@ def cache(native, afresh, tmp_path):
         encoding="utf-8",
     )
     script.chmod(0o755)
-    environment = {"CXX": str(script), "XDG_CACHE_HOME": str(tmp_path / "home")}
+    environment = {"CXX": str(script), "XDG_CACHE_HOME": str(tmp_path / "home"), "GEARBX_CPU": "native"}
     for name, value in environment.items():
         afresh.setenv(name, value)
     directory = tmp_path / "home" / "gearbx-mlx"
@@ -135,6 +135,8 @@ class TestCompiledOnce:
         assert cache.compilations() == 1
 
     def test_unless_something_changes_on_which_the_library_depends(self, afresh):
+        afresh.setenv("GEARBX_CPU", "native")
+
         def keys() -> set[str]:
             return {cpu.library_name(compiler.make_recipe(c)) for c in (["c++"], ["c++", "-g"], ["clang++"])}
 
@@ -184,6 +186,52 @@ class TestCompiledAgain:
         file.with_name(f"{file.name}.why-not").write_bytes(content)
         assert cache.load() == file
         assert cache.compilations() == 2
+
+
+class TestFromAnotherProcessor:
+    """A cache that was copied, or that lies in a home directory of several machines."""
+
+    @pytest.fixture
+    def move(self, cache, afresh, tmp_path):
+        """Go on on a machine whose processor has these flags beside those of x86-64-v3, with this GEARBX_CPU."""
+
+        def go(flags: str, asked: str) -> None:
+            (tmp_path / "cpuinfo").write_text(f"flags\t: {' '.join(compiler.X86_64_V3)} {flags}\n", encoding="utf-8")
+            afresh.setattr(compiler, "CPUINFO", tmp_path / "cpuinfo")
+            afresh.setattr("platform.machine", lambda: "x86_64")
+            afresh.setenv("GEARBX_CPU", asked)
+
+        return go
+
+    def test_native_kernels_are_compiled_again_and_both_are_kept(self, cache, move):
+        move("avx512f", "native")
+        first = cache.load()
+        move("", "native")
+        second = cache.load()
+        assert second != first
+        move("avx512f", "native")
+        assert cache.load() == first
+        assert cache.compilations() == 2
+
+    @pytest.mark.parametrize("asked", ["avx2", "portable"])
+    def test_others_are_used_as_they_are(self, cache, move, afresh, asked):
+        move("avx512f", asked)
+        first = cache.load()
+        move("", asked)
+        assert cache.load() == first
+        afresh.setenv("CXX", "no-such-compiler")
+        assert cache.load() == first
+        assert cache.compilations() == 1
+
+    def test_without_a_compiler_native_kernels_are_not_used(self, cache, move, afresh):
+        move("avx512f", "native")
+        cache.load()
+        move("", "avx2")
+        cache.load()
+        move("", "native")
+        afresh.setenv("CXX", "no-such-compiler")
+        cpu._kernels_or_reason.cache_clear()
+        assert cpu.why_not() == "CXX is 'no-such-compiler', and there is no such compiler"
 
 
 class TestNeverLoaded:

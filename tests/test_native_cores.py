@@ -19,11 +19,10 @@ def test_under_sanitizers(check, flags):
 
 
 @every_check
-@pytest.mark.parametrize(("compiler", "flags"), programs.ARM)
-def test_on_an_emulated_arm_processor(check, compiler, flags):
-    programs.run_on_arm(check, compiler, flags)
+@pytest.mark.parametrize(("compiler", "flag", "processor"), programs.ARM)
+def test_on_an_emulated_arm_processor(check, compiler, flag, processor):
+    programs.run_on_arm(check, compiler, flag, processor)
 
 
-@pytest.mark.parametrize("flag", programs.PRODUCTS_OF_BYTES)
-def test_products_of_bytes_on_an_emulated_arm_processor(flag):
-    programs.run_on_arm(FOLDER / "check_core.c", programs.GCC, programs.NEON, {"integer": [flag]})
+def test_products_of_unsigned_bytes_on_an_emulated_arm_processor():
+    programs.run_on_arm(FOLDER / "check_core.c", *programs.UNSIGNED_BYTES)

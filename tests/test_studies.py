@@ -9,15 +9,14 @@ from unittest.mock import MagicMock
 import pytest
 from pages import fill, table
 
+from gearbx_mlx import GearbxError
 from research import MODULES, studies
-from research.studies import STUDIES, Found, Study, in_turn, load_all, parser_of, publish, spread
+from research.studies import Found, Study, in_turn, listed, modules_of_studies, parser_of, publish, spread, start
 
 ROOT = Path(__file__).parents[1]
 MAY_BE_MISSING = ("llama_cpp", "gguf", "torch", "torch.nn", "transformers", "tokenizers", "selenium")
 SCRIPTS = [path for path in sorted((ROOT / "scripts").glob("*.py")) if "__main__" in path.read_text(encoding="utf-8")]
 PARTS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if path not in SCRIPTS]
-
-load_all()
 
 
 @pytest.fixture
@@ -30,12 +29,48 @@ def stand_ins(monkeypatch):
             monkeypatch.setitem(sys.modules, name, MagicMock())
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_a_study_shows_its_flags(name, capsys):
+@pytest.fixture
+def nothing_imported(monkeypatch):
+    """As in a new process: no module with a study is imported."""
+    for name in {f"research.{module}" for module in MODULES} & sys.modules.keys():
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(studies, "STUDIES", {})
+
+
+@pytest.mark.parametrize("name", modules_of_studies())
+def test_a_study_shows_its_flags(name, nothing_imported, monkeypatch, capsys):
+    if modules_of_studies()[name] != "pictures":
+        monkeypatch.setitem(sys.modules, "research.pictures", None)  # the one that needs a server's packages
     with pytest.raises(SystemExit) as ended:
-        parser_of(STUDIES[name]).parse_args(["--help"])
+        start(name, ["--help"])
     assert ended.value.code == 0
-    assert "--write" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: python -m research {name} ")
+    assert "--write" in shown
+
+
+def test_every_study_that_is_declared_is_listed(nothing_imported):
+    lines = [*listed()]
+    assert [line.split()[0] for line in lines] == [*modules_of_studies()]
+    assert {*studies.STUDIES} == {*modules_of_studies()}
+    assert all(" min  " in line for line in lines)
+
+
+def test_a_name_that_is_no_study(nothing_imported):
+    with pytest.raises(GearbxError) as error:
+        start("row", [])
+    assert str(error.value).startswith("row: no such study; choose from figures, ")
+    assert ", rows, " in str(error.value)
+    assert not studies.STUDIES
+
+
+def test_a_package_that_is_missing_stops_its_own_studies_alone(nothing_imported, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(GearbxError, match=r"^proxy-time needs the package httpx, which is not installed$"):
+        start("proxy-time", ["--help"])
+    lines = [*listed()]
+    assert "proxy-time needs the package httpx, which is not installed" in lines
+    assert any(line.startswith("rows ") for line in lines)
 
 
 def test_every_module_of_research_is_known():

@@ -19,7 +19,7 @@ from ..cli.settings import human_bytes
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
 from ..files.writing import write_text
-from ..kernels import cpu, metal
+from ..kernels import compiler, cpu, metal
 from ..kernels.compiler import processor_model
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
@@ -86,8 +86,10 @@ def paths_here() -> tuple[tuple[str, str, str], ...]:
 
 
 def machine_name() -> str:
-    """System and processor; on a GPU its name too."""
+    """System and processor, and what GEARBX_CPU asks for; on a GPU its name too."""
     name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
+    asked = compiler.instructions()
+    name += "" if asked == compiler.NATIVE else f", kernels for {asked}"
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 

@@ -72,6 +72,7 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
         settings = parse()
         choose_device(settings)  # before the body imports mlx-lm, which keeps the device that it finds
         body = body_of(settings)
+        import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU before work begins
         with import_module("gearbx_mlx.kernels.device").wired_memory():
             return signals.run_to_end(lambda: body(settings))
 

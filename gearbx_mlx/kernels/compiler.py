@@ -3,6 +3,7 @@
 The kernels are compiled side by side, for speed. What binds them to MLX and Python takes longer to read than to
 compile, because of the headers of both, and runs once per operation: it is compiled together, for size. A
 `CompileTarget` is what they are compiled for: a system, its processor, and the MLX that they are linked with.
+GEARBX_CPU says which of the processor's instructions they use.
 """
 
 import hashlib
@@ -22,9 +23,16 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..errors import GearbxError
+
+CPU_VARIABLE = "GEARBX_CPU"
+NATIVE, AVX2, PORTABLE = "native", "avx2", "portable"
+X86_64_V3 = {"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"}  # as Linux names what -march=x86-64-v3 may use
+X86_64 = ("x86_64", "amd64", "AMD64")
 ARM = ("arm64", "aarch64")
 OLDEST_MAC = "apple-m1"  # as compilers name its processor; GCC does from version 15 on
 CPUINFO = Path("/proc/cpuinfo")  # Linux
+PORTABLE_DEFINE = "-DGEARBX_PORTABLE"  # simd.h: vectors of GCC and Clang, which work on every processor
 
 SOURCES = Path(__file__).with_name("cpu")
 COMPILERS = ("c++", "g++", "clang++")
@@ -46,46 +54,95 @@ class CompileTarget:
     """A machine to compile for; usually this one.
 
     system, machine: as `sys.platform` and `platform.machine()` name them. mlx: the directory of its MLX.
+    instructions: native for all that its processor has, avx2 for x86-64-v3, portable for no vectors of our own.
     """
 
     system: str
     machine: str
     mlx: Path
+    instructions: str = NATIVE
 
     @property
     def is_mac(self) -> bool:
         return self.system == "darwin"
 
     @property
-    def processor_flag(self) -> str:
-        """The compiler's flag for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
-        if self.machine not in ARM:
-            return "-march=native"
-        return f"-mcpu={OLDEST_MAC}" if self.is_mac else "-mcpu=native"
+    def is_arm(self) -> bool:
+        return self.machine in ARM
+
+    @property
+    def processor_flags(self) -> tuple[str, ...]:
+        """The compiler's flags for the processor. A Mac's cache may move to another Mac, so there it is the oldest."""
+        if self.instructions == AVX2:
+            return ("-march=x86-64-v3",)
+        own = (PORTABLE_DEFINE,) if self.instructions == PORTABLE else ()
+        if self.is_arm and self.is_mac:
+            return (f"-mcpu={OLDEST_MAC}", *own)
+        if self.instructions == NATIVE:
+            return ("-mcpu=native" if self.is_arm else "-march=native",)
+        oldest = "-march=armv8-a" if self.is_arm else "-march=x86-64"
+        return (oldest, *own) if self.is_arm or self.machine in X86_64 else own
+
+    @property
+    def is_for_one_processor(self) -> bool:
+        """Other processors may lack what the compiler finds on this one."""
+        return self.processor_flags[0].endswith("=native")
 
 
 def this_target() -> CompileTarget:
-    """This machine and its MLX."""
-    return CompileTarget(sys.platform, platform.machine(), Path(mx.__file__).parent)
+    """This machine, its MLX, and the instructions that GEARBX_CPU asks for. Raises GearbxError as `instructions`."""
+    return CompileTarget(sys.platform, platform.machine(), Path(mx.__file__).parent, instructions())
+
+
+def instructions() -> str:
+    """What GEARBX_CPU asks for; `native` where it is not set.
+
+    Raises:
+        GearbxError: no such name, or this processor lacks these instructions.
+    """
+    asked = os.environ.get(CPU_VARIABLE) or NATIVE
+    lacking = lacking_for_avx2()
+    works = [NATIVE, *([] if lacking else [AVX2]), PORTABLE]
+    if asked in works:
+        return asked
+    why = f"this processor has no {', '.join(lacking)}" if asked == AVX2 else "that name is unknown"
+    raise GearbxError(f"{CPU_VARIABLE} is {asked!r}, and {why}; choose from {', '.join(works)}")
+
+
+def lacking_for_avx2() -> list[str]:
+    """The instructions of x86-64-v3 that this processor does not have, or is not known to have; empty if it has all."""
+    flags = {word for line in cpuinfo() if line.startswith("flags") for word in line.split()}
+    return sorted(X86_64_V3 - flags) if platform.machine() in X86_64 else ["avx2"]
+
+
+def cpuinfo() -> list[str]:
+    """The lines in which Linux describes the processor; none on other systems."""
+    try:
+        return CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
 
 
 def processor_model() -> str:
     """The name of this processor, such as `Apple M2 Pro`; empty where the system has none."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    lines = cpuinfo()
+    if not lines:
         return apple_model()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def processor_features() -> str:
     """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
-    try:
-        lines = CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    lines = cpuinfo()
+    if not lines:
         return f"{platform.machine()} {apple_model() or platform.processor()}"
-    fields = ("flags", "Features", "model name", "CPU part")
+    fields = ("flags", "Features", "model name", "CPU implementer", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(fields)}))
+
+
+def processor_key() -> str:
+    """8 hexadecimal digits that change with this processor and with GEARBX_CPU: times under others do not count."""
+    return hashlib.sha256(f"{instructions()}\n{processor_features()}".encode()).hexdigest()[:8]
 
 
 def apple_model() -> str:
@@ -177,11 +234,11 @@ def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Rec
         sysconfig.get_path("include"),
     ]
     threads = [] if target.is_mac else ["-pthread"]
-    flags = [*FLAGS, target.processor_flag, *threads, *DEFINES, *(f"-I{p}" for p in include)]
+    flags = [*FLAGS, *target.processor_flags, *threads, *DEFINES, *(f"-I{p}" for p in include)]
     link = [f"-L{target.mlx / 'lib'}", "-lmlx", f"-Wl,-rpath,{target.mlx / 'lib'}"]
     if target.is_mac:  # Python's functions are in the process; Linux needs no flag for that
         link += ["-undefined", "dynamic_lookup"]
-    processor = processor_features() if target.processor_flag.endswith("native") else ""
+    processor = processor_features() if target.is_for_one_processor else ""
     sources = sorted(SOURCES.glob("*.cpp"))
     bindings = [source for source in sources if source.stem.endswith("primitive")]
     kernels = [source for source in sources if source not in bindings]

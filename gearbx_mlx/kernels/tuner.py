@@ -36,7 +36,7 @@ from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
-from .compiler import SOURCES, processor_features
+from .compiler import SOURCES, processor_key
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
@@ -184,13 +184,12 @@ def kernels_hash() -> str:
 
 
 def machine() -> str:
-    """What times depend on beside the product: device, system, MLX, our kernels; on a CPU also the threads."""
+    """What times depend on beside the product: device, system, MLX, our kernels; on a CPU its instructions, threads."""
     on = device()
     name = f"{mx.device_info().get('device_name', '')} ({on})"
     if on == CPU:
-        features = hashlib.sha256(processor_features().encode()).hexdigest()[:8]
         threads = os.environ.get("GEARBX_THREADS") or os.cpu_count()
-        name = f"{name} {features}, {threads} threads"
+        name = f"{name} {processor_key()}, {threads} threads"
     return f"{name}, {platform.system()} {platform.release()}, mlx {version('mlx')}, kernels {kernels_hash()}"
 
 
