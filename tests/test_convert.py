@@ -375,31 +375,6 @@ class TestBitsByQuality:
         assert found == {path: min(map(int, layer["gears"])) for path, layer in saved["layers"].items()}
 
     @pytest.mark.slow
-    def test_bits_that_were_found_are_not_looked_for_again(self, command, tmp_path, monkeypatch):
-        save_model(tiny_model(), tmp_path / "original")
-        flags = [
-            "--model",
-            tmp_path / "original",
-            "--format",
-            "codebook",
-            "--auto-bits",
-            "--mlx-path",
-            tmp_path / "out",
-        ]
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "gearbx_mlx.conversion.converter.Converter.finish",
-                lambda self, *_: (_ for _ in ()).throw(KeyboardInterrupt),
-            )
-            assert command("convert", *flags).status == 130
-        monkeypatch.setattr(
-            import_module("gearbx_mlx.convert.gears"), "select_bits", lambda *_, **__: pytest.fail("looked again")
-        )
-        done = command("convert", *flags)
-        assert done.status == 0, done.err
-        assert (tmp_path / "out" / "selection.json").exists()
-
-    @pytest.mark.slow
     def test_a_budget_finds_the_floors(self, command, tmp_path):
         (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
         flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]

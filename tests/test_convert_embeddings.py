@@ -288,21 +288,7 @@ class TestDamage:
 
 
 class TestFlags:
-    def test_the_choice_is_a_part_of_an_interrupted_conversion(self, convert, tmp_path, monkeypatch):
-        with monkeypatch.context() as patch:
-            patch.setattr("gearbx_mlx.conversion.converter.Converter.finish", lambda self, *_: stop())
-            with pytest.raises(KeyboardInterrupt):
-                convert("untied")
-        with pytest.raises(GearbxError, match='embeddings "quantize" and not "keep"; remove it'):
-            convert_model(tmp_path / "original", tmp_path / "geared", q_group_size=GROUP, embeddings="keep")
-        out = convert_model(tmp_path / "original", tmp_path / "geared", q_group_size=GROUP)
-        assert list(tables_in(out)) == TABLES["untied"]
-
     def test_a_table_of_bits_names_its_layers_itself(self, command, tmp_path):
         done = command("convert", "--manifest", tmp_path / "x", "--embeddings", "keep")
         assert done.status == 2
         assert "leave out --dtype, --manage and --embeddings" in done.err
-
-
-def stop():
-    raise KeyboardInterrupt

@@ -12,7 +12,7 @@ from mutations import damaged
 STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
 # What else a name on the command line stands for: the rest of an interrupted run, the data of a task.
-WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
+WITH = {"begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
     "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
     "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),
-    "stopped.incomplete/conversion.jsonl": ("convert --model llama --mlx-path stopped",),
-    "stopped.incomplete/model.safetensors": ("convert --model llama --mlx-path stopped",),
-    "stopped.incomplete/gears.safetensors": ("convert --model llama --mlx-path stopped",),
     "begun.json.journal": (f"sensitivity --model llama --bits 4,5 {TEXT} --out begun.json",),
     **{
         f"evaluation/{name}": (f"{EVALUATE} text.txt --out evaluation",)

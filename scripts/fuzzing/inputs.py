@@ -89,7 +89,6 @@ class Step:
 COMMANDS = (
     Step("convert", "--model llama --mlx-path geared --gears 4,8,16"),
     Step("convert", "--model llama --mlx-path exact --gears 4,16 --format exact"),
-    Step("convert", "--model llama --mlx-path stopped", ("gearbx_mlx.conversion.converter:Converter._write", 5)),
     Step("calibrate", "--model llama -m 4 --out thresholds.json"),
     Step("calibrate", "--model llama -m 4 --mode lossless --gears 4,8,16 --out drafting.json"),
     Step("sensitivity", "--model llama --bits 4,5 --num-samples 1 --sequence-length 8 --out manifest.json"),
