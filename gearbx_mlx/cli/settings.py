@@ -21,6 +21,7 @@ from types import NoneType
 from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
 
 from ..errors import GearbxError, check_range
+from ..gone import gone
 
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -101,7 +102,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, command: str = "", kind: Any = None, **keywords: Any):
         super().__init__(**{"prog": name_as_typed(command)} | keywords)
         self.rare: list[argparse.Action] = []
-        self.kind = kind
+        self.command, self.kind = command, kind
         if command:
             self.add_argument("--version", action=Version, help="show the versions of the packages and exit")
 
@@ -134,9 +135,21 @@ class FlagParser(argparse.ArgumentParser):
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
+        self.refuse_gone(name)
         near = nearest(name, self.flags()) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
         self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
+
+    def refuse_gone(self, name: str) -> None:
+        """Exit with one line for a flag, or a flag with a value, that is gone."""
+        said = gone(name, self.command)
+        if said is not None:
+            self.exit(2, f"{self.prog}: error: {said}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices and action.option_strings:
+            self.refuse_gone(f"{action.option_strings[-1]} {value}")
+        super()._check_value(action, value)
 
     def shares(self, item: Field) -> bool:
         """Whether a field of another command's settings is a flag of this command too: the same name and help."""
@@ -335,6 +348,9 @@ def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
     names = {group: [item.name for item in fields(group_kind)] for group, group_kind in groups.items()}
     known = sorted(name for members in names.values() for name in members)
     for unknown in sorted(values.keys() - known):
+        said = gone(flag_of(unknown))
+        if said is not None:
+            raise GearbxError(said)
         raise GearbxError(f"there is no setting '{unknown}'; choose from {', '.join(known)}")
     for name, value in values.items():
         if value == []:  # what argparse makes of --flag=--

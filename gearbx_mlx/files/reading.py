@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from ..errors import GearbxError, one_line
+from ..gone import gone
 
 LONGEST = 60  # characters of a value that a message shows
 NAMES = {
@@ -243,6 +244,9 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
         what: it is to be, with its article, such as "a drafting file".
     """
     found = content.get("schema") if isinstance(content, dict) else None
+    said = gone(f"schema '{found}'") if found != schema else None
+    if said is not None:
+        raise GearbxError(said)
     if found != schema:
         raise GearbxError(f"it is not {what}: its schema is not '{schema}'")
     if type(content.get("version")) is not int or content["version"] != version:

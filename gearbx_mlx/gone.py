@@ -1,0 +1,13 @@
+"""What is gone, and what to use instead. Who meets an unknown flag, field or file looks here before he calls it so."""
+
+SINCE = "0.1.0"
+
+GONE: dict[str, str] = {}
+"""From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
+flag, a field of a request, a mode, `schema 'NAME'` of a file."""
+
+
+def gone(name: str, command: str = "") -> str | None:
+    """Return the line that refuses a name; None for one that is not gone."""
+    instead = GONE.get(f"{command} {name}") or GONE.get(name)
+    return None if instead is None else f"{name} is gone since gearbx-mlx {SINCE}; {instead}"
