@@ -2,7 +2,9 @@
 
 SINCE = "0.1.0"
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "--residency host": "it freed next to nothing; use --residency disk, or stream",
+}
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
 flag, a field of a request, a mode, `schema 'NAME'` of a file."""
 

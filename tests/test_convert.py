@@ -86,7 +86,7 @@ class TestGearsFromDisk:
         assert saved.fingerprint == made.fingerprint
         assert saved.unmanaged == made.unmanaged
 
-    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    @pytest.mark.parametrize("residency", ["resident", "disk"])
     def test_come_back_after_they_were_given_up(self, convert, residency):
         source, out = convert("tied", "--embeddings", "keep")
         model, original = gearbx_mlx.load(out)[0], gearbx_mlx.load(source)[0]

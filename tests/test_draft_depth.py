@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import tiny_model
+from conftest import on_disk, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding import draft_trials
@@ -91,8 +91,8 @@ class TestIsNotMeasured:
         assert depth_here(gearbox, gearbox.ladder[0], FixedLength(2)) == 0
         assert not on_gpu.exists()
 
-    def test_where_gears_leave_memory(self, on_gpu):
-        assert depth(Gearbox(tiny_model(), "4,16", residency="host")) == 1
+    def test_where_gears_leave_memory(self, on_gpu, tmp_path):
+        assert depth(Gearbox(tiny_model(), "4,16", **on_disk(tiny_model(), tmp_path))) == 1
         assert not on_gpu.exists()
 
     def test_if_told_so(self, on_gpu, monkeypatch):

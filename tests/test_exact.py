@@ -345,9 +345,8 @@ class TestALayer:
         assert not np.array_equal(low, high)
 
 
-@pytest.mark.parametrize("residency", ["resident", "host"])
-def test_shifts_and_other_types_change_no_weight(residency):
-    gearbox = boxed("4,8,16", residency=residency)
+def test_shifts_and_other_types_change_no_weight():
+    gearbox = boxed("4,8,16")
     before = linear_weights(model_of())
     for gear in ("low", "high", "mid", "low", "high"):
         gearbox.shift(gear)

@@ -260,7 +260,7 @@ def test_a_ladder_that_the_codes_do_not_have(bits, ladder):
     assert f"{bits} alone" in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"residency": "host"}, {"tables": {"low": {"lm_head": 5}}}])
+@pytest.mark.parametrize("change", [{"residency": "disk"}, {"tables": {"low": {"lm_head": 5}}}])
 def test_what_needs_the_original_is_refused(change):
     with pytest.raises(GearbxError, match="quantized already"):
         Gearbox(quantized(8), **change)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from chats import ASKED, MORE, chat
-from conftest import tiny_model
+from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from test_bad_input import assert_refused
 
@@ -84,9 +84,9 @@ class TestWhoReads:
         drafted = written(demo, geared_demo, Static("low"), draft_model=tiny_model(vocab_size=4096))
         assert [response.token for response in drafted] == by_hand(demo, geared_demo, "high", "low", 12)
 
-    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo):
+    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo, tmp_path):
         model = tiny_model()
-        gearbox = Gearbox(model, "4,8", residency="host")
+        gearbox = Gearbox(model, "4,16", **on_disk(model, tmp_path))
         keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
         with pytest.warns(GearbxWarning, match="prompt-gear high"):
             list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
