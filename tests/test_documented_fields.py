@@ -52,8 +52,7 @@ def runs(tmp_path_factory):
 @pytest.mark.docs
 @pytest.mark.slow
 def test_every_field_of_the_summary_is_described(runs):
-    energy = {"energy_joules_per_token", "energy_of"}  # which few machines report
-    assert {name for run in runs for name in run.summary} | energy == described_fields("The summary")
+    assert {name for run in runs for name in run.summary} == described_fields("The summary")
 
 
 @pytest.mark.docs
