@@ -4,6 +4,9 @@ SINCE = "0.1.0"
 
 GONE: dict[str, str] = {
     "--residency host": "it freed next to nothing; use --residency disk, or stream",
+    "benchmark kernels": "run python -m research kernels in a clone of the repository",
+    "benchmark token": "run python -m research token in a clone of the repository",
+    "benchmark server": "run python -m research server in a clone of the repository",
 }
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
 flag, a field of a request, a mode, `schema 'NAME'` of a file."""

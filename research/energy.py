@@ -18,6 +18,7 @@ from typing import IO
 from rich.progress import track
 
 from gearbx_mlx import Gearbox, GearbxError, load, stream_generate
+from gearbx_mlx.decoding.route import Static
 from gearbx_mlx.loading import DEMO_MODEL
 
 from .studies import Found, spread, study, table_here
@@ -151,9 +152,9 @@ def energy(
     with closing(this_meter()) as meter:
         for trial in track(range(trials + 1), "trials"):
             for gear in gearbox.ladder:
-                how = {"mode": "static", "gear": gear.name, "gearbox": gearbox}
                 start = meter.joules()
-                written = sum(1 for _ in stream_generate(loaded, tokenizer, prompt, tokens, **how))
+                text = stream_generate(loaded, tokenizer, prompt, tokens, mode=Static(gear.name), gearbox=gearbox)
+                written = sum(1 for _ in text)
                 if trial:  # the first makes the gears
                     found[gear.bits].append((meter.joules() - start) / written)
         rows = [[bits, spread(joules, 3)] for bits, joules in found.items()]

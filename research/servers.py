@@ -1,4 +1,4 @@
-"""Servers: what the proxy adds, and the table of `benchmark server`."""
+"""Servers: what the proxy adds."""
 
 import contextlib
 import json
@@ -13,14 +13,11 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import httpx
-from pages import table
 from rich.progress import track
 
-from .studies import Found, read_report, spread, study, table_here
+from .studies import Found, spread, study, table_here
 
 WORDS = 40
 PAUSE = 0.002  # seconds between two words of the server that answers at once
@@ -165,25 +162,6 @@ def row_of(kind: Kind, found: Sequence[tuple[float, ...]]) -> list[str]:
     return [kind.name, form, directly, through, added, between]
 
 
-SERVER_HEAD = ["part", "kernels", "measure", "value", "spread", "aim", "count"]
-
-
-def figure(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
-
-
-def aim(row: dict[str, Any]) -> str:
-    """At least, at most, or nothing; and whether it was missed."""
-    bounds = [f"{sign} {row[name]:g}" for sign, name in (("≥", "least"), ("≤", "most")) if row[name] is not None]
-    return " ".join(bounds) + ("" if row["reached"] else ", missed")
-
-
-def lines(row: dict[str, Any]) -> list[str]:
-    spread = "-".join(figure(value) for value in row["spread"] or [])
-    value = f"{row['value']:.0f}" if row["value"] >= 1000 else figure(row["value"])
-    return [row["part"], row["kernels"], row["measure"], value, spread, aim(row), str(row["count"])]
-
-
 @study("docs/server.md", minutes=2)
 def proxy_time(trials: int = 200, server: str | None = None, model: str | None = None) -> Found:
     """What the proxy adds to an answer: a server asked directly and through the proxy, in turn.
@@ -197,15 +175,3 @@ def proxy_time(trials: int = 200, server: str | None = None, model: str | None =
         rows = measure(direct, trials, model)
     head = ["who decides", "answer", "directly", "through the proxy", "added (quartiles)"]
     return Found({"proxy": table_here([*head, "between events, directly / through the proxy"], rows)})
-
-
-@study("docs/performance.md")
-def server_figures(files: list[Path]) -> Found:
-    """The figures of `gearbx_mlx benchmark server --json`, as a table.
-
-    Args:
-        files: Of --json.
-    """
-    rows = [row for file in files for row in read_report(file)["rows"]]
-    places = sorted({f"{row['machine']}, {row['date']}" for row in rows})
-    return Found({"server": table(SERVER_HEAD, map(lines, rows)) + f"\n{'; '.join(places)}\n"})

@@ -38,7 +38,7 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
         ("sensitivity", ("--out", LONG)),
         ("sensitivity", ("--data", LONG)),
         ("allocate", ("--manifest", LONG)),
-        ("benchmark", ("kernels", "--json", LONG)),
+        ("benchmark", ("decode", "--json", LONG)),
     ],
 )
 def test_are_refused_in_one_line(command, tmp_path, monkeypatch, name, arguments):
