@@ -18,7 +18,7 @@ from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.decoding.mode import vocabulary_of
 from gearbx_mlx.decoding.stream import batch_generator
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from gearbx_mlx.evaluation.replay import next_logprobs
+from gearbx_mlx.evaluation.predictions import next_logprobs
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, OneGear, ThresholdGate, policy_named
 
 from .lossless import ASSISTANT, encode

@@ -1,102 +1,103 @@
-"""evaluate --task gsm8k or math: the model writes answers, and the final ones are right or wrong."""
+"""Problems of GSM8K or MATH, which a model solves by writing: the final answers are right or wrong."""
 
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..cli import terminal
-from ..cli.gears import RoutingSettings, routing_for
-from ..cli.loaded import Loaded
-from ..cli.prompt import PromptSettings, encoded
-from ..cli.resolved import resolve_gears
-from ..decoding.route import Route
-from ..errors import GearbxError
-from ..evaluation import answers
-from ..evaluation.report import Report
-from ..evaluation.session import EvaluationSession, hash_of_tokens
-from ..gears.discovery import vocabulary
-from ..gears.gearbox import model_fingerprint
-from . import WRITING, EvaluateSettings, TaskSettings
-from .text import about, inputs_of, note_or_raise
+from rich.progress import track
+
+from gearbx_mlx.cli.gears import GateSettings, RoutingSettings, routing_for
+from gearbx_mlx.cli.loaded import Loaded
+from gearbx_mlx.cli.prompt import PromptSettings, encoded
+from gearbx_mlx.decoding.route import Route
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.gearbox import model_fingerprint
+from gearbx_mlx.loading import model_name
+
+from .evaluation import answers
+from .evaluation.model import Model, resolved_model
+from .evaluation.report import markdown_table
+from .studies import Found, keep_report, study
 
 Problems = list[dict[str, str]]
+WRITING = ("static", "route", "kickdown", "lossless")  # the policies that can write a text of their own
 
 
-def measured(settings: EvaluateSettings, out: Path) -> Report:
-    """The report of the final answers.
+@study(minutes=30)
+def final_answers(
+    data: Path,
+    out: Path = Path("evaluation"),
+    model: str | None = None,
+    gears: str | None = None,
+    format: str | None = None,
+    group_size: int | None = None,
+    kernels: str = "auto",
+    task: Literal["gsm8k", "math"] = "gsm8k",
+    policy: list[Literal["static", "route", "kickdown", "lossless"]] = [],  # noqa: B006
+    thresholds: str | None = None,
+    num_problems: int = 50,
+    num_shots: int = 0,
+    max_tokens: int = 256,
+) -> Found:
+    """Final answers of static gears, route, kickdown and lossless: right or wrong, against the top gear's.
+
+    The model writes greedily after each question. Differences from the top gear on the same problems come with
+    standard errors and McNemar's exact test.
 
     Args:
-        out: directory of the session, which an interrupted run leaves for the next one.
-
-    Raises:
-        KeyboardInterrupt: before any policy was complete.
+        data: JSON Lines with question and answer (GSM8K), or problems of MATH: JSON Lines or a folder of JSON files.
+        out: Directory for evaluation.json.
+        model: A directory or a Hub repository; the model that ships if not given.
+        policy: All of them if not given; static gears are always there.
+        thresholds: For route and kickdown: a file from calibrate, or bits. The paper's if not given.
+        num_problems: Problems to solve.
+        num_shots: First problems of the file, to show as examples.
+        max_tokens: Of an answer. Solutions of MATH are long: give 512 or more.
     """
-    examples, problems = problems_of(settings.task)
-    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
-    loaded = Loaded.of(resolved)
-    resolved, ladder = loaded.resolved, loaded.resolved.ladder  # of a quantized checkpoint its own codes'
-    gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
-    thresholds = RoutingSettings(settings.task.thresholds)
-    routing = routing_for(
-        thresholds, settings.gate, ladder, vocabulary(gearbox.model), lambda: model_fingerprint(gearbox.model)
-    )
-    task = answers.TASKS[settings.task.task]
-    modes = answers.modes_of(settings.comparison.policy or WRITING, ladder, Route(**vars(routing)))
-    prompts = prompts_of(settings.prompt, settings.task.task, tokenizer, loaded.config, examples, problems)
-    depends_on = answers_inputs(settings, prompts) | {"native": gearbox.kernels.native} | vars(routing)
-    session = EvaluationSession(out, inputs_of(settings, resolved) | depends_on)
-    attempts: dict[str, list[answers.Attempt]] = {}
-    with terminal.progress_bar() as progress:
-        try:
-            for name, mode in modes.items():
-                numbers = progress.track(range(len(prompts)), description=name)
-                solve = partial(answers.solve, gearbox, tokenizer, task, prompts, mode)
-                attempts[name] = session.rows(name, solve, answers.Attempt, numbers)
-        except KeyboardInterrupt:
-            note_or_raise(attempts, out)
+    examples, problems = problems_of(data, task, num_shots, num_problems)
+    loaded = Loaded.of(resolved_model(Model(model, gears, format, group_size, None, kernels)))
+    ladder, gearbox = loaded.resolved.ladder, loaded.gearbox()
+    fingerprint = partial(model_fingerprint, gearbox.model)
+    routing = routing_for(RoutingSettings(thresholds), GateSettings(), ladder, vocabulary(gearbox.model), fingerprint)
+    modes = answers.modes_of(policy or WRITING, ladder, Route(**vars(routing)))
+    prompts = prompts_of(max_tokens, task, loaded.tokenizer, loaded.config, examples, problems)
+    attempts = {
+        name: [
+            answers.solve(gearbox, loaded.tokenizer, answers.TASKS[task], prompts, mode, number)
+            for number in track(range(len(prompts)), name)
+        ]
+        for name, mode in modes.items()
+    }
     reference = next(iter(attempts))
-    report = about(settings, resolved, gearbox) | {
-        "complete": len(attempts) == len(modes),
-        "reference": reference,
-        "policies": answers.grouped(problems, answers.score(attempts, reference)),
-    }
-    return Report(report, answers.markdown(report), answers.COLUMNS, tuple(answers.COLUMNS))
+    rows = answers.grouped(problems, answers.score(attempts, reference))
+    report: dict[str, Any] = {"model": model_name(model), "data": str(data), "reference": reference, "policies": rows}
+    keep_report(out, report, {})
+    tables = {"final_answers": markdown_table(answers.COLUMNS, rows), **answers.group_tables(rows)}
+    return Found(tables, report)
 
 
-def answers_inputs(settings: EvaluateSettings, prompts: Sequence[answers.Prompt]) -> dict[str, Any]:
-    """What answers depend on besides the models."""
-    task = settings.task
-    return {
-        "num_problems": task.num_problems,
-        "num_shots": task.num_shots,
-        "max_tokens": settings.prompt.max_tokens,
-        "prompts": hash_of_tokens([tokens for tokens, _, _ in prompts]),
-        "extra_eos_token": [*settings.model.extra_eos_token],
-    }
-
-
-def problems_of(task: TaskSettings) -> tuple[Problems, Problems]:
-    """Examples and problems of a task's data.
+def problems_of(data: Path, task: str, num_shots: int, num_problems: int) -> tuple[Problems, Problems]:
+    """Examples and problems.
 
     Raises:
         GearbxError: as the task's reader, or nothing left but examples.
     """
-    rows = answers.TASKS[task.task].read(Path(task.data))
-    examples, problems = rows[: task.num_shots], rows[task.num_shots :][: task.num_problems]
+    rows = answers.TASKS[task].read(data)
+    examples, problems = rows[:num_shots], rows[num_shots:][:num_problems]
     if not problems:
-        raise GearbxError(f"{task.data}: has {len(rows)} problems, all of them examples; give fewer --num-shots")
+        raise GearbxError(f"{data}: has {len(rows)} problems, all of them examples; give fewer --num-shots")
     return examples, problems
 
 
 def prompts_of(
-    settings: PromptSettings, task: str, tokenizer: Any, config: dict, examples: Problems, problems: Problems
-) -> list[answers.Prompt]:
-    """The prompt of each problem."""
-    templated = tokenizer.has_chat_template and not settings.ignore_chat_template
-    if templated and not examples:
+    max_tokens: int, task: str, tokenizer: Any, config: dict, examples: Problems, problems: Problems
+) -> Sequence[answers.Prompt]:
+    """The prompt of each problem; in the model's chat template, if it has one and there are no examples."""
+    if tokenizer.has_chat_template and not examples:
         texts = [row["question"] + answers.TASKS[task].instruction for row in problems]
     else:
         texts = [answers.prompt_of(row, examples) for row in problems]
-    prompts = encoded(texts, settings, tokenizer, config)
+    prompts = encoded(texts, PromptSettings(max_tokens=max_tokens), tokenizer, config)
     return [(tokens, room, row["answer"]) for (tokens, room), row in zip(prompts, problems)]

@@ -1,145 +1,135 @@
-"""evaluate --small-model: EAD's Table 1 for a sweep of thresholds, with a random control for each."""
+"""EAD: two models that take turns, along a text and writing answers, at every threshold and against chance."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..cli import terminal
-from ..cli.flags import Turns, turns_of
-from ..cli.loaded import LoadedPair, load_pair
-from ..cli.resolved import model_inputs
-from ..compat.arrays import dtype_name
-from ..errors import GearbxError
-from ..evaluation import pair
-from ..evaluation.answers import TASKS, grouped, problem_files
-from ..evaluation.pair import draw_pair
-from ..evaluation.report import Report
-from ..evaluation.session import EvaluationSession, hash_of_tokens
-from ..evaluation.text import answer_windows, read_documents, read_rows, windows_of
-from ..gears.activations import model_dtype
-from ..loading import fingerprint, model_contents, model_name
-from ..routing.pair import NAMES
-from . import WRITTEN, EvaluateSettings
-from .answers import answers_inputs, problems_of, prompts_of
-from .text import context_for, note_or_raise
+from rich.progress import track
 
-SCHEMA, VERSION = "gearbx-mlx pair evaluation", 1
-PICTURES = {f"evaluation.{kind}": draw_pair for kind in ("png", "svg")}
+from gearbx_mlx.cli.flags import ModelSettings, Turns, turns_of
+from gearbx_mlx.cli.gears import GateSettings
+from gearbx_mlx.cli.loaded import LoadedPair, load_pair
+from gearbx_mlx.compat.arrays import dtype_name
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluate.run import context_for
+from gearbx_mlx.evaluation.text import answer_windows, read_documents, read_rows, windows_of
+from gearbx_mlx.gears.activations import model_dtype
+from gearbx_mlx.loading import model_name
+from gearbx_mlx.routing.pair import NAMES
+
+from .evaluation import pair
+from .evaluation.answers import TASKS, group_tables, grouped
+from .evaluation.report import markdown_table
+from .final_answers import problems_of, prompts_of
+from .studies import Found, keep_report, study
 
 
-def measured(settings: EvaluateSettings, small_model: str, out: Path) -> Report:
-    """The report of two models that take turns, along a text or writing answers.
+@study(minutes=30)
+def pair_sweep(
+    small_model: str,
+    data: Path,
+    out: Path = Path("evaluation"),
+    model: str | None = None,
+    task: Literal["text", "gsm8k", "math"] = "text",
+    thresholds: str | None = None,
+    window: int | None = None,
+    min_duration: int | None = None,
+    answers_only: bool = False,
+    context: int | None = None,
+    tokens: int = 2000,
+    num_problems: int = 50,
+    num_shots: int = 0,
+    max_tokens: int = 256,
+    seed: int = 0,
+) -> Found:
+    """EAD's Table 1 and Figure 1: two models in turns, at every threshold, with random controls.
 
     Args:
-        out: directory of the session.
-
-    Raises:
-        KeyboardInterrupt: before any threshold was complete.
+        small_model: A directory or a Hub repository.
+        data: A text, JSON Lines, or problems of the task.
+        out: Directory for evaluation.json and pictures.
+        model: The large model; the model that ships if not given.
+        task: text: both read the data. gsm8k, math: they write, and final answers are right or wrong.
+        thresholds: Bits with commas between, such as inf,1,0.5,0; the paper's if not given.
+        window: Tokens over which entropy is averaged.
+        min_duration: Tokens that a model computes in a row at least.
+        answers_only: Count the answers alone, not the questions, which are given in use.
+        context: Tokens in a window; 256, or the model's context if less.
+        tokens: Predictions in all, along a text.
+        num_problems: Problems to solve.
+        num_shots: First problems, to show as examples.
+        max_tokens: Of an answer.
+        seed: Of the coin.
     """
-    turns = turns_of(settings.task.thresholds, settings.gate, several=True)
-    if settings.task.task in WRITTEN:
-        examples, problems = problems_of(settings.task)
-        models = load_pair(settings.model, small_model)
-        prompts = prompts_of(settings.prompt, settings.task.task, models.tokenizer, models.config, examples, problems)
-        report = answers_report(settings, turns, models, prompts, out)
-        report["policies"] = grouped(problems, report["policies"])
-        page = pair.answers_page(report)
-        return Report(report, page, pair.ANSWER_COLUMNS, pair.FIRST_OF_ANSWERS, PICTURES)
-    report = text_report(settings, turns, small_model, out)
-    return Report(report, pair.markdown(report), pair.COLUMNS, pair.FIRST, PICTURES)
-
-
-def text_report(settings: EvaluateSettings, turns: Turns, small_model: str, out: Path) -> dict[str, Any]:
-    """Both models read texts; the gate takes turns between their predictions."""
-    task, tokens = settings.task, settings.comparison.tokens
-    rows = read_rows(Path(task.data), ("question", "answer")) if task.answers_only else []
-    documents = [] if rows else read_documents(Path(task.data))
-    models = load_pair(settings.model, small_model)
-    context = context_for(settings.comparison.context, models.config)
-    if rows:
-        windows = answer_windows(models.tokenizer, rows, context, tokens)
+    turns = turns_of(thresholds, GateSettings(window=window, min_gear_duration=min_duration), several=True)
+    models = load_pair(ModelSettings(model), small_model)
+    found: dict[str, Any]
+    if task == "text":
+        found, columns = along_text(models, data, turns, answers_only, context, tokens), pair.COLUMNS
     else:
-        windows = [(w, 0) for w in windows_of(models.tokenizer, documents, context, tokens, task.data)]
-    if not windows:
-        raise GearbxError(f"{task.data}: no question leaves room for its answer in {context} tokens; raise --context")
-    depends_on = {"context": context, "tokens": tokens, "answers_only": task.answers_only}
-    read = {"windows": hash_of_tokens([window for window, _ in windows])}
-    session = EvaluationSession(out, inputs_of(settings, turns) | depends_on | read)
-    with terminal.progress_bar() as progress:
-        tracked = progress.track(windows, description="both models")
-        recording = pair.record_pair(models.small, models.large, tracked, models.vocab_size, session)
-    thresholds = turns.sweep(models.vocab_size)
-    policies = pair.sweep(
-        recording, thresholds, turns.window, turns.min_duration, models.parameters, models.weight_bytes
-    )
-    return about(settings, turns, models) | {
-        "complete": True,
-        "context": context,
-        "answers_only": task.answers_only,
-        "tokens": len(recording.large.nll),
-        "windows": len(windows),
-        "policies": policies,
-    }
-
-
-def answers_report(
-    settings: EvaluateSettings, turns: Turns, models: LoadedPair, prompts: Sequence[pair.Prompt], out: Path
-) -> dict[str, Any]:
-    """The models write answers. The session keeps every row as soon as it is complete."""
-    seed, task = settings.comparison.seed, TASKS[settings.task.task]
-    session = EvaluationSession(out, inputs_of(settings, turns) | answers_inputs(settings, prompts) | {"seed": seed})
-    solve = partial(pair.solve_in_turns, models.small, models.large, models.tokenizer, task, prompts, turns.window)
-    attempts: dict[str, list[pair.PairAttempt]] = {}
-    thresholds: dict[str, float] = {}
-    complete = False
-    with terminal.progress_bar() as progress:
-
-        def attempt(name: str, threshold: float, gate_of: Callable) -> list[pair.PairAttempt]:
-            numbers = progress.track(range(len(prompts)), description=name)
-            attempts[name] = session.rows(name, partial(solve, gate_of), pair.PairAttempt, numbers)
-            thresholds[name] = threshold
-            return attempts[name]
-
-        try:
-            for threshold in sorted({*turns.sweep(models.vocab_size), 0.0}):
-                gate = pair.by_entropy(threshold, turns.min_duration)
-                share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
-                if 0 < share < 1:
-                    coin = pair.by_chance(share, turns.min_duration, seed)
-                    attempt(f"random-{threshold:g}", threshold, coin)
-            complete = True
-        except KeyboardInterrupt:
-            note_or_raise(attempts, out)
-    return about(settings, turns, models) | {
-        "complete": complete,
-        "policies": pair.answer_rows(attempts, thresholds, models.parameters),
-    }
-
-
-def inputs_of(settings: EvaluateSettings, turns: Turns) -> dict[str, Any]:
-    """All that results depend on but the thresholds: a sweep may be extended."""
-    return {
-        **model_inputs(settings.model),
-        "small model contents": model_contents(settings.task.small_model),
-        "data contents": fingerprint(*problem_files(Path(settings.task.data))),
-        "task": settings.task.task,
-        "window": turns.window,
-        "min_duration": turns.min_duration,
-    }
-
-
-def about(settings: EvaluateSettings, turns: Turns, models: LoadedPair) -> dict[str, Any]:
-    """What a report says of how it was made."""
-    return {
-        "schema": SCHEMA,
-        "version": VERSION,
-        "model": model_name(settings.model.model),
-        "small_model": settings.task.small_model,
-        "data": settings.task.data,
+        examples, problems = problems_of(data, task, num_shots, num_problems)
+        prompts = prompts_of(max_tokens, task, models.tokenizer, models.config, examples, problems)
+        rows = grouped(problems, writing(models, task, prompts, turns, seed))
+        found, columns = {"policies": rows}, pair.ANSWER_COLUMNS
+    report: dict[str, Any] = {
+        "model": model_name(model),
+        "small_model": small_model,
+        "data": str(data),
         "parameters": dict(zip(NAMES, models.parameters)),
         "weight_bytes": dict(zip(NAMES, models.weight_bytes)),
         "compute_dtype": dtype_name(model_dtype(models.large)),
         "gate": {"window": turns.window, "min_duration": turns.min_duration},
-        "seed": settings.comparison.seed,
+        "seed": seed,
+    } | found
+    keep_report(out, report, {f"evaluation.{kind}": partial(pair.draw_pair, report) for kind in ("png", "svg")})
+    tables = {"pair": markdown_table(columns, report["policies"]), "table_1": pair.table_1(report)}
+    return Found(tables | group_tables(report["policies"]), report)
+
+
+def along_text(
+    models: LoadedPair, data: Path, turns: Turns, answers_only: bool, context: int | None, tokens: int
+) -> dict[str, Any]:
+    """Both models read texts; the gate takes turns between their predictions."""
+    rows = read_rows(data, ("question", "answer")) if answers_only else []
+    documents = [] if rows else read_documents(data)
+    most = context_for(context, models.config)
+    if rows:
+        windows = answer_windows(models.tokenizer, rows, most, tokens)
+    else:
+        windows = [(each, 0) for each in windows_of(models.tokenizer, documents, most, tokens, str(data))]
+    if not windows:
+        raise GearbxError(f"{data}: no question leaves room for its answer in {most} tokens; raise --context")
+    recording = pair.record_pair(models.small, models.large, track(windows, "both models"), models.vocab_size)
+    limits = turns.sweep(models.vocab_size)
+    rates = turns.window, turns.min_duration, models.parameters, models.weight_bytes
+    return {
+        "context": most,
+        "answers_only": answers_only,
+        "tokens": len(recording.large.nll),
+        "windows": len(windows),
+        "policies": pair.sweep(recording, limits, *rates),
     }
+
+
+def writing(
+    models: LoadedPair, task: str, prompts: Sequence[pair.Prompt], turns: Turns, seed: int
+) -> list[dict[str, Any]]:
+    """The models write answers: a row for each threshold, and one for a coin with the large model's share."""
+    solve = partial(
+        pair.solve_in_turns, models.small, models.large, models.tokenizer, TASKS[task], prompts, turns.window
+    )
+    attempts: dict[str, list[pair.PairAttempt]] = {}
+    thresholds: dict[str, float] = {}
+
+    def attempt(name: str, threshold: float, gate_of: Callable) -> list[pair.PairAttempt]:
+        attempts[name] = [solve(gate_of, number) for number in track(range(len(prompts)), name)]
+        thresholds[name] = threshold
+        return attempts[name]
+
+    for threshold in sorted({*turns.sweep(models.vocab_size), 0.0}):
+        gate = pair.by_entropy(threshold, turns.min_duration)
+        share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
+        if 0 < share < 1:
+            attempt(f"random-{threshold:g}", threshold, pair.by_chance(share, turns.min_duration, seed))
+    return pair.answer_rows(attempts, thresholds, models.parameters)

@@ -1,24 +1,54 @@
-"""calibrate --mode route and --mode kickdown: entropy thresholds between the gears."""
+"""What calibrate finds: entropy thresholds between the gears, for mode route and for kickdown."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
 from ..cli.loaded import Loaded
-from ..cli.prompt import encoded
-from ..cli.resolved import resolve_gears
+from ..cli.prompt import encoded, read_prompts
+from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.kickdown import GearedModel
+from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
-from ..evaluation.session import Journal
+from ..errors import GearbxError
+from ..files.journal import Journal, hash_of_tokens
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
-from . import KICKDOWN, SHARE, CalibrateSettings
-from .shared import Calibration, Prompts, check_ladder, inputs_of, prompts_of
+from . import KICKDOWN, SHARE, CalibrateSettings, CalibrationSettings
+
+Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found: the file to be written, and a line and a note that say it in a few words."""
+
+    file: ThresholdFile
+    line: str
+    note: str
+
+
+def prompts_of(settings: CalibrationSettings) -> list[str]:
+    """The prompts of a file or, where none is named, the few that ship."""
+    found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
+    return found[: settings.num_prompts]
+
+
+def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Prompts) -> dict[str, Any]:
+    """All that the records of prompts depend on."""
+    return {
+        "mode": settings.calibration.mode,
+        **resolved.inputs(),
+        "prompts": hash_of_tokens([tokens for tokens, _ in prompts]),
+        "max_tokens": settings.prompt.max_tokens,
+        "extra_eos_token": [*settings.model.extra_eos_token],
+    }
 
 
 def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Calibration:
@@ -33,7 +63,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
     """
     texts = prompts_of(settings.calibration)
     resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
-    check_ladder(resolved.ladder, "no thresholds")
+    if len(resolved.ladder) < 2:
+        raise GearbxError(f"--gears {resolved.ladder}: one gear has no thresholds; give two or more")
     loaded = Loaded.of(resolved)
     loaded.check_gears()
     ladder = loaded.resolved.ladder  # of a quantized model its own codes'
@@ -66,9 +97,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
     )
     line = f"{', '.join(f'{threshold:.3f}' for threshold in thresholds)} bits"
     put = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(ladder, reached))
-    return Calibration(
-        file, line, [f"{file.tokens} tokens; with these thresholds the gate puts {put} of them in each gear"]
-    )
+    note = f"{file.tokens} tokens; with these thresholds the gate puts {put} of them in each gear"
+    return Calibration(file, line, note)
 
 
 def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[Any]]) -> list[Any]:

@@ -26,8 +26,7 @@ from ..decoding.kickdown import GearedModel, Kickdown
 from ..decoding.route import Route
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, about, one_line
-from ..evaluation.policies import RoutePolicy, StaticPolicy
-from ..evaluation.replay import Policy, computed, next_logprobs
+from ..evaluation.predictions import Policy, RoutePolicy, StaticPolicy, computed, next_logprobs
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Ladder

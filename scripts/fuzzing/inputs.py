@@ -95,7 +95,7 @@ COMMANDS = (
     Step(
         "sensitivity",
         "--model llama --bits 4,5 --num-samples 1 --sequence-length 8 --out begun.json",
-        ("gearbx_mlx.evaluation.session:Journal.add", 4),
+        ("gearbx_mlx.files.journal:Journal.add", 4),
     ),
     Step("allocate", "--model llama --num-samples 1 --sequence-length 8 --gears 4,5 --exchanges 0"),
     Step("evaluate", "--model llama --data text.txt --tokens 8 --context 8 --policy route lossless --out evaluation"),
