@@ -2,8 +2,25 @@
 
 SINCE = "0.1.0"
 
+STUDIES = "run python -m research policies in a clone of the repository"
+ANSWERS = "run python -m research final-answers in a clone of the repository"
+
 GONE: dict[str, str] = {
     "--residency host": "it freed next to nothing; use --residency disk, or stream",
+    "--policy": STUDIES,
+    "--share": STUDIES,
+    "--between": STUDIES,
+    "--reference-dtype": STUDIES,
+    "evaluate --seed": STUDIES,
+    "evaluate --prompt-tokens": STUDIES,
+    "evaluate --prompt-gear": STUDIES,
+    "--task": ANSWERS,
+    "--num-problems": ANSWERS,
+    "--num-shots": ANSWERS,
+    "evaluate --max-tokens": ANSWERS,
+    "evaluate -m": ANSWERS,
+    "evaluate --small-model": "run python -m research pair-sweep in a clone of the repository",
+    "--answers-only": "run python -m research pair-sweep in a clone of the repository",
     "benchmark kernels": "run python -m research kernels in a clone of the repository",
     "benchmark token": "run python -m research token in a clone of the repository",
     "benchmark server": "run python -m research server in a clone of the repository",

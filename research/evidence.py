@@ -33,7 +33,7 @@ from .exact import exact, lossless_table
 from .studies import STUDIES, Found, publish, read_report, study
 
 MODELS = {"demo": "demo", "stories260K": "stories260K-report", "babyllama105": "babyllama105-report"}
-REPORTS = MODELS | {"smollm2": "smollm2-report", "schedules": "smollm2-schedules"}  # without a part in the advice
+REPORTS = MODELS | {"smollm2": "smollm2-report"}  # without a part in the advice
 MIXTURES = ("random", "route", "position", "kickdown")  # they know no more than a user's model does
 SIGNIFICANT = 2  # standard errors
 

@@ -118,7 +118,6 @@ def test_a_longest_text_that_is_no_number(command, copied, longest):
     [
         ("sensitivity", "--bits", "4", "--num-samples", 1, "--sequence-length", 8),
         ("evaluate", "--tokens", 8, "--context", 8),
-        ("calibrate", "--target-kl", "1", "--tokens", 8, "--context", 8),
     ],
     ids=str,
 )

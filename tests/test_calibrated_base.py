@@ -353,10 +353,10 @@ def test_a_base_that_is_kept_changes_no_measurement(command, cache, tmp_path):
     reports = []
     for name in ("before", "after"):
         out = tmp_path / name
-        flags = "--data", text, "--context", 32, "--tokens", 24, "--policy", "static", "--out", out
+        flags = "--data", text, "--context", 32, "--tokens", 24, "--modes", "none", "--out", out
         done = command("evaluate", *gears, *flags)
         assert done.status == 0, done.err
-        reports.append(json.loads((out / "evaluation.json").read_text())["policies"])
+        reports.append(json.loads((out / "evaluation.json").read_text())["rows"])
         calibrated = command("generate", *gears, "-p", "Once", "-m", 2, "--calibrate-base", text)
         assert calibrated.status == 0, calibrated.err
     assert reports[0] == reports[1]

@@ -520,7 +520,7 @@ class TestWhatToDoNext:
         self.run_next(command, command("convert", "--mlx-path", tmp_path / "out", "--gears", "3,16").err)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("mode", ["route", "lossless", "kickdown"])
+    @pytest.mark.parametrize("mode", ["route", "kickdown"])
     def test_after_calibrate(self, command, tmp_path, mode):
         out = tmp_path / "file with a space.json"
         shared = ["--num-prompts", 1, "-m", 12, "--out", out]
@@ -530,7 +530,7 @@ class TestWhatToDoNext:
     def test_after_evaluate(self, command, tmp_path):
         text = tmp_path / "text.txt"
         text.write_text("Once upon a time there was a king who had three sons. " * 20)
-        shared = ["--tokens", 20, "--context", 16, "--policy", "static", "--gears", "4,16"]
+        shared = ["--tokens", 20, "--context", 16, "--modes", "none", "--gears", "4,16"]
         self.run_next(command, command("evaluate", "--data", text, "--out", tmp_path / "out", *shared).err)
 
     @pytest.mark.slow

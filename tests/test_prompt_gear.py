@@ -20,7 +20,6 @@ from gearbx_mlx import (
     generate,
     stream_generate,
 )
-from gearbx_mlx import evaluate as evaluation
 from gearbx_mlx.gears.ladder import parse_schedule
 from gearbx_mlx.routing.gates import Monitor, ScheduleGate
 
@@ -203,26 +202,3 @@ def test_flags_that_cannot_be(command, flags, named):
     result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
     assert_refused(result)
     assert named in result.err
-
-
-class TestEvaluation:
-    @pytest.mark.slow
-    def test_prompts_are_read_and_not_predicted(self, tmp_path):
-        text = tmp_path / "text.txt"
-        text.write_text("Once upon a time there was a king who had three sons. " * 30)
-        shared = {"tokens": 60, "context": 32, "gears": "3,16", "policy": ["static"], "prompt_tokens": 16}
-        top = evaluation(text, out=tmp_path / "top", **shared)
-        same = evaluation(text, out=tmp_path / "same", prompt_gear="same", **shared)
-        assert top["prompt_tokens"] == same["prompt_tokens"] == 16
-        assert top["tokens"] == 60
-        kl = [{row["name"]: row["kl_mean"] for row in report["policies"]} for report in (top, same)]
-        assert kl[0]["static-16"] == pytest.approx(0, abs=1e-6)
-        assert kl[0]["static-3"] < kl[1]["static-3"]
-
-    def test_a_prompt_gear_needs_a_prompt(self, command, tmp_path):
-        (tmp_path / "text.txt").write_text("Once upon a time there was a king. " * 30)
-        given = ["evaluate", "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
-        for flags in (["--prompt-gear", "8"], ["--prompt-tokens", "300"]):
-            result = command(*given, *flags)
-            assert_refused(result)
-            assert flags[0] in result.err

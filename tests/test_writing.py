@@ -173,7 +173,7 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path, command, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    flags = ("--data", tmp_path / "text.txt", "--tokens", 4, "--context", 4, "--policy", "lossless")
+    flags = ("--data", tmp_path / "text.txt", "--tokens", 4, "--context", 4, "--modes", "none")
     done = command("evaluate", *flags, "--gears", "4,16", "--out", tmp_path / "out")
     assert done.status == 2
     assert "evaluation.png: cannot be written (No space left on device); make room" in done.err

@@ -40,7 +40,7 @@ from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
 from ..routing.gates import Monitor, ThresholdGate
 from ..telemetry.report import get_pyplot, save
-from ..telemetry.summary import as_json
+from ..telemetry.summary import as_json, finite
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE
 from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
 
@@ -85,7 +85,7 @@ def content_of(settings: EvaluateSettings) -> dict[str, Any]:
     out = Path(settings.evaluation.out)
     content = measured(settings)
     make_directory(out)
-    write_text(out / DATA, as_json(content))
+    write_text(out / DATA, as_json(finite(content)))
     try:
         get_pyplot()
     except GearbxError as error:
