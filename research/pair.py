@@ -1,5 +1,6 @@
 """EAD: two models that take turns, along a text and writing answers, at every threshold and against chance."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,18 +12,29 @@ from gearbx_mlx.cli.flags import ModelSettings, Turns, turns_of
 from gearbx_mlx.cli.gears import GateSettings
 from gearbx_mlx.cli.loaded import LoadedPair, load_pair
 from gearbx_mlx.compat.arrays import dtype_name
-from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.errors import GearbxError, numbers
 from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.text import answer_windows, read_documents, read_rows, windows_of
+from gearbx_mlx.evaluation.text import PROMPT, encode, read_documents, read_rows, windows_of
 from gearbx_mlx.gears.activations import model_dtype
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.routing.pair import NAMES
+from gearbx_mlx.routing.pair import NAMES, check_threshold, scaled
 
 from .evaluation import pair
 from .evaluation.answers import TASKS, group_tables, grouped
 from .evaluation.report import markdown_table
 from .final_answers import problems_of, prompts_of
 from .studies import Found, keep_report, study
+
+SWEEP = (
+    math.inf,
+    1.0,
+    0.5,
+    0.25,
+    0.125,
+    0.0625,
+    0.03125,
+    0.0,
+)  # bits, EAD's Table 1; its 99 is more than any vocabulary has
 
 
 @study(minutes=30)
@@ -62,15 +74,17 @@ def pair_sweep(
         max_tokens: Of an answer.
         seed: Of the coin.
     """
-    turns = turns_of(thresholds, GateSettings(window=window, min_gear_duration=min_duration), several=True)
+    turns = turns_of(None, GateSettings(window=window, min_gear_duration=min_duration))
+    limits = None if thresholds is None else limits_of(thresholds)
     models = load_pair(ModelSettings(model), small_model)
+    limits = limits or tuple(bits if math.isinf(bits) else scaled(bits, models.vocab_size) for bits in SWEEP)
     found: dict[str, Any]
     if task == "text":
-        found, columns = along_text(models, data, turns, answers_only, context, tokens), pair.COLUMNS
+        found, columns = along_text(models, data, turns, limits, answers_only, context, tokens), pair.COLUMNS
     else:
         examples, problems = problems_of(data, task, num_shots, num_problems)
         prompts = prompts_of(max_tokens, task, models.tokenizer, models.config, examples, problems)
-        rows = grouped(problems, writing(models, task, prompts, turns, seed))
+        rows = grouped(problems, writing(models, task, prompts, turns, limits, seed))
         found, columns = {"policies": rows}, pair.ANSWER_COLUMNS
     report: dict[str, Any] = {
         "model": model_name(model),
@@ -87,8 +101,22 @@ def pair_sweep(
     return Found(tables | group_tables(report["policies"]), report)
 
 
+def limits_of(text: str) -> tuple[float, ...]:
+    """--thresholds as bits, from 0 to infinity. Raises GearbxError for anything else."""
+    bits = numbers("--thresholds", text, float, "inf,1,0")
+    for each in bits:
+        check_threshold(each)
+    return bits
+
+
 def along_text(
-    models: LoadedPair, data: Path, turns: Turns, answers_only: bool, context: int | None, tokens: int
+    models: LoadedPair,
+    data: Path,
+    turns: Turns,
+    limits: Sequence[float],
+    answers_only: bool,
+    context: int | None,
+    tokens: int,
 ) -> dict[str, Any]:
     """Both models read texts; the gate takes turns between their predictions."""
     rows = read_rows(data, ("question", "answer")) if answers_only else []
@@ -101,7 +129,6 @@ def along_text(
     if not windows:
         raise GearbxError(f"{data}: no question leaves room for its answer in {most} tokens; raise --context")
     recording = pair.record_pair(models.small, models.large, track(windows, "both models"), models.vocab_size)
-    limits = turns.sweep(models.vocab_size)
     rates = turns.window, turns.min_duration, models.parameters, models.weight_bytes
     return {
         "context": most,
@@ -112,8 +139,33 @@ def along_text(
     }
 
 
+def answer_windows(
+    tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """For each question and answer a window, and how many of its tokens are before the answer.
+
+    Args:
+        rows: with question and answer.
+        context, tokens: as in windows_of; a question that fills the context is left out.
+    """
+    windows, left = [], tokens
+    for row in rows:
+        prompt = PROMPT.format(**row)
+        start = len(encode(tokenizer, prompt))
+        window = encode(tokenizer, f"{prompt} {row['answer']}")[: min(context, start + left)]
+        if left > 0 and len(window) > start:
+            windows.append((window, start))
+            left -= len(window) - start
+    return windows
+
+
 def writing(
-    models: LoadedPair, task: str, prompts: Sequence[pair.Prompt], turns: Turns, seed: int
+    models: LoadedPair,
+    task: str,
+    prompts: Sequence[pair.Prompt],
+    turns: Turns,
+    limits: Sequence[float],
+    seed: int,
 ) -> list[dict[str, Any]]:
     """The models write answers: a row for each threshold, and one for a coin with the large model's share."""
     solve = partial(
@@ -127,7 +179,7 @@ def writing(
         thresholds[name] = threshold
         return attempts[name]
 
-    for threshold in sorted({*turns.sweep(models.vocab_size), 0.0}):
+    for threshold in sorted({*limits, 0.0}):
         gate = pair.by_entropy(threshold, turns.min_duration)
         share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
         if 0 < share < 1:

@@ -27,7 +27,7 @@ from gearbx_mlx.decoding.response import GearResponse
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.text import NEXT_PROMPT, PROMPT, read_rows
+from gearbx_mlx.evaluation.text import PROMPT, read_rows
 from gearbx_mlx.files.reading import Count, json_lines, read_json, read_text
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Ladder
@@ -35,6 +35,7 @@ from gearbx_mlx.gears.ladder import Ladder
 from .report import Columns, kilobytes, markdown_table, percent
 from .statistics import mcnemar, paired
 
+NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 
 
