@@ -22,9 +22,9 @@ from ..evaluation.metrics import quality
 from ..evaluation.predictions import (
     KickdownPolicy,
     Policy,
-    Prediction,
     Recording,
     RoutePolicy,
+    TextPrediction,
     driven,
     joined,
     read_at_once,
@@ -51,7 +51,7 @@ GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 
 @dataclass(frozen=True)
-class Reader:
+class TextReader:
     """What reads a window of the text.
 
     kind: a gear, a mode, or the top gear over a gear of the KV cache. used: the gears that may compute a token.
@@ -60,7 +60,7 @@ class Reader:
     kind: str
     name: str
     used: Sequence[Gear]
-    read: Callable[[Sequence[int]], Iterable[Prediction]]
+    read: Callable[[Sequence[int]], Iterable[TextPrediction]]
 
 
 def run(settings: EvaluateSettings) -> int:
@@ -138,7 +138,7 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     }
 
 
-def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[Reader]:
+def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]:
     """Return every gear, the modes that shift, and the gears of the KV cache, in the order of the report.
 
     Raises:
@@ -146,13 +146,13 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[Reader]:
     """
     wanted, ladder = settings.evaluation, gearbox.ladder
 
-    def alone(gear: Gear, window: Sequence[int]) -> Iterable[Prediction]:
+    def alone(gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
         return read_at_once(gearbox, [window], gear)
 
-    def shifting(policy: Policy, window: Sequence[int]) -> Iterable[Prediction]:
+    def shifting(policy: Policy, window: Sequence[int]) -> Iterable[TextPrediction]:
         return driven(gearbox, [window], policy)
 
-    found = [Reader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
+    found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
     modes = [mode for mode in wanted.modes if mode != NONE]
     if modes and len(ladder) > 1:
         vocab_size, fingerprint = vocabulary(gearbox.model), partial(model_fingerprint, gearbox.model)
@@ -162,27 +162,27 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[Reader]:
             ROUTE: RoutePolicy(ladder, gate, Monitor(vocab_size, routing.window)),
             KICKDOWN: KickdownPolicy(ladder, routing.thresholds),
         }
-        found += [Reader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
+        found += [TextReader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)
         found += [over_cache(gearbox, wanted.kv_gears, bits) for bits in wanted.kv_gears if bits < KV_BITS[-1]]
     return found
 
 
-def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> Reader:
+def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> TextReader:
     """Return the top gear over a KV cache whose gear has `bits`."""
     top = gearbox.ladder.top
 
     def begun(number: int) -> list[Any]:
         return cache_in_gears(gearbox.model, gearbox, ladder, bits)
 
-    def read(window: Sequence[int]) -> Iterable[Prediction]:
+    def read(window: Sequence[int]) -> Iterable[TextPrediction]:
         return read_at_once(gearbox, [window], top, begun)
 
-    return Reader(KV, f"{top.bits} bits, KV {bits}", [top], read)
+    return TextReader(KV, f"{top.bits} bits, KV {bits}", [top], read)
 
 
-def row_of(reader: Reader, recording: Recording, reference_nll: np.ndarray, gearbox: Gearbox) -> dict[str, Any]:
+def row_of(reader: TextReader, recording: Recording, reference_nll: np.ndarray, gearbox: Gearbox) -> dict[str, Any]:
     """Return a row of the report."""
     weight_bytes, bits = read_per_token(gearbox, reader.used, recording)
     return {

@@ -100,7 +100,7 @@ class KickdownPolicy(Policy):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class TextPrediction:
     """One prediction.
 
     window: number of its window. target: the token of the text. logprobs: (V,), float32. gear: computed them. passes:
@@ -120,14 +120,14 @@ Begun = Callable[[int], Any]
 
 def driven(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], policy: Policy, begun: Begun | None = None
-) -> Iterator[Prediction]:
+) -> Iterator[TextPrediction]:
     """Read the windows under a policy, and yield every prediction. begun: without it nothing stands before windows."""
     place = itertools.count()
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         policy.begin()
         for token, target in itertools.pairwise(window):
-            yield Prediction(number, target, *computed(gearbox, policy, next(place), token, cache))
+            yield TextPrediction(number, target, *computed(gearbox, policy, next(place), token, cache))
 
 
 def computed(
@@ -150,7 +150,7 @@ def computed(
 
 def read_at_once(
     gearbox: Gearbox, windows: Sequence[Sequence[int]], gear: Gear, begun: Begun | None = None
-) -> Iterator[Prediction]:
+) -> Iterator[TextPrediction]:
     """Read windows in one gear, several tokens in a pass: only the last bits differ from one token at a time.
 
     Args:
@@ -163,7 +163,7 @@ def read_at_once(
         for start in range(0, len(window) - 1, AT_ONCE):
             part = window[start : min(start + AT_ONCE, len(window) - 1)]
             for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
-                yield Prediction(number, target, logprobs, gear, passes)
+                yield TextPrediction(number, target, logprobs, gear, passes)
 
 
 def next_logprobs(model: Any, tokens: Sequence[int], cache: Any) -> np.ndarray:
@@ -195,7 +195,7 @@ class Recording:
     passes: np.ndarray
 
 
-def record(predictions: Iterable[Prediction], reference: Sequence[np.ndarray]) -> Recording:
+def record(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray]) -> Recording:
     """Compare predictions with the reference's log-probabilities, (V,) for each."""
     rows = []
     for place, each in enumerate(predictions):

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, log_softmax
-from gearbx_mlx.evaluation.predictions import Begun, Prediction, Recording, logprobs_of, next_logprobs
+from gearbx_mlx.evaluation.predictions import Begun, Recording, TextPrediction, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, DraftRule
@@ -46,7 +46,7 @@ class Reference(Sequence[np.ndarray]):
         targets: the tokens of the text.
     """
 
-    def __init__(self, path: Path, predictions: Iterable[Prediction], targets: np.ndarray):
+    def __init__(self, path: Path, predictions: Iterable[TextPrediction], targets: np.ndarray):
         rows = iter(predictions)
         first = next(rows)
         shape = len(targets), len(first.logprobs)
@@ -116,7 +116,7 @@ def drafted(
     top: Gear,
     rule: DraftRule,
     begun: Begun | None = None,
-) -> Iterator[Prediction]:
+) -> Iterator[TextPrediction]:
     """The predictions of lossless mode along the windows.
 
     After every verification the KV cache consists of the top gear's entries alone. The first prediction of a draft
@@ -141,7 +141,7 @@ def drafted(
             passes[low.index] += len(drafts)
             passes[top.index] += 1
             for offset in range(kept):
-                yield Prediction(number, window[place + offset + 1], verified[offset], top, passes)
+                yield TextPrediction(number, window[place + offset + 1], verified[offset], top, passes)
                 passes = [0] * len(gearbox.ladder)
             place += kept
 

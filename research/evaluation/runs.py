@@ -16,7 +16,7 @@ import numpy as np
 
 from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.evaluation.metrics import quality
-from gearbx_mlx.evaluation.predictions import Policy, Prediction, Recording, StaticPolicy, driven, record
+from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, record
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -28,7 +28,7 @@ from .replay import Reference, after_prompts, best_length, drafted, sequences_of
 from .report import compare_with_chance, compare_with_static, quality_arguments, row_of
 from .statistics import by_bucket
 
-Track = Callable[[Iterable[Prediction], int, str], Iterable[Prediction]]
+Track = Callable[[Iterable[TextPrediction], int, str], Iterable[TextPrediction]]
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Runs:
         with noisy(self.gearbox, self.seed):
             self.noise = self._recording("noise", self._in_top_gear())
 
-    def _steps(self, entry: PolicyRow) -> tuple[Iterator[Prediction], float | None]:
+    def _steps(self, entry: PolicyRow) -> tuple[Iterator[TextPrediction], float | None]:
         """The predictions of a row, and the threshold of its policy."""
         low, high = self.between
         if entry.policy == "static":
@@ -90,11 +90,11 @@ class Runs:
         policy, threshold = make_policy(entry, setting)
         return self._driven(policy, self.prompt_gear or low), threshold
 
-    def _driven(self, policy: Policy, gear: Gear) -> Iterator[Prediction]:
+    def _driven(self, policy: Policy, gear: Gear) -> Iterator[TextPrediction]:
         """The predictions of a policy, after prompts that are read in a gear."""
         return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear))
 
-    def _drafts(self, recorded: Recording) -> tuple[Iterator[Prediction], float]:
+    def _drafts(self, recorded: Recording) -> tuple[Iterator[TextPrediction], float]:
         """Lossless with drafts of the fixed length that reads the fewest bytes, and this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
@@ -103,10 +103,10 @@ class Runs:
         begun = after_prompts(self.gearbox, self.prompts, top)
         return drafted(self.gearbox, self.windows, low, top, FixedLength(length), begun), length
 
-    def _in_top_gear(self) -> Iterator[Prediction]:
+    def _in_top_gear(self) -> Iterator[TextPrediction]:
         return self._driven(StaticPolicy(self.gearbox.ladder.top), self.gearbox.ladder.top)
 
-    def _recording(self, name: str, steps: Iterator[Prediction]) -> Recording:
+    def _recording(self, name: str, steps: Iterator[TextPrediction]) -> Recording:
         return record(self.track(steps, len(self.targets), name), self.reference)
 
     def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
