@@ -50,7 +50,7 @@ DEFAULT_CONTEXT = 256
 GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TextReader:
     """What reads a window of the text.
 
@@ -111,15 +111,15 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     check_windows(windows, loaded.model, wanted.data)
     readers = readers_of(settings, gearbox)
     parts: dict[str, list[Recording]] = {reader.name: [] for reader in readers}
-    reference = []
     with terminal.progress_bar() as progress:
         task = progress.add_task("windows", total=len(windows) * len(readers))
         for window in windows:
             own = [each.logprobs for each in read_at_once(gearbox, [window], gearbox.ladder.top)]
-            reference += [-float(logprobs[target]) for logprobs, target in zip(own, window[1:])]
             for reader in readers:
                 parts[reader.name].append(record(reader.read(window), own))
                 progress.advance(task)
+    found = {reader: joined(parts[reader.name]) for reader in readers}
+    reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -130,11 +130,11 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
         "group_size": resolved.group_size,
         "kernels": "native" if gearbox.kernels.native else "mlx",
         "compute_dtype": dtype_name(gearbox.compute_dtype),
-        "tokens": len(reference),
+        "tokens": len(reference.nll),
         "windows": len(windows),
         "context": context,
         "ladder": gearbox.ladder_report(),
-        "rows": [row_of(reader, joined(parts[reader.name]), np.array(reference), gearbox) for reader in readers],
+        "rows": [row_of(reader, each, reference.nll, gearbox) for reader, each in found.items()],
     }
 
 

@@ -132,7 +132,7 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
         "kickdown": (lambda place, q: float(entropy_of_logprobs(log_softmax(q))), entropy),
         "inverted": (lambda place, q: -float(entropy_of_logprobs(log_softmax(q))), -entropy),
         "oracle": (
-            lambda place, q: float(kl_divergence(reference[place], log_softmax(q))),
+            lambda place, q: float(kl_divergence(log_softmax(reference[place]), log_softmax(q))),
             setting.recorded.kl,
         ),
     }

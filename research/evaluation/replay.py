@@ -54,15 +54,16 @@ class Reference(Sequence[np.ndarray]):
         for place, row in enumerate(itertools.chain([first], rows)):
             self.stored[place] = row.logprobs
         self.vocab_size = shape[1]
-        self.nll = np.array([-self[place][target] for place, target in enumerate(targets)])
-        self.top_probability = np.array([np.exp(self[place].max()) for place in range(len(targets))])
+        exact = map(log_softmax, self.stored)  # whose probabilities add up to one
+        found = np.array([(-row[target], np.exp(row.max())) for row, target in zip(exact, targets)])
+        self.nll, self.top_probability = found.T
 
     def __len__(self) -> int:
         return len(self.stored)
 
     def __getitem__(self, place: Any) -> Any:
-        """(V,), float64. Their probabilities add up to one."""
-        return log_softmax(self.stored[place])
+        """(V,), float32."""
+        return self.stored[place]
 
 
 def targets_of(windows: Sequence[Sequence[int]]) -> np.ndarray:
