@@ -66,7 +66,7 @@ def parse_vectors(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class BenchmarkSettings(Settings):
-    """What every benchmark but that of Metal takes."""
+    """Hold what every benchmark but that of Metal takes."""
 
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)

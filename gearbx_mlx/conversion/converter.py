@@ -52,7 +52,7 @@ Arrays = dict[str, mx.array]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to make, as `Gearbox` takes it.
+    """Say what to make, as `Gearbox` takes it.
 
     bits: path to the fewest bits that a layer may have; None: each has those of the gear.
     """
@@ -66,12 +66,12 @@ class Plan:
 
     @property
     def managed(self) -> str | Predicate:
-        """The argument `manage` of `Gearbox`."""
+        """Return the argument `manage` of `Gearbox`."""
         return self.manage if self.bits is None else with_bits(self.bits)
 
 
 class TensorFile:
-    """A new safetensors file: arrays one after the other, after room for the header, which is known last.
+    """Write a new safetensors file: arrays one after the other, after room for the header, which is known last.
 
     Args:
         room: bytes for the header, which spaces fill up.
@@ -97,7 +97,7 @@ class TensorFile:
 
     @property
     def places(self) -> dict[str, ArrayPlace]:
-        """Where each array is."""
+        """Return where each array is."""
         return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
 
     def finish(self) -> None:
@@ -229,7 +229,7 @@ def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_si
 
 @dataclass(frozen=True)
 class Written:
-    """A parameter that is done.
+    """Keep what is said later of a parameter that is done.
 
     shape, sample: for the fingerprint. hashes: of its arrays, by name. packed: without the arrays. views: hash to what
     it shows of the parameter, where the original is to come back.

@@ -210,7 +210,7 @@ def check_room(restorer: Restorer, work: Path) -> None:
 
 @contextlib.contextmanager
 def begun(path: Path, header: Header) -> Iterator[IO[bytes]]:
-    """A new file of the original's size with its header, to write tensors to."""
+    """Make a file of the original's size with its header, to write tensors to."""
     with open(path, "wb") as file:
         file.truncate(header.size)
         file.write(LENGTH.pack(len(header.data)) + header.data)

@@ -116,7 +116,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
 
 
 def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
-    """The base: as an earlier run made and kept it, or made now.
+    """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
         file: of the text; "": what ships, with answers that a copy of the model writes.
@@ -176,7 +176,7 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
 
 
 def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> Plan:
-    """What to write, before the bits of every layer are found."""
+    """Return what to write, before the bits of every layer are found."""
     return Plan(
         **settings.layout.filled(precision, "the manifest was measured with"),
         gears=tuple(gear.bits for gear in settings.ladder),
@@ -185,7 +185,7 @@ def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> P
 
 
 def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work: Path) -> dict[str, int]:
-    """Path to bits, as floors or a budget say; writes a report into `work`."""
+    """Return path to bits, as floors or a budget say, after writing a report into `work`."""
     lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
     model, tokenizer = original(lazy=lazy)
     report: dict[str, Any] = {}

@@ -137,7 +137,7 @@ def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Pa
 
 
 def destination(mlx_path: str | Path) -> Path:
-    """The directory to write.
+    """Return the directory to write.
 
     Raises:
         GearbxError: the directory exists, its parent does not, or the file system refuses the name.

@@ -19,7 +19,7 @@ NONE = "none"
 
 @dataclass(frozen=True)
 class EvaluationSettings(Settings):
-    """The text, and what reads it besides each gear."""
+    """Name the text, and what reads it besides each gear."""
 
     title: ClassVar[str] = "evaluation"
 

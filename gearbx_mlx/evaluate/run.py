@@ -52,7 +52,7 @@ GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 @dataclass(frozen=True, eq=False)
 class TextReader:
-    """What reads a window of the text.
+    """Read a window of the text.
 
     kind: a gear, a mode, or the top gear over a gear of the KV cache. used: the gears that may compute a token.
     """

@@ -47,7 +47,7 @@ class Policy:
 
 @dataclass
 class StaticPolicy(Policy):
-    """One gear for every token."""
+    """Stay in one gear."""
 
     gear: Gear
 
@@ -84,7 +84,7 @@ class RoutePolicy(Policy):
 
 @dataclass
 class KickdownPolicy(Policy):
-    """The lowest gear, and one gear higher for as long as the token's entropy is above the gear's threshold in bits."""
+    """Begin in the lowest gear, and climb while the token's entropy is above the gear's threshold in bits."""
 
     gears: Sequence[Gear]
     thresholds: Sequence[float]
@@ -178,7 +178,7 @@ def logprobs_of(logits: mx.array) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Recording:
-    """The results of n predictions; arrays of shape (n,), but `passes` (n, gears).
+    """Keep the results of n predictions; arrays of shape (n,), but `passes` (n, gears).
 
     nll: nats, of the text's own token. kl: of the reference from these predictions, kl_reverse: back, nats. agree: both
     give the same token the highest probability. entropy: bits. gear: index in the ladder. passes: over the weights, in

@@ -124,7 +124,7 @@ def replacing_arrays(path: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
+    """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
 
     All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
     same directory is removed.
@@ -155,7 +155,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def open_directory(path: Path) -> tuple[int, Path]:
-    """A new directory beside `path`, and the descriptor that locks it for as long as this process fills it."""
+    """Make a directory beside `path`, and return the descriptor that locks it while this process fills it, and the path."""
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{name_of(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
