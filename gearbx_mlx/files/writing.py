@@ -155,7 +155,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def open_directory(path: Path) -> tuple[int, Path]:
-    """Make a directory beside `path`, and return the descriptor that locks it while this process fills it, and the path."""
+    """Make a directory beside `path`; return the descriptor that locks it while this process lives, and its path."""
     while True:
         beside = Path(tempfile.mkdtemp(prefix=f".{name_of(path)}.", suffix=PART, dir=path.parent))
         with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
