@@ -9,6 +9,8 @@ THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickd
 ROUTER = (
     "server --server URL --server-model A,B chooses a model by the prompt, and a proxy such as LiteLLM does the rest"
 )
+STUDIES = "run python -m research policies in a clone of the repository"
+ANSWERS = "run python -m research final-answers in a clone of the repository"
 
 GONE: dict[str, str] = {
     "--tolerance": ONE_GEAR,
@@ -26,10 +28,6 @@ GONE: dict[str, str] = {
     "calibrate --data": THRESHOLDS,
     "calibrate --tokens": THRESHOLDS,
     "calibrate --context": THRESHOLDS,
-    "--policy schedule": NO_SCHEDULE,
-    "--policy schedule-route": NO_SCHEDULE,
-    "--policy position": NO_SCHEDULE,
-    "--policy lossless-fixed": "use --policy lossless, whose drafts have a fixed length",
     "--telemetry-only": "use --mode telemetry-only",
     "--machine": "use --watch-machine FILE",
     "--dequant-cache": "use --kernels dequant-cache",
@@ -56,10 +54,27 @@ GONE: dict[str, str] = {
     "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
     "format exact with gears 3,16": "make gears 4,16 of the original",
     "format exact with gears 4,8,16": "make gears 4,16 of the original, or give --format planes",
+    "--residency host": "it freed next to nothing; use --residency disk, or stream",
+    "--policy": STUDIES,
+    "--share": STUDIES,
+    "--between": STUDIES,
+    "--reference-dtype": STUDIES,
+    "evaluate --seed": STUDIES,
+    "evaluate --prompt-tokens": STUDIES,
+    "evaluate --prompt-gear": STUDIES,
+    "--task": ANSWERS,
+    "--num-problems": ANSWERS,
+    "--num-shots": ANSWERS,
+    "evaluate --max-tokens": ANSWERS,
+    "evaluate -m": ANSWERS,
+    "evaluate --small-model": "run python -m research pair-sweep in a clone of the repository",
+    "--answers-only": "run python -m research pair-sweep in a clone of the repository",
+    "benchmark kernels": "run python -m research kernels in a clone of the repository",
+    "benchmark token": "run python -m research token in a clone of the repository",
+    "benchmark server": "run python -m research server in a clone of the repository",
 }
 """From a name to what to use instead: `--flag`, `--flag value`, `command --flag` where other commands still have the
-flag, a field of a request, a mode, `schema 'NAME'` of a file,
-  `format NAME with gears GEARS`."""
+flag, a field of a request, a mode, `schema 'NAME'` of a file, `format NAME with gears GEARS`."""
 
 
 def gone(name: str, command: str = "") -> str | None:

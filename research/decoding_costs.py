@@ -37,10 +37,10 @@ from gearbx_mlx.routing.gates import ThresholdGate
 from .studies import Found, in_turn, ratios, results_in_turn, study, table_here
 
 
-def engaged(model: str | None, shape: str, gears: str | None) -> Gearbox:
-    """A gearbox of the model, or of a random Llama."""
+def engaged(model: str | None, shape: str, gears: str | None, context: int = 0) -> Gearbox:
+    """A gearbox of the model, or of a random Llama. context: tokens of a KV cache that memory has to have room for."""
     ladder = None if gears is None else Ladder.parse(gears)
-    return gearbox_of(ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder))
+    return gearbox_of(ModelBenchmark(model=model, shape=parse_shape(shape), gears=ladder), context)
 
 
 def as_table(columns: Sequence[str], rows: Rows) -> str:

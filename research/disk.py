@@ -242,7 +242,6 @@ RESIDENCIES = {  # name: the checkpoint, its format and residency
     "4 bits alone": ("original", "4", "affine", "resident"),
     "16 bits alone": ("original", "16", "planes", "resident"),
     "resident": ("original", "4,16", "planes", "resident"),
-    "host": ("original", "4,16", "planes", "host"),
     "disk": ("original", "4,16", "planes", "disk"),
     "exact": ("exact", "4,16", "exact", "resident"),
     "exact, disk": ("exact", "4,16", "exact", "disk"),

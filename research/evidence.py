@@ -25,10 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gearbx_mlx import Gearbox, generate, load
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.report import change_of_kl, percent
 from gearbx_mlx.files.writing import write_text
 
 from . import ROOT
+from .evaluation.report import change_of_kl, percent
 from .exact import exact
 from .studies import STUDIES, Found, publish, read_report, study
 
@@ -116,7 +116,7 @@ def advice(results: Path) -> str:
         "- **Expect little of `--mode route`**, where past tokens choose the gear, as in the paper. "
         f"{gain_sentence(results, 'route', 'against_random_same_share', 'It')}.",
         f"- **Nor much of [two models](#two-models)** that take turns: {pair_sentence(results)}.",
-        "- **Your model is another one:** `gearbx_mlx evaluate --data text.txt` makes these comparisons for it.",
+        "- **Your model is another one:** `gearbx_mlx evaluate --data text.txt` compares its gears and modes.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -11,17 +11,18 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, evaluate, load, stream_generate
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.evaluation.metrics import kl_divergence
-from gearbx_mlx.evaluation.replay import next_logprobs
-from gearbx_mlx.evaluation.report import change_of_kl
+from gearbx_mlx.evaluation.predictions import next_logprobs
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
 from gearbx_mlx.telemetry.report import get_pyplot
 
+from .evaluation.report import change_of_kl
 from .lossless import ASSISTANT, first_prompts, generated, times_faster, written_in_turn
+from .policies import policies
 from .studies import HELD_OUT, Found, in_turn, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
@@ -47,7 +48,7 @@ def prompt_gear(
         text: What is read, in windows that follow each other; WikiText-2's test set in the page.
         text_tokens: After each prompt.
         trials: Of the time to the first token.
-        out: A directory where an interrupted run goes on; none: nothing is kept.
+        out: A directory that keeps the reports; none: nothing is kept.
     """
     place = Path(out or tempfile.mkdtemp())
     settings: dict[str, Any] = {
@@ -60,9 +61,9 @@ def prompt_gear(
         "kernels": "auto",
     }
     alone: dict[str, Any] = {"policy": ["static"], "share": "0.5"}
-    same = evaluate(text, out=place / "same", prompt_gear="same", **alone, **settings)
-    eight = evaluate(text, out=place / "eight", prompt_gear="8", **alone, **settings)
-    precise = evaluate(text, out=place / "top", policy=["static", *MIXTURES], share="0.125,0.25,0.5", **settings)
+    same = policies(text, out=place / "same", prompt_gear="same", **alone, **settings).data
+    eight = policies(text, out=place / "eight", prompt_gear="8", **alone, **settings).data
+    precise = policies(text, out=place / "top", policy=["static", *MIXTURES], share="0.125,0.25,0.5", **settings).data
     of_same, of_eight, rows = ({row["name"]: row for row in each["policies"]} for each in (same, eight, precise))
     first = first_tokens(model, text, prompt_tokens, trials)
     gears = [

@@ -30,7 +30,6 @@ from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.rowwise import Rowwise
 from gearbx_mlx.gears.discovery import discover, vocabulary
 from gearbx_mlx.gears.gearbox import Gearbox
-from gearbx_mlx.gears.offload import Host
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL, find, model_name
 from gearbx_mlx.routing.gates import (
@@ -384,11 +383,11 @@ def table_memory_by_format(data: Mapping[str, Any]) -> tuple[list[str], list[lis
 
 # Picture 7: where the weights are, by gear and residency (GEARBX 6.3, Table 6; 17, figure 7).
 
-RESIDENCIES = ("resident", "host", "disk")
+RESIDENCIES = ("resident", "disk")
 
 
 def measure_residency(subject: Subject) -> dict[str, Any]:
-    """Bytes in MLX's pool and in numpy arrays beside it, in each gear, after all gears have been engaged once."""
+    """Bytes in MLX's pool, in each gear, after all gears have been engaged once."""
     found = {name: places(subject, name) for name in RESIDENCIES}
     return {"residencies": found, "dense": sum(array.nbytes for array in managed_weights(subject))}
 
@@ -398,7 +397,7 @@ def managed_weights(subject: Subject) -> list[mx.array]:
     return [layer.module.weight for layer in Gearbox(subject.load(), str(GEARS[-1]), kernels="mlx").layers]
 
 
-def places(subject: Subject, residency: str) -> dict[str, dict[str, int]]:
+def places(subject: Subject, residency: str) -> dict[str, int]:
     """Bytes of format rowwise, whose gears are arrays of their own, as in the paper."""
     gc.collect()
     before = mx.get_active_memory()
@@ -412,32 +411,26 @@ def places(subject: Subject, residency: str) -> dict[str, dict[str, int]]:
     for gear in gearbox.ladder:
         gearbox.shift(gear)
         gc.collect()
-        beside = gearbox.residency.bytes if isinstance(gearbox.residency, Host) else 0
-        found[gear.name] = {"mlx": mx.get_active_memory() - before, "host": beside}
+        found[gear.name] = mx.get_active_memory() - before
     return found
 
 
 def draw_residency(data: Mapping[str, Any], figure: Any) -> None:
-    """Bars: MLX's pool below, numpy arrays above, over the dense weights of the layers that change gear."""
+    """Bars: MLX's memory over the dense weights of the layers that change gear."""
     panels, dense = figure.subplots(1, len(data["residencies"]), sharey=True), data["dense"]
     for axes, (name, gears) in zip(panels, data["residencies"].items()):
-        pool, beside = ([gears[gear][place] / dense for gear in NAMES] for place in ("mlx", "host"))
-        axes.bar(NAMES, pool, 0.6, color=BLUE, edgecolor="white", label="MLX's memory")
-        axes.bar(NAMES, beside, 0.6, bottom=pool, color=ORANGE, hatch=HATCHES[1], edgecolor="white", label="host")
+        axes.bar(NAMES, [gears[gear] / dense for gear in NAMES], 0.6, color=BLUE, edgecolor="white")
         axes.set(title=name, xlabel="gear")
     panels[0].set_ylabel("bytes, dense layers = 1")
-    panels[0].legend(loc="upper left", bbox_to_anchor=(0.0, -0.25), ncols=2)
 
 
 def table_residency(data: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """MB in MLX's memory and in the host's arrays, and both together over the dense layers."""
+    """MB in MLX's memory, and over the dense layers."""
     rows = []
     for name, gears in data["residencies"].items():
         for gear in NAMES:
-            pool, beside = gears[gear]["mlx"], gears[gear]["host"]
-            sizes = [f"{size / 1e6:.2f}" for size in (pool, beside)]
-            rows.append([name, gear, *sizes, f"{(pool + beside) / data['dense']:.2f}"])
-    return ["residency", "gear", "MLX's memory, MB", "host, MB", "both over the dense layers"], rows
+            rows.append([name, gear, f"{gears[gear] / 1e6:.2f}", f"{gears[gear] / data['dense']:.2f}"])
+    return ["residency", "gear", "MLX's memory, MB", "over the dense layers"], rows
 
 
 # Picture 3: the time of a pass, by gear, with a dequant cache and with packed kernels (GEARBX 7.1; 17, figure 3).

@@ -14,15 +14,14 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.decoding.caches import put_in_gears
-from gearbx_mlx.evaluate.text import context_for
-from gearbx_mlx.evaluation.policies import PolicyRow
-from gearbx_mlx.evaluation.runs import Runs
-from gearbx_mlx.evaluation.session import EvaluationSession
+from gearbx_mlx.evaluate.run import context_for, over_cache
+from gearbx_mlx.evaluation.predictions import StaticPolicy, driven, read_at_once, record
 from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
+from .evaluation.runs import noisy
 from .lossless import widened
 from .studies import TALES, Found, in_turn, ratios, spread, study
 
@@ -52,15 +51,16 @@ def of_context(name: str, text: Path, context: int, tokens: int) -> Iterator[lis
         return
     gearbox = Gearbox(model, "16", kernels="mlx")
     top = gearbox.ladder.top
+    reference = [each.logprobs for each in read_at_once(gearbox, windows, top)]
+    with noisy(gearbox, 0):
+        noise = record(driven(gearbox, windows, StaticPolicy(top)), reference).kl.mean()
     for ladder in LADDERS:
-        with tempfile.TemporaryDirectory() as out:
-            runs = Runs(EvaluationSession(Path(out), {}), gearbox, windows, (top, top), {})
-            runs.compute([PolicyRow("kv", bits=bits, kv_gears=ladder) for bits in (4, 8)])
-        found = [
-            cell for each in runs.recordings.values() for cell in (f"{each.kl.mean():.2g}", f"{each.agree.mean():.1%}")
-        ]
-        assert runs.noise is not None
-        yield [Path(name).name, str(context), ",".join(map(str, ladder)), *found, f"{runs.noise.kl.mean():.2g}"]
+        found = []
+        for bits in (4, 8):
+            reader = over_cache(gearbox, ladder, bits)
+            read = record((each for window in windows for each in reader.read(window)), reference)
+            found += [f"{read.kl.mean():.2g}", f"{read.agree.mean():.1%}"]
+        yield [Path(name).name, str(context), ",".join(map(str, ladder)), *found, f"{noise:.2g}"]
         print(f"{Path(name).name}, {context} tokens, {ladder}: {found}", flush=True)
 
 

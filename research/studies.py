@@ -26,8 +26,9 @@ from pages import fill, table
 
 from gearbx_mlx.benchmark.measuring import machine_name
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.files.writing import write_text
+from gearbx_mlx.files.writing import make_directory, write_text
 from gearbx_mlx.kernels import cpu
+from gearbx_mlx.telemetry.summary import as_json, finite
 
 from . import MODULES, ROOT
 
@@ -264,6 +265,14 @@ def run_python(*arguments: object, folder: Path = ROOT) -> None:
     print("python", *arguments, flush=True)
     if subprocess.run(line, cwd=folder).returncode:
         raise GearbxError(f"{' '.join(line[1:])} failed")
+
+
+def keep_report(out: Path, report: dict[str, Any], pictures: Mapping[str, Callable[[Path], object]]) -> None:
+    """Write a report as evaluation.json, and its pictures, into a directory."""
+    make_directory(out)
+    write_text(out / "evaluation.json", as_json(finite(report)))
+    for name, draw in pictures.items():
+        draw(out / name)
 
 
 def read_report(file: Path) -> Any:

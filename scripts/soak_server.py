@@ -14,10 +14,10 @@ from random import Random
 from typing import Any
 
 import httpx
+from asked_servers import Client, started
 from pages import table
 from rich.progress import Progress
 
-from gearbx_mlx.benchmark.server import Client, started
 from gearbx_mlx.errors import GearbxError
 
 PROMPTS = (

@@ -1,4 +1,4 @@
-"""Stop commands at random moments, and see whether they end as they should and go on to the same result.
+"""Stop commands at random moments, and see whether they end as they should, and the same command to the same result.
 
     python scripts/stop_commands.py kill --times 1000      SIGKILL, and then the same command again until it ends
     python scripts/stop_commands.py signal --times 200     SIGINT and SIGTERM: the exit status, and nothing left behind
@@ -29,8 +29,6 @@ from rich.progress import Progress
 
 # The commands that write, and what each of them writes where it is not stopped
 
-PAIR = "--small-model {inputs}/small --thresholds 3,5"
-NUMBERS = "--data {inputs}/gsm8k.jsonl --task gsm8k --num-problems 2 -m 8"
 TEXT = "--data {inputs}/text.txt --context 16 --tokens 48"
 COMMANDS = {
     "generate": "generate -m 40 --mode route --gears 4,16 --trace out.jsonl",  # lossless drafts by measured time
@@ -42,11 +40,7 @@ COMMANDS = {
     "convert a table": "convert --manifest {inputs}/manifest.json --gears 4 --mlx-path out",
     "calibrate": "calibrate -m 16 --out out.json",
     "calibrate kickdown": "calibrate --mode kickdown --gears 4,16 -m 8 --out out.json",
-    "calibrate a target": "calibrate --target-kl 0.01 --gears 4,16 -m 8 --out out.json",
-    "evaluate": f"evaluate {TEXT} --policy kickdown lossless --share 0.5 --out out",
-    "evaluate answers": f"evaluate {NUMBERS} --policy kickdown --out out",
-    "evaluate a pair": f"evaluate {TEXT} {PAIR} --out out",
-    "evaluate a pair's answers": f"evaluate {NUMBERS} {PAIR} --out out",
+    "evaluate": f"evaluate {TEXT} --gears 4,16 --out out",
     "sensitivity": "sensitivity --bits 4,8 --num-samples 2 --sequence-length 16 --out out.json",
     "allocate": "allocate --manifest {inputs}/manifest.json --num-samples 1 --sequence-length 8 --gears 4 --out o.json",
     "analyze": "analyze --prompts {inputs}/prompts.txt -m 8 --out out",

@@ -300,6 +300,12 @@ def save_model(model, path: Path) -> None:
         shutil.copy(DEMO_MODEL / name, path)
 
 
+def on_disk(model, directory: Path) -> dict:
+    """Arguments of a gearbox whose top gear is read again from the model's weights, which are saved in a directory."""
+    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    return {"residency": "disk", "checkpoint": directory}
+
+
 def mlx_lm_loop(gearbox):
     """mlx-lm's `stream_generate`, which makes log-probabilities as a model with this gearbox does."""
     return loops.stream_generate(reader_of(gearbox).logsumexp)

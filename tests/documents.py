@@ -51,17 +51,12 @@ SHORTER = {
     "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
-    "evaluate": "--tokens 24 --context 12 --max-tokens 8",
-    "evaluate --prompt-tokens": "--tokens 24 --context 12 --prompt-tokens 4",
-    "evaluate --small-model": "--tokens 300 --context 256 --max-tokens 8",
+    "evaluate": "--tokens 24 --context 12",
     "convert codebook": "--manage attention",
     "convert --calibrate": "--manage attention --calibrate text.txt",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
     "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
-    "benchmark kernels": "--rows 256 --cols 256 --megabytes 1 --trials 1 --native-only",
-    "benchmark token": "--shape 256x2 --tokens 2 --trials 1",
     "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
-    "benchmark server": "--tokens 8 --trials 1 --kernels native",
 }
 PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
 FILES = {

@@ -141,7 +141,7 @@ def test_an_affine_gear_is_mlx_lms_adapter_over_the_quantized_model(adapted, kin
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+@pytest.mark.parametrize("residency", ["resident", "disk"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("geared", [False, True])
 def test_a_gear_that_was_left_comes_back(adapted, tmp_path, kind, residency, geared):

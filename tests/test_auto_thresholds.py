@@ -101,7 +101,7 @@ def test_generate_says_what_it_found_and_analyze_writes_it(command, tmp_path):
     [
         ("generate", "--mode", "kickdown"),
         ("generate", "--small-model", "x"),
-        ("evaluate", "--data", "tests/data/gsm8k_held_out.jsonl", "--task", "gsm8k", "--out", "unmade"),
+        ("evaluate", "--data", "tests/data/gsm8k_held_out.jsonl", "--out", "unmade"),
     ],
 )
 def test_where_nothing_can_find_them_they_are_refused_in_a_line(command, arguments):

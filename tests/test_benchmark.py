@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx import Gearbox, Ladder, load
-from gearbx_mlx.benchmark import KernelBenchmark, measuring, token
+from gearbx_mlx.benchmark import KernelBenchmark, measuring
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.gone import SINCE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
+from research import token
 from research.decoding_costs import batch_speed, dynamic_speedup, mixture, plan_of, routing
+from research.kernels import kernels
 from research.threads import threads
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -24,23 +27,9 @@ def small_sums(monkeypatch):
 
 
 @pytest.mark.slow
-def test_kernels(command, tmp_path):
-    result = command(
-        "benchmark",
-        "kernels",
-        "--rows",
-        64,
-        "--cols",
-        128,
-        "--megabytes",
-        1,
-        "--trials",
-        2,
-        "--json",
-        tmp_path / "k.json",
-    )
-    assert result.status == 0
-    rows = json.loads((tmp_path / "k.json").read_text())["rows"]
+def test_kernels():
+    found = kernels(rows=64, cols=128, megabytes=1, trials=2)
+    rows = found.data
     assert {(row["format"], row["bits"]) for row in rows} == {
         ("dense bfloat16", 16),
         ("dense float16", 16),
@@ -63,8 +52,7 @@ def test_kernels(command, tmp_path):
         assert row["gigabytes_per_second"] > 0
         assert row["spread"][0] <= row["bandwidth_ratio"] <= row["spread"][1]
         assert row["read_bandwidth_gigabytes_per_second"] > 0.1
-        assert row["machine"]
-    assert "| affine" in result.out
+    assert "| affine" in found.tables["kernels"]
 
 
 @pytest.mark.slow
@@ -82,12 +70,10 @@ def test_threads(tmp_path):
     assert "share of the read bandwidth" in texts_of(picture)
 
 
-def test_token(command, tmp_path):
-    file, picture = tmp_path / "t.json", tmp_path / "t.svg"
-    model = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 2, "--context", 40
-    result = command("benchmark", "token", *model, "--json", file, "--picture", picture)
-    assert result.status == 0, result.err
-    rows = json.loads(file.read_text())["rows"]
+def test_token(tmp_path):
+    found = token.token(str(DEMO_MODEL), gears="4,16", tokens=2, trials=2, context=40)
+    rows, picture = found.data, tmp_path / "t.svg"
+    found.pictures["token.svg"](picture)
     parts = list(dict.fromkeys(row["part"] for row in rows))
     assert [(row["gear"], row["part"]) for row in rows] == [(gear, part) for gear in ("low", "high") for part in parts]
     assert "products" in parts
@@ -213,14 +199,10 @@ def test_decode(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("kernels", "--cols", 100), "--cols is 100; give a multiple of 64"),
-        (("kernels", "--rows", 0), "--rows is 0"),
-        (("kernels", "--trials", 0), "--trials is 0"),
         (("decode", "--shape", "wide"), "not WIDTHxLAYERS"),
         (("decode", "--shape", "100x2"), "multiple of 256"),
         (("decode", "--gears", "8,4"), "ascend"),
         (("decode", "--context", -1), "--context is -1; give 0 or more"),
-        (("token", "--context", 10**400), "give 0 to 1e+15"),
         (("decode", "--model", ""), "--model is empty"),
         (("decode", "--json", ""), "--json is empty"),
         (("decode", "--json", "d" * 300), "cannot be written (File name too long)"),
@@ -228,20 +210,32 @@ def test_decode(command, tmp_path):
         (("decode", "--trials", 10**30), "give 1 to 100000"),
         (("decode", "--shape", "65536x100000"), "--shape 65536x100000 needs at least"),
         (("decode", "--model", DEMO_MODEL, "--gears", "4,16", "--context", 10**15), "needs at least"),
-        (("kernels", "--rows", 2**20, "--cols", 2**20), "a matrix of this size needs at least"),
-        (("kernels", "--cols", 64 * 10**30), "a matrix of this size needs at least"),
-        (("kernels", "--megabytes", 2**20), "a matrix of this size needs at least 1.1"),
         (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
-        (("token", "--picture", "t.pdf"), "--picture t.pdf: give a file that ends in .png or .svg"),
-        (("token", "--picture", "/nowhere/t.png"), "there is no directory"),
-        (("token", "--json", "t.svg", "--picture", "t.svg"), "t.svg"),
-        (("token", "--shape", "65536x100000"), "of memory, and"),
-        (("token", "--shape", "256x1", "--context", 10**13), "--shape 256x1 --context 10000000000000 needs at least"),
         (("decode", "--shape", "256x1", "--context", 10**13), "--shape 256x1 --context 10000000000000 needs at least"),
     ],
 )
 def test_bad_input_is_one_line(command, arguments, words):
     check_refused(command("benchmark", *arguments), words)
+
+
+@pytest.mark.parametrize("name", ["kernels", "token", "server"])
+def test_a_benchmark_that_is_a_study_now_is_one_line(command, name):
+    check_refused(
+        command("benchmark", name), f"benchmark {name} is gone since gearbx-mlx {SINCE}; run python -m research"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"rows": 2**20, "cols": 2**20}, "a matrix of this size needs at least"),
+        ({"cols": 64 * 10**30}, "a matrix of this size needs at least"),
+        ({"megabytes": 2**20}, "a matrix of this size needs at least 1.1"),
+    ],
+)
+def test_a_matrix_for_which_there_is_no_memory(sizes, words):
+    with pytest.raises(GearbxError, match=words):
+        kernels(**sizes)
 
 
 def test_the_most_vectors_are_a_thousand():

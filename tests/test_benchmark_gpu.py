@@ -11,9 +11,11 @@ from gearbx_mlx.benchmark import measuring
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
+from research.kernels import kernels
 from research.threads import threads
+from research.token import token
 
-KERNELS = "kernels", "--rows", 64, "--cols", 128, "--megabytes", 1, "--trials", 1
+KERNELS = {"rows": 64, "cols": 128, "megabytes": 1, "trials": 1}
 MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
 
 
@@ -41,53 +43,41 @@ def no_compiler(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    "what",
-    [
-        ("benchmark", *KERNELS),
-        ("benchmark", "decode", *MODEL),
-        ("benchmark", "token", *MODEL),
-    ],
-)
-def test_a_gpu_needs_no_compiler(command, tmp_path, what):
-    result = command(*what, "--json", tmp_path / "b.json")
+def test_a_gpu_needs_no_compiler(command, tmp_path):
+    result = command("benchmark", "decode", *MODEL, "--json", tmp_path / "b.json")
     assert result.status == 0, result.err
     rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    assert {row.get("path", "mlx") for row in rows} == {"mlx"}
-    assert {(row["read_by"], row["threads"]) for row in rows} == {("mlx gpu", None)}
-    assert all(row["read_bandwidth_gigabytes_per_second"] > 0 for row in rows)
+    check_rows(rows)
     assert all(row["machine"].startswith(mx.device_info()["device_name"]) for row in rows)
     assert "GB/s, MLX's sum on the GPU, " in result.out
 
 
+def check_rows(rows):
+    assert {row.get("path", "mlx") for row in rows} == {"mlx"}
+    assert {(row["read_by"], row["threads"]) for row in rows} == {("mlx gpu", None)}
+    assert all(row["read_bandwidth_gigabytes_per_second"] > 0 for row in rows)
+
+
 @pytest.mark.usefixtures("gpu")
-def test_half_precision_of_mlx_is_timed_on_a_gpu(command, tmp_path):
-    assert command("benchmark", *KERNELS, "--json", tmp_path / "b.json").status == 0
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+def test_half_precision_of_mlx_is_timed_on_a_gpu():
+    rows = kernels(**KERNELS).data
+    check_rows(rows)
     dense = [row["format"] for row in rows if row["format"].startswith("dense")]
     assert dense == ["dense bfloat16", "dense float16", "dense float32"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("gpu")
-def test_parts_of_a_token_are_those_that_there_are(command, tmp_path):
-    assert command("benchmark", "token", *MODEL, "--json", tmp_path / "b.json").status == 0
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
+def test_parts_of_a_token_are_those_that_there_are():
+    rows = token(str(DEMO_MODEL), gears="4,16", tokens=2, trials=1).data
+    check_rows(rows)
     assert {row["part"] for row in rows} == {"products", "output head", "graph (Python)", "rest (MLX)"}
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("benchmark", *KERNELS, "--native-only"), "leave --native-only out"),
-    ],
-)
-def test_what_makes_no_sense_on_a_gpu_is_one_line(command, arguments, words):
-    result = command(*arguments)
-    assert result.status == 2
-    assert len(result.err.strip().splitlines()) == 1
-    assert words in result.err
+def test_what_makes_no_sense_on_a_gpu():
+    with pytest.raises(GearbxError, match="leave --native-only out"):
+        kernels(**KERNELS, native_only=True)
 
 
 @pytest.mark.usefixtures("no_compiler")

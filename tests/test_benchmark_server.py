@@ -1,12 +1,11 @@
-"""`benchmark server` at sizes that say nothing of speed: its output, and the mistakes that it finds."""
-
-import json
+"""The study `server` at sizes that say nothing of speed: its output, and the mistakes that it finds."""
 
 import pytest
+from asked_servers import Client, ClientRequest, listens
 from http_server import WORD_PROBLEM, served
 
-from gearbx_mlx.benchmark.server import Client, ClientRequest, listens, prompts, row
 from gearbx_mlx.errors import GearbxError
+from research.server import prompts, row, server
 
 pytestmark = pytest.mark.processes
 
@@ -19,34 +18,21 @@ def url():
         yield str(client.base_url).rstrip("/")
 
 
-def test_one_client_beside_mlx_lms_server(command, tmp_path):
-    sizes = "--trials", 1, "--tokens", 8, "--kernels", "mlx"
-    result = command("benchmark", "server", *sizes, "--json", tmp_path / "s.json")
-    assert result.status == 0, result.err
-    rows = json.loads((tmp_path / "s.json").read_text())["rows"]
+def test_one_client_beside_mlx_lms_server():
+    rows = server(trials=1, tokens=8, kernels=["mlx"]).data
     assert {row["part"] for row in rows} == {"whole", "stream", "stream, cached prompt"}
     assert {row["kernels"] for row in rows} == {"mlx"}
     for found in rows:
         assert found["value"] > 0
         assert found["count"] == 1
-        assert found["machine"]
         assert found["reached"] == ((found["least"] or 0) <= found["value"] <= (found["most"] or 1e9))
     equal = [row["value"] for row in rows if row["measure"].startswith("texts equal")]
     assert equal == [1, 1, 1]  # both compute with MLX's kernels
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--kernels", "native,fast"), ("--kernels is fast",)),
-        (("--tokens", 1), ("--tokens is 1",)),
-        (("--model", "nowhere", "--kernels", "mlx"), ("gearbx_mlx.server does not serve", "nowhere")),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(command, flags, words):
-    result = command("benchmark", "server", *flags)
-    assert result.status == 2
-    assert all(word in result.err for word in words)
+def test_a_server_that_does_not_serve_says_why():
+    with pytest.raises(GearbxError, match=r"gearbx_mlx\.server does not serve: .*nowhere"):
+        server(model="nowhere", kernels=["mlx"])
 
 
 def test_a_stream_is_the_whole_answer_and_times_its_pieces(url):

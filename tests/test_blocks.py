@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import MANY_VECTORS, PROMPT, active_memory, normal, tiny_model
+from conftest import MANY_VECTORS, PROMPT, active_memory, normal, on_disk, tiny_model
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from gearbx_mlx import Gearbox
@@ -285,12 +285,12 @@ class TestModules:
         box.model(PROMPT)
         assert calls.native == len(box.model.layers) - 1
 
-    def test_memory_that_a_gear_gives_up_is_free(self, calls, request):
+    def test_memory_that_a_gear_gives_up_is_free(self, calls, request, tmp_path):
         cached = mx.set_cache_limit(0)  # a buffer that is used again may be larger than its array
         request.addfinalizer(lambda: mx.set_cache_limit(cached))
         model = tiny_model("llama", hidden_size=256, intermediate_size=1024)
         model.set_dtype(mx.bfloat16)
-        box = Gearbox(model, "4,16", kernels="native", residency="host")
+        box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
         for gear in (16, 4, 16, 4):
             box.shift(gear)
             mx.eval(box.model(PROMPT))

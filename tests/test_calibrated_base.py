@@ -11,7 +11,6 @@ from conftest import normal, tiny_model, weights_of
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.bases import ANSWER, Base, BaseText, answered, key_of, make_base, requests_of, text_of
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.conversion import calibrated_base
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
 from gearbx_mlx.conversion.gptq import Factored, Grid, Hessian, calibrated, codes_of, refitted
 from gearbx_mlx.formats import get_format
@@ -170,10 +169,10 @@ class TestWalk:
         assert mx.array_equal(model(mx.array([TEXTS[0]])), before)
 
     def test_every_block_and_the_head_advance_once(self, model):
-        made, count = get_format("planes"), []
+        made, blocks = get_format("planes"), []
         layers, _ = discover(model, "all", GROUP, made)
-        calibrate_base(model, layers, made, (4, 16), GROUP, TEXTS, count.append)
-        assert len(count) == steps(model) == len(blocks_of(model)) + 1
+        calibrate_base(model, layers, made, (4, 16), GROUP, TEXTS, lambda: blocks.append(1))
+        assert len(blocks) == steps(model) == len(blocks_of(model)) + 1
 
     def test_filled_up_texts_count_as_texts_alone(self, model):
         together, alone = base_of(model, texts=TEXTS[:2]), base_of(model, texts=[TEXTS[1], TEXTS[0]])
@@ -243,34 +242,6 @@ class TestCache:
         asked = tiny_model(seed=other["seed"], dtype=mx.bfloat16)
         format = get_format(other["format"])
         assert key_of(asked, format, other["ladder"], "all", other["group_size"]).find() is None
-
-    @pytest.mark.parametrize("damage", [None, lambda part: part.write_bytes(part.read_bytes()[:99])])
-    def test_an_interrupted_calibration_goes_on(self, model, cache, monkeypatch, damage):
-        """It continues where it stopped and gets the codes of an uninterrupted run; a damaged part is made again."""
-        format, chosen = get_format("exact"), []
-        choose = calibrated_base.calibrated
-
-        def counted(*arguments):
-            chosen.append(1)
-            if len(chosen) == 9:
-                raise KeyboardInterrupt
-            return choose(*arguments)
-
-        key = key_of(model, format, (4, 16), "all", GROUP, TEXT)
-        with progress_bar() as progress:
-            monkeypatch.setattr(calibrated_base, "calibrated", counted)
-            with pytest.raises(KeyboardInterrupt):
-                make_base(model, key, format, TEXTS, progress)
-            (part,) = key.parts()
-            if damage:
-                damage(part)
-            before = len(chosen)
-            base = make_base(model, key, format, TEXTS, progress)
-        assert len(chosen) - before == len(base.layers) - (0 if damage else 7)
-        assert key.parts() == []
-        whole = base_of(model, texts=TEXTS)
-        for path, planes in whole.layers.items():
-            assert mx.array_equal(planes.weights[0], base.layers[path].weights[0]), path
 
     def test_a_file_that_was_cut_off_is_made_again(self, model, cache):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
@@ -380,10 +351,10 @@ def test_a_base_that_is_kept_changes_no_measurement(command, cache, tmp_path):
     reports = []
     for name in ("before", "after"):
         out = tmp_path / name
-        flags = "--data", text, "--context", 32, "--tokens", 24, "--policy", "static", "--out", out
+        flags = "--data", text, "--context", 32, "--tokens", 24, "--modes", "none", "--out", out
         done = command("evaluate", *gears, *flags)
         assert done.status == 0, done.err
-        reports.append(json.loads((out / "evaluation.json").read_text())["policies"])
+        reports.append(json.loads((out / "evaluation.json").read_text())["rows"])
         calibrated = command("generate", *gears, "-p", "Once", "-m", 2, "--calibrate-base", text)
         assert calibrated.status == 0, calibrated.err
     assert reports[0] == reports[1]

@@ -43,14 +43,12 @@ class TestGearbox:
         assert mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
 
     @pytest.mark.slow
-    @pytest.mark.some(1)
-    @pytest.mark.parametrize("residency", ["host", "disk"])
-    def test_residency(self, fresh_demo, residency):
+    def test_residency(self, fresh_demo):
         gearbox = Gearbox(
             fresh_demo.model,
             "3,16",
             format="codebook",
-            residency=residency,
+            residency="disk",
             checkpoint=fresh_demo.path,
             manage="attention",
         )

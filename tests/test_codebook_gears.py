@@ -45,12 +45,12 @@ def test_compared_in_evaluate(command, tmp_path):
     text.write_text("Tom has 5 apples and buys 7 more. How many apples does he have? " * 4)
     done = command(
         *("evaluate", "--model", model, "--format", "codebook", "--gears", "2,4,16", "--data", text, "--out", out),
-        *("--policy", "static", "--context", 16, "--tokens", 32),
+        *("--modes", "none", "--context", 16, "--tokens", 32),
     )
     assert done.status == 0, done.err
-    rows = {row["name"]: row for row in json.loads((out / "evaluation.json").read_text())["policies"]}
-    assert rows["static-2"]["kl_mean"] > rows["static-4"]["kl_mean"] > rows["static-16"]["kl_mean"] == 0
-    assert rows["static-2"]["effective_bits"] < rows["static-4"]["effective_bits"] < 16
+    rows = {row["name"]: row for row in json.loads((out / "evaluation.json").read_text())["rows"]}
+    assert rows["2 bits"]["kl_mean"] > rows["4 bits"]["kl_mean"] > rows["16 bits"]["kl_mean"] == 0
+    assert rows["2 bits"]["effective_bits"] < rows["4 bits"]["effective_bits"] < 16
 
 
 class TestChoices:

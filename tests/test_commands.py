@@ -196,7 +196,7 @@ class TestGenerate:
         assert read_json(tmp_path / "b")["gear_tokens"] == {"low": 20, "mid": 0, "high": 0}
 
     @pytest.mark.some(2)
-    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    @pytest.mark.parametrize("residency", ["resident", "disk"])
     @pytest.mark.parametrize("format", ["planes", "affine", "rowwise"])
     def test_every_format_and_residency_runs(self, command, format, residency, tmp_path):
         result = command(

@@ -121,7 +121,7 @@ def test_so_do_routers_that_mlx_lm_keeps_at_8_bits(convert, tmp_path):
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+@pytest.mark.parametrize("residency", ["resident", "disk"])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_come_back_after_they_were_given_up(convert, tmp_path, residency, kernels, request):
     if kernels == "native":

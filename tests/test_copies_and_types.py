@@ -4,7 +4,7 @@ import copy
 
 import mlx.core as mx
 import pytest
-from conftest import PROMPT, save_model, tiny_model
+from conftest import PROMPT, on_disk, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, GearedModel, LosslessModel, convert, load
@@ -12,10 +12,10 @@ from gearbx_mlx.gears.gearbox import attached
 
 
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-@pytest.mark.parametrize("residency", ["resident", "host"])
-def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(kernels, residency):
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(tmp_path, kernels, is_dropped):
     model = tiny_model(dtype=mx.bfloat16)
-    gearbox = Gearbox(model, "4,8,16", kernels=kernels, residency=residency)
+    gearbox = Gearbox(model, "4,8,16", kernels=kernels, **(on_disk(model, tmp_path) if is_dropped else {}))
     gearbox.shift("low")
     low = model(PROMPT)
     copied = copy.deepcopy(model)

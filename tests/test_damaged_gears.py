@@ -16,8 +16,6 @@ from mutations import damaged, sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.conversion.converter import BASE_FILE, Converter
-from gearbx_mlx.conversion.journal import JOURNAL, Plan
 from gearbx_mlx.convert import main
 from gearbx_mlx.gears.ladder import DENSE
 from gearbx_mlx.gears.manifest import MANIFEST
@@ -210,60 +208,6 @@ class TestWhatItSaysOfArrays:
         (geared / MANIFEST).unlink()
         (geared / MANIFEST).mkdir()
         refused(geared, "(Is a directory); check the path")
-
-
-PLAN = Plan("planes", (4, 8), "all", 32, None, {"model.safetensors": "ab"})
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
-    """A conversion that stopped after a few layers."""
-    work = tmp_path_factory.mktemp("begun") / "work"
-    converter = Converter(tiny_model(), PLAN, work)
-    for _ in zip(range(3), converter):
-        pass
-    converter.close()
-    return work
-
-
-class TestTheJournalOfAConversion:
-    @pytest.mark.slow
-    def test_continues_to_the_same_checkpoint(self, begun, tmp_path):
-        whole = Converter(tiny_model(), PLAN, tmp_path / "whole")
-        list(whole)
-        whole.finish()
-        work = Path(shutil.copytree(begun, tmp_path / "work"))
-        rest = Converter(tiny_model(), PLAN, work)
-        list(rest)
-        rest.finish()
-        for name in (BASE_FILE, "gears.safetensors", MANIFEST):
-            assert (work / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-    @pytest.mark.slow
-    @SEARCH
-    @given(data=st.data())
-    def test_damage_is_refused_or_does_nothing(self, begun, tmp_path_factory, data):
-        work = Path(shutil.copytree(begun, tmp_path_factory.mktemp("damaged") / "work"))
-        lines = (begun / JOURNAL).read_text().splitlines()
-        line = data.draw(st.integers(0, len(lines) - 1))
-        lines[line] = data.draw(damaged(json.loads(lines[line])))
-        (work / JOURNAL).write_bytes(("\n".join(lines) + "\n").encode("utf-8", "surrogatepass"))
-        try:
-            converter = Converter(tiny_model(), PLAN, work)
-            list(converter)
-            converter.finish()
-            assert open_gears(work) is not None
-            return
-        except GearbxError as error:
-            message = str(error)
-        assert "\n" not in message
-        assert str(work) in message
-
-    def test_a_file_that_is_shorter_than_the_journal_says(self, begun, tmp_path):
-        work = Path(shutil.copytree(begun, tmp_path / "work"))
-        (work / BASE_FILE).write_bytes(b"")
-        with pytest.raises(GearbxError, match=r"model\.safetensors: shorter than its journal says"):
-            Converter(tiny_model(), PLAN, work)
 
 
 class TestArraysThatKernelsIndexWith:

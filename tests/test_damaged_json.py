@@ -13,9 +13,8 @@ from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.gears import read_thresholds
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.evaluation.answers import Attempt
-from gearbx_mlx.evaluation.session import EvaluationSession, Journal
 from gearbx_mlx.evaluation.text import read_documents, read_rows
+from gearbx_mlx.files.journal import Journal
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.loading import DEMO_MODEL, read_config
 from gearbx_mlx.machine.readers import Scripted
@@ -35,12 +34,7 @@ THRESHOLDS = {
     **{"method": "share", "gears": [4, 8, 16], "tokens": 9, "window": 3, "hysteresis": 0.1, "min_gear_duration": 4},
 }
 STATES = [{"seconds": 0, "thermal": "fair"}, {"seconds": 30.5, "battery": 0.5, "charging": True, "memory": 0.1}]
-ATTEMPT = {"found": "3", "right": True, "tokens": 5, "weight_bytes": 10}
 ROW = {"question": "1 + 1?", "answer": "#### 2"}
-
-
-def read_session(file: Path) -> EvaluationSession:
-    return EvaluationSession(file.parent, INPUTS)
 
 
 READERS = {
@@ -51,14 +45,12 @@ READERS = {
         json.loads((DEMO_MODEL / "config.json").read_text()),
         lambda file: context_length(read_config(file.parent)),
     ),
-    "inputs.json": (INPUTS, read_session),
 }
 LINES = {
     "states.jsonl": (STATES, Scripted.from_file),
     "prompts.jsonl": ([{"prompt": "Once"}, {"question": "Why?"}], read_prompts),
     "documents.jsonl": ([{"text": "Once"}, ROW], read_documents),
     "problems.jsonl": ([ROW, ROW], lambda file: read_rows(file, ("question", "answer"))),
-    "attempts": ([INPUTS, {"part": "0", "found": ATTEMPT}], lambda file: Journal(file, INPUTS, Attempt)),
     "journal": ([INPUTS, {"part": UP, "found": MEASURED}], lambda file: Journal(file, INPUTS, MeasuredLayer)),
 }
 SEARCH = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])

@@ -1,13 +1,12 @@
 """Energy per token, if the machine reports it; the tests' own files and programs give counters and samples."""
 
-import json
 import plistlib
 import sys
 
 import pytest
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.machine import energy
+from research import energy
 
 
 def zone(powercap, place, name, microjoules, largest=10_000_000):
@@ -86,32 +85,21 @@ def test_powermetrics_needs_root(monkeypatch):
         energy.PowerMetrics()
 
 
-def test_the_summary_has_the_energy_of_a_token(command, monkeypatch, tmp_path):
-    class Told:
-        name, now = "package-0", 100.0
+class Told:
+    """A meter that says of each reading 6 joules more than of the one before."""
 
-        def joules(self):
-            self.now += 6.0
-            return self.now
+    name, now = "package-0", 100.0
 
-        def close(self):
-            pass
+    def joules(self):
+        self.now += 6.0
+        return self.now
 
+    def close(self):
+        pass
+
+
+def test_the_study_has_the_joules_of_a_token_in_each_gear(monkeypatch):
     monkeypatch.setattr(energy, "this_meter", Told)
-    file = tmp_path / "summary.json"
-    done = command("generate", "--prompt", "Tom has 5 apples.", "-m", "12", "--ignore-chat-template", "--summary", file)
-    summary = json.loads(file.read_text())
-    assert summary["tokens"] == 12
-    assert (summary["energy_joules_per_token"], summary["energy_of"]) == (0.5, "package-0")
-    assert "0.5 J per token" in done.err
-
-
-def test_without_a_meter_nothing_is_said(command, monkeypatch, tmp_path):
-    def none():
-        raise GearbxError("there is none")
-
-    monkeypatch.setattr(energy, "this_meter", none)
-    file = tmp_path / "summary.json"
-    done = command("generate", "--prompt", "Tom", "-m", "3", "--ignore-chat-template", "--summary", file)
-    assert "energy_joules_per_token" not in json.loads(file.read_text())
-    assert "energy" not in done.err
+    found = energy.energy(gears="4,16", tokens=12, trials=2)
+    assert found.data == {4: [0.5, 0.5], 16: [0.5, 0.5]}
+    assert "joules of a token (package-0)" in found.tables["energy"]

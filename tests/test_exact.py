@@ -307,9 +307,8 @@ class TestALayer:
         assert not np.array_equal(low, high)
 
 
-@pytest.mark.parametrize("residency", ["resident", "host"])
-def test_shifts_and_other_types_change_no_weight(residency):
-    gearbox = boxed(residency=residency)
+def test_shifts_and_other_types_change_no_weight():
+    gearbox = boxed()
     before = linear_weights(model_of())
     for gear in ("low", "high", "low", "high"):
         gearbox.shift(gear)

@@ -165,4 +165,3 @@ class TestModeLossless:
             "bfloat16": "make gears 4,16 of the original, or give --format planes",
         }
         assert remedies[model] in done.err
-

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gearbx_mlx.evaluation.answers import Attempt, final_number, number_finished, score
+from research.evaluation.answers import Attempt, final_number, number_finished, score
+from research.final_answers import final_answers
 
 HELD_OUT = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
 
@@ -42,26 +43,9 @@ class TestFinalNumbers:
         assert rows[0]["weight_bytes_per_token"] == 5
 
     @pytest.mark.slow
-    def test_the_demo_model_writes_answers(self, command, tmp_path):
+    def test_the_demo_model_writes_answers(self, tmp_path):
         out = tmp_path / "out"
-        result = command(
-            "evaluate",
-            "--data",
-            HELD_OUT,
-            "--out",
-            out,
-            "--kernels",
-            "auto",
-            "--task",
-            "gsm8k",
-            "--num-problems",
-            1,
-            "--max-tokens",
-            160,
-            "--gears",
-            "4,16",
-        )
-        assert result.status == 0
+        final_answers(HELD_OUT, out, gears="4,16", num_problems=1, max_tokens=160)
         rows = json.loads((out / "evaluation.json").read_text())["policies"]
         assert [row["policy"] for row in rows] == ["static-16", "static-4", "route", "kickdown", "lossless"]
         top, low, _, _, lossless = rows

@@ -260,7 +260,7 @@ def test_a_ladder_that_the_codes_do_not_have(bits, ladder):
     assert f"{bits} alone" in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [{"residency": "host"}, {"tables": {"low": {"lm_head": 5}}}])
+@pytest.mark.parametrize("change", [{"residency": "disk"}, {"tables": {"low": {"lm_head": 5}}}])
 def test_what_needs_the_original_is_refused(change):
     with pytest.raises(GearbxError, match="quantized already"):
         Gearbox(quantized(8), **change)
@@ -406,9 +406,8 @@ def test_calibrate(command, eight_bits, tmp_path, mode):
 def test_evaluate(command, eight_bits, tmp_path):
     """The top gear is the reference: it agrees with itself."""
     text = "--data", eight_bits / "text.txt", "--context", 32, "--tokens", 24
-    policies = "--policy", "static", "route", "--share", "0.5"
     out = tmp_path / "report"
-    done = command("evaluate", "--model", eight_bits / "model", "--out", out, *text, *policies)
+    done = command("evaluate", "--model", eight_bits / "model", "--out", out, *text)
     assert done.status == 0, done.err
     report = json.loads((out / "evaluation.json").read_text())
     assert [gear["bits"] for gear in report["ladder"]] == [4, 8]

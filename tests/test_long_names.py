@@ -32,11 +32,10 @@ DATA = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
         ("convert", ("--manifest", LONG)),
         ("evaluate", ("--data", LONG)),
         ("evaluate", ("--data", DATA, "--out", LONG, "--tokens", 4, "--context", 4)),
-        ("evaluate", ("--data", DATA, "--task", "gsm8k", "--out", LONG)),
         ("sensitivity", ("--out", LONG)),
         ("sensitivity", ("--data", LONG)),
         ("allocate", ("--manifest", LONG)),
-        ("benchmark", ("kernels", "--json", LONG)),
+        ("benchmark", ("decode", "--json", LONG)),
     ],
 )
 def test_are_refused_in_one_line(command, tmp_path, monkeypatch, name, arguments):

@@ -1,4 +1,4 @@
-"""The task math: answers in boxes, problems from files, and both commands that run it."""
+"""The task math: answers in boxes, problems from files, and both studies that run it."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,9 @@ import pytest
 from conftest import save_model, tiny_model
 
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.answers import box_finished, boxed_answer, by_group, normalised, read_problems
+from research.evaluation.answers import box_finished, boxed_answer, by_group, normalised, read_problems
+from research.final_answers import final_answers
+from research.pair import pair_sweep
 
 SAMPLE = Path(__file__).parent / "data" / "math_sample.jsonl"
 GOOD = {"problem": "1 + 1?", "solution": r"$\boxed{2}$"}
@@ -137,30 +139,25 @@ def test_right_answers_by_level():
     assert by_group(problems, attempts, "level") == {"Level 1": [0, 1], "Level 2": [1, 2]}
 
 
-class TestCommand:
-    FLAGS = ("--task", "math", "--data", SAMPLE, "--num-shots", 1, "--num-problems", 2, "--max-tokens", 12)
+class TestStudies:
+    HOW = {"task": "math", "num_shots": 1, "num_problems": 2, "max_tokens": 12}
 
-    def test_one_model_in_gears(self, command, tmp_path):
-        result = command("evaluate", *self.FLAGS, "--gears", "4,16", "--policy", "static", "--out", tmp_path / "out")
-        assert result.status == 0, result.err
+    def test_one_model_in_gears(self, tmp_path):
+        found = final_answers(SAMPLE, tmp_path / "out", gears="4,16", policy=["static"], **self.HOW)
         rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]
         assert [row["policy"] for row in rows] == ["static-16", "static-4"]
         assert rows[0]["by_level"] == {"Level 2": [0, 2]}
         assert rows[0]["by_type"] == {"Algebra": [0, 1], "Geometry": [0, 1]}
-        assert "| policy | Algebra | Geometry |" in (tmp_path / "out" / "evaluation.md").read_text()
+        assert "| policy | Algebra | Geometry |" in found.tables["by_type"]
 
     @pytest.mark.slow
-    def test_two_models(self, command, tmp_path):
+    def test_two_models(self, tmp_path):
         save_model(tiny_model(seed=1, vocab_size=4096), tmp_path / "small")
-        flags = ("--small-model", tmp_path / "small", "--thresholds", "5", "--out", tmp_path / "out")
-        result = command("evaluate", *self.FLAGS, *flags)
-        assert result.status == 0, result.err
-        rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]
+        found = pair_sweep(str(tmp_path / "small"), SAMPLE, tmp_path / "out", thresholds="5", **self.HOW)
+        rows = found.data["policies"]
         assert [row["name"] for row in rows] == ["pair-0", "pair-5", "random-5"]
         assert all(row["by_level"] == {"Level 2": [0, 2]} for row in rows)
 
-    def test_a_policy_that_cannot_write_is_one_line(self, command, tmp_path):
-        result = command("evaluate", *self.FLAGS, "--policy", "oracle", "--out", tmp_path / "out")
-        assert result.status == 2
-        assert result.err.splitlines() == [result.err.strip()]
-        assert "task math has static, route, kickdown, lossless" in result.err
+    def test_nothing_left_but_examples(self, tmp_path):
+        with pytest.raises(GearbxError, match="all of them examples; give fewer --num-shots"):
+            final_answers(SAMPLE, tmp_path / "out", task="math", num_shots=40)

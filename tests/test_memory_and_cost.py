@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import ARCHITECTURES, PROMPT, active_memory, linear_layers, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, active_memory, linear_layers, on_disk, same_weights, tiny_model, weights_of
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Ladder, Observer
@@ -60,29 +60,20 @@ class TestDtype:
 
 class TestResidency:
     @pytest.mark.some(1)
-    @pytest.mark.parametrize("residency", ["resident", "host", "disk"])
+    @pytest.mark.parametrize("residency", ["resident", "disk"])
     def test_idle_gears_leave_mlx_memory(self, fresh_demo, residency):
         gearbox = Gearbox(fresh_demo.model, "4,8,16", residency=residency, checkpoint=DEMO_MODEL, kernels="mlx")
         dense = sum(layer.module.weight.nbytes for layer in gearbox.layers)
         before = active_memory()
         gearbox.shift("low")
-        # Held in float32 here: 4 bits and two numbers per group, or both planes and three numbers.
-        packed = dense * (5 if residency == "host" else 9.5) / 32
+        # Held in float32 here: both planes and three numbers per group.
+        packed = dense * 9.5 / 32
         gained = gearbox.active_memory["low"] - before
         leaves = dense - fresh_demo.model.model.embed_tokens.weight.nbytes  # whose rows go in as they are
         assert gained == pytest.approx(packed if residency == "resident" else packed - leaves, abs=0.02 * dense)
         gearbox.shift("high")
         gained = active_memory() - before
-        assert gained == pytest.approx(0 if residency == "host" else packed, abs=0.02 * dense)
-
-    def test_host_keeps_shared_planes_shared(self):
-        model = tiny_model()
-        gearbox = Gearbox(model, "4,8,16", residency="host")
-        for gear in ("low", "mid", "high", "mid"):
-            gearbox.shift(gear)
-        mid = model.model.layers[0].mlp.up_proj
-        gearbox.shift("low")
-        assert model.model.layers[0].mlp.up_proj.weight is mid.weights[0]
+        assert gained == pytest.approx(packed, abs=0.02 * dense)
 
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_disk_reads_every_architecture_back(self, architecture, tmp_path):
@@ -107,12 +98,11 @@ class TestResidency:
         assert same_weights(weights_of(model), before)
 
     def test_disk_without_the_layers_in_the_checkpoint_is_refused_at_once(self, tiny):
-        with pytest.raises(GearbxError, match=r"is not in the checkpoint; use residency 'host'"):
+        with pytest.raises(GearbxError, match=r"is not in the checkpoint; keep gears resident"):
             Gearbox(tiny, residency="disk", checkpoint=DEMO_MODEL, manage=lambda path, m: "lm_head" in path)
 
-    @pytest.mark.parametrize("residency", ["host", "disk"])
-    def test_gears_are_prepared_where_idle_ones_are_given_up_too(self, fresh_demo, residency):
-        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine", residency=residency, checkpoint=DEMO_MODEL)
+    def test_gears_are_prepared_where_idle_ones_are_given_up_too(self, fresh_demo):
+        gearbox = Gearbox(fresh_demo.model, "4,8,16", format="affine", residency="disk", checkpoint=DEMO_MODEL)
         gearbox.shift("low")
         gearbox.prepare(gearbox.ladder[1])
         assert gearbox.gear.name == "low"
@@ -250,10 +240,10 @@ class TestCost:
         expected = sum(a.size * 2 for a in weights_of(fresh_demo.model).values())  # stored in bfloat16
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == expected
 
-    def test_is_the_same_in_whatever_gear_it_is_asked(self, tiny):
+    def test_is_the_same_in_whatever_gear_it_is_asked(self, tiny, tmp_path):
         gearbox = Gearbox(tiny)
         before = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
-        other = Gearbox(tiny_model(), residency="host")
+        other = Gearbox(tiny_model(), **on_disk(tiny_model(), tmp_path))
         other.shift("low")
         assert [other.weight_bytes_per_token(gear) for gear in other.ladder] == before
         assert before == sorted(before)

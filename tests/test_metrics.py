@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from gearbx_mlx.evaluation import metrics
+from research.evaluation import statistics
 
 LOGITS = arrays(np.float64, (5, 7), elements=st.floats(-60, 60))
 
@@ -77,7 +78,7 @@ class TestQuality:
         assert result["kl_p999"] == pytest.approx(0.999)
 
     def test_a_token_on_an_edge_is_in_the_upper_bucket(self):
-        rows = metrics.by_bucket(np.array([0.1, 0.25, 0.5, 0.95, 1.0]), tokens([1.0, 2, 3, 4, 5], [True] * 5))
+        rows = statistics.by_bucket(np.array([0.1, 0.25, 0.5, 0.95, 1.0]), tokens([1.0, 2, 3, 4, 5], [True] * 5))
         assert [row["tokens"] for row in rows] == [1, 1, 1, 0, 2]
         assert [row["top_probability"] for row in rows] == ["0-0.25", "0.25-0.5", "0.5-0.75", "0.75-0.95", "0.95-1"]
         assert rows[4]["kl_mean"] == 4.5
@@ -88,7 +89,7 @@ class TestQuality:
     )
     def test_buckets_add_up(self, rows):
         top, kl, agree = (np.array(column) for column in zip(*rows))
-        whole, buckets = tokens(kl, agree), metrics.by_bucket(top, tokens(kl, agree))
+        whole, buckets = tokens(kl, agree), statistics.by_bucket(top, tokens(kl, agree))
         assert sum(bucket["tokens"] for bucket in buckets) == len(rows)
         total = sum(bucket["tokens"] * bucket.get("kl_mean", 0) for bucket in buckets)
         assert total / len(rows) == pytest.approx(metrics.quality(**whole)["kl_mean"], abs=1e-9)
@@ -97,30 +98,30 @@ class TestQuality:
 class TestErrors:
     def test_independent_tokens_have_the_usual_error(self):
         values = np.random.default_rng(0).normal(size=10_000)
-        error = metrics.standard_error(values, np.arange(10_000))
+        error = statistics.standard_error(values, np.arange(10_000))
         assert error == pytest.approx(values.std(ddof=1) / 100, rel=1e-6)
 
     def test_tokens_that_go_together_have_a_larger_one(self):
         blocks = np.repeat(np.arange(100), 100)
         values = np.random.default_rng(0).normal(size=100)[blocks]
-        assert metrics.standard_error(values, blocks) == pytest.approx(values.std() / 10, rel=0.02)
+        assert statistics.standard_error(values, blocks) == pytest.approx(values.std() / 10, rel=0.02)
 
     def test_pairing_removes_what_both_share(self):
         rng = np.random.default_rng(0)
         control = rng.exponential(size=4000)
-        blocks = metrics.blocks_of(np.zeros(4000))
-        result = metrics.paired(control - 0.1, control, blocks)
+        blocks = statistics.blocks_of(np.zeros(4000))
+        result = statistics.paired(control - 0.1, control, blocks)
         assert result["difference"] == pytest.approx(-0.1)
-        assert result["standard_error"] < 1e-9 < metrics.standard_error(control, blocks)
+        assert result["standard_error"] < 1e-9 < statistics.standard_error(control, blocks)
 
     def test_few_windows_are_cut_into_blocks(self):
-        assert len(np.unique(metrics.blocks_of(np.zeros(1000)))) == metrics.LEAST_BLOCKS
+        assert len(np.unique(statistics.blocks_of(np.zeros(1000)))) == statistics.LEAST_BLOCKS
         many = np.repeat(np.arange(50), 3)
-        assert (metrics.blocks_of(many) == many).all()
+        assert (statistics.blocks_of(many) == many).all()
 
     def test_mcnemar_by_hand(self):
         a = np.array([1, 1, 1, 1, 1, 0, 1], bool)
         b = np.array([0, 0, 0, 0, 0, 1, 1], bool)
         # Of 6 that differ, 1 or fewer for one side, twice: 2 (1 + 6) / 64.
-        assert metrics.mcnemar(a, b) == {"only_first": 5, "only_second": 1, "p_value": pytest.approx(14 / 64)}
-        assert metrics.mcnemar(a, a)["p_value"] == 1
+        assert statistics.mcnemar(a, b) == {"only_first": 5, "only_second": 1, "p_value": pytest.approx(14 / 64)}
+        assert statistics.mcnemar(a, a)["p_value"] == 1

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PROMPT, normal, tiny_model
+from conftest import PROMPT, normal, on_disk, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
@@ -165,14 +165,14 @@ def test_follows_a_shift_and_a_weight_that_changes():
     assert drafted(box, cache).best(3, 0)[1] not in (low, top)
 
 
-def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up():
+def test_goes_on_beside_another_gear_and_is_over_when_its_weights_are_given_up(tmp_path):
     model = tiny_model()
     model.set_dtype(mx.bfloat16)
-    box = Gearbox(model, "4,16", kernels="native", residency="host")
-    cache = begun(box)
+    box = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
+    cache = begun(box, 16)
     parts = pass_parts(box.model)
     assert begin_draft(parts, cache) is not None
-    box.shift(16)
+    box.shift(4)
     assert begin_draft(parts, cache) is None
 
     box = boxed()
@@ -347,10 +347,10 @@ def test_the_largest_logits_are_found(size, count, seed):
     assert np.array_equal(np.sort(found, axis=-1), np.sort(expected, axis=-1))
 
 
-def test_no_head_looks_twice_where_gears_share_it_or_are_given_up():
+def test_no_head_looks_twice_where_gears_share_it_or_are_given_up(tmp_path):
     model = tiny_model()
     model.set_dtype(mx.bfloat16)
-    idle = Gearbox(model, "4,16", kernels="native", residency="host")
+    idle = Gearbox(model, "4,16", kernels="native", **on_disk(model, tmp_path))
     assert second_head(idle, idle.ladder[0]) is None
     box = boxed(ladder="4,16")
     assert second_head(box, box.ladder.top) is None

@@ -15,10 +15,10 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from gearbx_mlx import Gearbox, GearbxError, Pair, stream_generate
 from gearbx_mlx.decoding.pair import PairedModel, bytes_read
 from gearbx_mlx.decoding.sampling import entropy_bits
-from gearbx_mlx.evaluation.pair import Coin
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
 from gearbx_mlx.routing.pair import LARGE, SMALL, pair_gate, pair_monitor, scaled
+from research.evaluation.pair import Coin
 
 TOKENS = 4096  # of the demo model's tokenizer
 TALE = "Once upon a time there was a king who"

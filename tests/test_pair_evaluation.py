@@ -1,4 +1,4 @@
-"""EAD's Table 1: the sweep, its controls, and its command."""
+"""EAD's Table 1: the sweep, its controls, and its study."""
 
 import json
 import math
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from conftest import save_model, tiny_model
 
-from gearbx_mlx import stream_generate
+from gearbx_mlx import GearbxError, stream_generate
 from gearbx_mlx.decoding.pair import Pair
-from gearbx_mlx.evaluation.pair import Coin, by_coin, mixed, record_pair, share_by_position, sweep, turns
 from gearbx_mlx.routing.pair import LARGE, parameter_ratio
+from research.evaluation.pair import Coin, by_coin, mixed, record_pair, share_by_position, sweep, turns
+from research.pair import pair_sweep
 
 TOKENS = 4096
 TALE = "Once upon a time there was a king who"
@@ -105,7 +106,7 @@ class TestSweep:
         assert parameter_ratio(0.45, (1_000_000, 3_000_000)) == pytest.approx(0.633, abs=0.003)
 
 
-class TestCommand:
+class TestStudy:
     @pytest.fixture
     def data(self, held_out, tmp_path):
         file = tmp_path / "gsm8k.jsonl"
@@ -113,76 +114,46 @@ class TestCommand:
         return file
 
     @pytest.mark.slow
-    def test_along_a_text(self, command, path, data, tmp_path):
-        flags = ["--small-model", path, "--data", data, "--out", tmp_path / "out"]
-        result = command("evaluate", *flags, "--thresholds", "inf,5,0", "--answers-only")
-        assert result.status == 0, result.err
+    def test_along_a_text(self, path, data, tmp_path):
+        found = pair_sweep(str(path), data, tmp_path / "out", thresholds="inf,5,0", answers_only=True)
         report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
         rows = report["policies"]
         assert [row["threshold"] for row in rows] == ["inf", 5.0, 0.0]
         assert [row["share_top"] for row in rows][::2] == [0.0, 1.0]
         assert 0 < rows[1]["share_top"] < 1
         assert report["gate"] == {"window": 5, "min_duration": 10}
-        page = (tmp_path / "out" / "evaluation.md").read_text()
-        assert "| inf | 0.0 % |" in page
-        assert "| entropy threshold, bits | large model usage |" in page
+        assert "| inf | 0.0 % |" in found.tables["pair"]
+        assert "| entropy threshold, bits | large model usage |" in found.tables["table_1"]
         assert (tmp_path / "out" / "evaluation.png").read_bytes().startswith(b"\x89PNG")
         assert b"<svg" in (tmp_path / "out" / "evaluation.svg").read_bytes()
-        assert result.out.splitlines()[-1] == str(tmp_path / "out" / "evaluation.svg")
-        whole = command("evaluate", *flags[:-1], tmp_path / "whole", "--thresholds", "0")
-        assert whole.status == 0, whole.err
-        assert json.loads((tmp_path / "whole" / "evaluation.json").read_text())["tokens"] > report["tokens"]
+        assert pair_sweep(str(path), data, tmp_path / "whole", thresholds="0").data["tokens"] > report["tokens"]
 
     @pytest.mark.slow
-    def test_the_papers_sweep_is_the_default(self, command, path, data, tmp_path):
-        result = command("evaluate", "--small-model", path, "--data", data, "--out", tmp_path / "out")
-        assert result.status == 0, result.err
-        rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]
-        expected = ["inf", *(bits * 12 / 17 for bits in (1, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0))]
-        assert [row["threshold"] for row in rows] == [
-            bits if isinstance(bits, str) else pytest.approx(bits) for bits in expected
-        ]
+    def test_the_papers_sweep_is_the_default(self, path, data, tmp_path):
+        rows = pair_sweep(str(path), data, tmp_path / "out").data["policies"]
+        expected = [math.inf, *(bits * 12 / 17 for bits in (1, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0))]
+        assert [row["threshold"] for row in rows] == pytest.approx(expected)
 
     @pytest.mark.slow
-    def test_writing(self, command, path, data, tmp_path):
-        flags = ["--task", "gsm8k", "--small-model", path, "--data", data, "--out", tmp_path / "out", "-m", 30]
-        result = command("evaluate", *flags, "--thresholds", "5")
-        assert result.status == 0, result.err
-        rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]}
+    def test_writing(self, path, data, tmp_path):
+        found = pair_sweep(str(path), data, tmp_path / "out", task="gsm8k", thresholds="5", max_tokens=30)
+        rows = {row["name"]: row for row in found.data["policies"]}
         assert list(rows) == ["pair-0", "pair-5", "random-5"]
         assert rows["pair-0"]["share_top"] == rows["pair-0"]["parameter_ratio"] == 1.0
         assert 0 < rows["pair-5"]["share_top"] < 1
         assert rows["pair-5"]["caught_up_per_token"] > 0
-        lines = (tmp_path / "out" / "recordings" / "pair-5.jsonl").read_text().splitlines()
-        kept = [json.loads(line)["found"] for line in lines[1:]]
-        assert sum(a["large"] for a in kept) / sum(a["tokens"] for a in kept) == rows["pair-5"]["share_top"]
-        # Run again with one more threshold: only that one is computed.
-        before = {file: file.stat().st_mtime_ns for file in (tmp_path / "out" / "recordings").iterdir()}
-        assert command("evaluate", *flags, "--thresholds", "5,inf").status == 0
-        assert all(file.stat().st_mtime_ns == at for file, at in before.items())
-
-    @pytest.mark.slow
-    def test_changed_inputs_are_refused(self, command, path, data, tmp_path):
-        flags = ["--small-model", path, "--data", data, "--out", tmp_path / "out", "--thresholds", "0"]
-        assert command("evaluate", *flags).status == 0
-        result = command("evaluate", *flags, "--window", 7)
-        assert result.status == 2
-        assert "window 5, and now it is 7" in result.err
 
     @pytest.mark.parametrize(
         ("flags", "words"),
         [
-            (["--policy", "route"], ["--policy", "one model"]),
-            (["--answers-only", "--context", "2"], ["gsm8k.jsonl", "no question leaves room", "--context"]),
-            (["--thresholds", "1,x"], ["--thresholds 1,x", "give bits"]),
-            (["--thresholds", "-1"], ["the threshold between two models is -1"]),
+            ({"answers_only": True, "context": 2}, "no question leaves room for its answer in 2 tokens"),
+            ({"thresholds": "1,x"}, "--thresholds"),
+            ({"thresholds": "-1"}, "the threshold between two models is -1"),
         ],
     )
-    def test_what_does_not_fit_is_one_line(self, command, path, data, tmp_path, flags, words):
-        result = command("evaluate", "--small-model", path, "--data", data, "--out", tmp_path / "out", *flags)
-        assert result.status == 2
-        assert len(result.err.splitlines()) == 1
-        assert all(word in result.err for word in words)
+    def test_what_does_not_fit(self, path, data, tmp_path, flags, words):
+        with pytest.raises(GearbxError, match=words):
+            pair_sweep(str(path), data, tmp_path / "out", **flags)
         assert not (tmp_path / "out").exists()
 
 

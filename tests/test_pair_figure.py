@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from gearbx_mlx.evaluation.pair import both_ways, draw_pair, points, ratio_of_small, table_1
+from research.evaluation.pair import both_ways, draw_pair, points, ratio_of_small, table_1
 
 ABOUT = {"small_model": "models/1B", "model": "3B", "data": "math.jsonl"}
 # EAD, Table 1, Llama 3.2 3B and 1B: threshold, large model usage, score, parameter ratio.
@@ -38,7 +38,7 @@ def along_a_text() -> dict:
 
 class TestTable1:
     def test_the_papers_rows_come_out_as_printed(self, writing):
-        head, _, *rows = table_1(writing)
+        head, _, *rows = table_1(writing).splitlines()
         assert head.split(" | ")[1:3] == ["large model usage", "right answers"]
         assert rows == [
             "| inf | 0.0 % | 30.4 % | 65.5 % | 33.3 % |  |",
@@ -50,7 +50,7 @@ class TestTable1:
     def test_nothing_right_is_no_share_of_anything(self, writing):
         for row in writing["policies"]:
             row["accuracy"] = 0.0
-        assert table_1(writing)[-1] == "| 0 | 100.0 % | 0.0 % |  | 100.0 % |  |"
+        assert table_1(writing).splitlines()[-1] == "| 0 | 100.0 % | 0.0 % |  | 100.0 % |  |"
 
     def test_along_a_text_the_coin_has_the_same_share(self, along_a_text):
         middle = points(along_a_text, "perplexity")[1]

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from chats import ASKED, MORE, chat
-from conftest import tiny_model
+from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from test_bad_input import assert_refused
 
@@ -19,7 +19,6 @@ from gearbx_mlx import (
     generate,
     stream_generate,
 )
-from gearbx_mlx import evaluate as evaluation
 
 TALE = "Once upon a time there was a king"
 LOW_TEXTS = [Static("low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]
@@ -81,9 +80,9 @@ class TestWhoReads:
         drafted = written(demo, geared_demo, Static("low"), draft_model=tiny_model(vocab_size=4096))
         assert [response.token for response in drafted] == by_hand(demo, geared_demo, "high", "low", 12)
 
-    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo):
+    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo, tmp_path):
         model = tiny_model()
-        gearbox = Gearbox(model, "4,8", residency="host")
+        gearbox = Gearbox(model, "4,16", **on_disk(model, tmp_path))
         keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
         with pytest.warns(GearbxWarning, match="prompt-gear high"):
             list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
@@ -167,26 +166,3 @@ def test_flags_that_cannot_be(command, flags, named):
     result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
     assert_refused(result)
     assert named in result.err
-
-
-class TestEvaluation:
-    @pytest.mark.slow
-    def test_prompts_are_read_and_not_predicted(self, tmp_path):
-        text = tmp_path / "text.txt"
-        text.write_text("Once upon a time there was a king who had three sons. " * 30)
-        shared = {"tokens": 60, "context": 32, "gears": "3,16", "policy": ["static"], "prompt_tokens": 16}
-        top = evaluation(text, out=tmp_path / "top", **shared)
-        same = evaluation(text, out=tmp_path / "same", prompt_gear="same", **shared)
-        assert top["prompt_tokens"] == same["prompt_tokens"] == 16
-        assert top["tokens"] == 60
-        kl = [{row["name"]: row["kl_mean"] for row in report["policies"]} for report in (top, same)]
-        assert kl[0]["static-16"] == pytest.approx(0, abs=1e-6)
-        assert kl[0]["static-3"] < kl[1]["static-3"]
-
-    def test_a_prompt_gear_needs_a_prompt(self, command, tmp_path):
-        (tmp_path / "text.txt").write_text("Once upon a time there was a king. " * 30)
-        given = ["evaluate", "--data", tmp_path / "text.txt", "--out", tmp_path / "out"]
-        for flags in (["--prompt-gear", "8"], ["--prompt-tokens", "300"]):
-            result = command(*given, *flags)
-            assert_refused(result)
-            assert flags[0] in result.err

@@ -153,8 +153,9 @@ class TestNoLowGear:
 
     def test_gears_that_are_not_kept(self, made):
         original, _ = gearbx_mlx.load(made / "original")
-        with pytest.raises(GearbxError, match="residency host gives idle gears up"):
-            gearbx_mlx.Gearbox(original, "4,16", low_model=gearbx_mlx.load(made / "gptq")[0], residency="host")
+        low, given_up = gearbx_mlx.load(made / "gptq")[0], {"residency": "disk", "checkpoint": made / "original"}
+        with pytest.raises(GearbxError, match="residency disk gives idle gears up"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=low, **given_up)
 
     def test_none_above_it(self, made):
         original, _ = gearbx_mlx.load(made / "original")

@@ -8,12 +8,21 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.evaluation import metrics, replay, text
-from gearbx_mlx.evaluation.policies import Planned, RoutePolicy, SameToken, StaticPolicy
-from gearbx_mlx.evaluation.replay import drafted
-from gearbx_mlx.evaluation.runs import noisy
+from gearbx_mlx.evaluation import metrics, text
+from gearbx_mlx.evaluation.predictions import (
+    KickdownPolicy,
+    Recording,
+    RoutePolicy,
+    StaticPolicy,
+    driven,
+    read_at_once,
+    record,
+)
 from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
+from research.evaluation.policies import Planned, SameToken
+from research.evaluation.replay import Reference, drafted, targets_of
+from research.evaluation.runs import noisy
 
 WINDOWS = [[1, 5, 9, 2, 7, 33, 8, 4, 100, 3, 17, 6], [9, 9, 8, 1, 0, 2]]
 TOKENS = 16
@@ -25,15 +34,13 @@ def geared() -> Gearbox:
 
 
 @pytest.fixture
-def reference(geared, tmp_path) -> replay.Reference:
-    replay.Reference.write(
-        tmp_path / "r.npy", replay.driven(geared, WINDOWS, StaticPolicy(geared.ladder.top)), TOKENS, "float32"
-    )
-    return replay.Reference(tmp_path / "r.npy", replay.targets_of(WINDOWS))
+def reference(geared, tmp_path) -> Reference:
+    predictions = driven(geared, WINDOWS, StaticPolicy(geared.ladder.top))
+    return Reference(tmp_path / "r.npy", predictions, targets_of(WINDOWS))
 
 
-def recorded(geared, policy, reference) -> replay.Recording:
-    return replay.record(replay.driven(geared, WINDOWS, policy), reference)
+def recorded(geared, policy, reference) -> Recording:
+    return record(driven(geared, WINDOWS, policy), reference)
 
 
 class TestReplay:
@@ -70,6 +77,11 @@ class TestReplay:
         result = recorded(geared, RoutePolicy(geared.ladder, gate, Monitor(128)), reference)
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
+    def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
+        at_once = record(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
+        assert at_once.kl.max() < 1e-9
+        assert at_once.window.tolist() == [0] * 11 + [1] * 5
+
     def test_noise_is_small_and_leaves_the_model_as_it_was(self, geared, reference):
         with noisy(geared, seed=0):
             floor = recorded(geared, StaticPolicy(geared.ladder.top), reference)
@@ -78,7 +90,7 @@ class TestReplay:
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
-        result = replay.record(drafted(geared, WINDOWS, low, top, FixedLength(3)), reference)
+        result = record(drafted(geared, WINDOWS, low, top, FixedLength(3)), reference)
         assert result.kl.max() < 1e-9
         assert result.agree.all()
         assert (result.gear == 2).all()
@@ -88,30 +100,37 @@ class TestReplay:
 
     def test_a_draft_of_the_top_gear_itself_is_always_accepted(self, geared, reference):
         top = geared.ladder.top
-        result = replay.record(drafted(geared, [WINDOWS[0]], top, top, FixedLength(4)), reference)
+        result = record(drafted(geared, [WINDOWS[0]], top, top, FixedLength(4)), reference)
         # 11 predictions: two drafts of 4 with 5 kept, and the last one needs no draft.
         assert result.passes[:, 2].sum() == 4 + 1 + 4 + 1 + 1
         assert result.kl.max() < 1e-9
 
     def test_kickdown_is_what_ships(self):
-        """GearedModel and its replay give the same figures."""
+        """GearedModel and its policy give the same figures, and that of two gears is the policy of the studies."""
 
         def entropy(place: int, q: np.ndarray) -> float:
             return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
 
-        pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
-        low, top = pair.ladder
-        threshold = float(
-            np.median([entropy(0, s.logprobs) for s in replay.driven(pair, WINDOWS[:1], StaticPolicy(low))])
-        )
-        steps = list(replay.driven(pair, WINDOWS[:1], SameToken(low, top, entropy, threshold)))
-        model = GearedModel(pair, [threshold])
+        box = Gearbox(tiny_model(), "2,4,16", group_size=32, kernels="mlx")
+        found = [entropy(0, s.logprobs) for s in driven(box, WINDOWS[:1], StaticPolicy(box.ladder[0]))]
+        thresholds = [float(np.quantile(found, share)) for share in (0.4, 0.7)]
+        steps = list(driven(box, WINDOWS[:1], KickdownPolicy(box.ladder, thresholds)))
+        model = GearedModel(box, thresholds)
         cache = make_prompt_cache(model)
         for token, step in zip(WINDOWS[0], steps):
             logits = np.array(model(mx.array([[token]]), cache=cache)[0, 0])
             assert list(model.step.passes) == list(step.passes)
             np.testing.assert_allclose(metrics.log_softmax(logits), step.logprobs, atol=1e-6)
         assert 0 < sum(step.passes[1] for step in steps) < len(steps)
+        pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
+        one, other = (
+            [step.passes for step in driven(pair, WINDOWS[:1], policy)]
+            for policy in (
+                KickdownPolicy(pair.ladder, thresholds[:1]),
+                SameToken(*pair.ladder, entropy, thresholds[0]),
+            )
+        )
+        assert one == other
 
 
 class TestWindows:

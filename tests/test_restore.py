@@ -15,7 +15,6 @@ from conftest import normal, save_model, tiny_model, weights_of
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox
-from gearbx_mlx.conversion.restoring import Restorer
 from gearbx_mlx.gears.manifest import ORIGINAL_FILE
 from gearbx_mlx.gears.tensor_files import header_of
 from gearbx_mlx.loading import DEMO_MODEL
@@ -267,78 +266,62 @@ def geared(checkpoint, tmp_path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "geared"))
 
 
-KEPT = -1  # after this step the first file is whole, with what is kept
 KILLED = """
 import itertools, os, signal, sys
-from gearbx_mlx.convert import main
+from gearbx_mlx.conversion.converter import Converter
 from gearbx_mlx.conversion.restoring import Restorer
-from gearbx_mlx.conversion.journal import TensorFile
+from gearbx_mlx.convert import main
 
-last, fsync, tensors, count = int(sys.argv.pop(1)), os.fsync, Restorer.tensors, itertools.count()
+name, last = sys.argv.pop(1), int(sys.argv.pop(1))
+owner = {"_write": Converter, "tensors": Restorer}.get(name, os)
+function, count = getattr(owner, name), itertools.count()
 
 
-def step():
+def killed(*arguments):
     if next(count) == last:
         os.kill(os.getpid(), signal.SIGKILL)
+    return function(*arguments)
 
 
-def counted(self, *arguments):
-    for found in tensors(self, *arguments):
-        step()
-        yield found
-
-
-finish = TensorFile.finish
-TensorFile.finish = lambda self: (finish(self), last < 0 and os.kill(os.getpid(), signal.SIGKILL))
-Restorer.tensors = counted
-os.fsync = lambda file: (step(), fsync(file))
+setattr(owner, name, killed)
 main()
 """
 
 
-def killed(step: int, *arguments: object) -> bool:
-    """Whether a conversion was killed in a step: before it writes a tensor, or before it waits for the disk.
-
-    Otherwise it ended by itself.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(step), "--device", "cpu", *map(str, arguments)], capture_output=True
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
-    return done.returncode != 0
+def kill(function: str, call: int, *arguments: object) -> None:
+    """Start a conversion that is killed as it calls a function for the n-th time, counted from 0."""
+    killed = [sys.executable, "-c", KILLED, function, str(call), "--device", "cpu", *map(str, arguments)]
+    done = subprocess.run(killed, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
-class TestGoingOn:
-    @pytest.mark.slow
-    def test_a_restoration_that_is_killed_writes_only_what_is_missing(self, checkpoint, tmp_path, command, monkeypatch):
-        arguments = "--restore", checkpoint, "--mlx-path", tmp_path / "restored"
-        for step in (0, 12):
-            assert killed(step, *arguments)
-            assert not (tmp_path / "restored").exists()
-        made, tensors = [], Restorer.tensors
-        monkeypatch.setattr(Restorer, "tensors", lambda self, *group: (made.append(group), tensors(self, *group))[1])
+@pytest.mark.slow
+class TestAKill:
+    """A directory is there with everything or not at all, and the same command begins again."""
+
+    @pytest.mark.parametrize(("function", "call"), [("_write", 0), ("_write", 7), ("fsync", 0), ("replace", 0)])
+    def test_of_a_conversion(self, checkpoint, tmp_path, command, function, call):
+        out = tmp_path / "geared"
+        arguments = ["--model", checkpoint.with_name("original"), "--mlx-path", out, "--gears", "4,16"]
+        arguments += ["--format", "exact", "--q-group-size", 32]
+        kill(function, call, *arguments)
+        (half,) = tmp_path.iterdir()
+        assert half.name.startswith(".geared.")
         assert command("convert", *arguments).status == 0
-        total = sum(len(header_of(file).entries) for file in (tmp_path / "restored").glob("model*.safetensors"))
-        assert 0 < sum(len(keys) for _, keys in made) < total - 5  # what was not yet in the file is written again
-        assert contents(tmp_path / "restored") == contents(checkpoint.with_name("original"))
-        assert [file.name for file in tmp_path.iterdir()] == ["restored"]
+        assert [*tmp_path.iterdir()] == [out]
+        assert contents(out) == contents(checkpoint)
 
-    @pytest.mark.slow
-    def test_a_conversion_that_is_killed(self, checkpoint, tmp_path, command):
-        source = checkpoint.with_name("original")
-        arguments = ["--model", source, "--mlx-path", tmp_path / "geared", "--gears", "4,16", "--format", "exact"]
-        arguments += ["--q-group-size", 32]
-        for step in (5, KEPT):
-            assert killed(step, *arguments)
-            assert not (tmp_path / "geared").exists()
-        assert command("convert", *arguments).status == 0
-        assert contents(tmp_path / "geared") == contents(checkpoint)
+    @pytest.mark.parametrize(("function", "call"), [("tensors", 3), ("fsync", 0), ("replace", 0)])
+    def test_of_a_restoration(self, checkpoint, tmp_path, command, function, call):
+        out = tmp_path / "restored"
+        kill(function, call, "--restore", checkpoint, "--mlx-path", out)
+        assert not out.exists()
+        assert command("convert", "--restore", checkpoint, "--mlx-path", out).status == 0
+        assert [*tmp_path.iterdir()] == [out]
+        assert contents(out) == contents(checkpoint.with_name("original"))
 
-    def test_other_files_in_its_place(self, checkpoint, tmp_path, command):
-        work = tmp_path / "restored.incomplete"
-        work.mkdir()
-        (work / "mine.txt").write_text("mine")
-        done = command("convert", "--restore", checkpoint, "--mlx-path", tmp_path / "restored")
-        assert (done.status, done.err.count("\n")) == (2, 1)
-        assert 'restored.incomplete: has "mine.txt", which is not of this original; remove the directory' in done.err
-        assert (work / "mine.txt").read_text() == "mine"
+    def test_after_the_directory_has_its_name(self, checkpoint, tmp_path, command):
+        """What is synced last is the directory that it is in."""
+        out = tmp_path / "restored"
+        kill("fsync", len(contents(checkpoint.with_name("original"))) + 1, "--restore", checkpoint, "--mlx-path", out)
+        assert contents(out) == contents(checkpoint.with_name("original"))

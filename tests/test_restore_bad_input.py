@@ -1,4 +1,4 @@
-"""convert and convert --restore after a stopped run, with odd file names, and with flags that they ignore."""
+"""convert and convert --restore: files on the disk, odd file names, and flags that they ignore."""
 
 import os
 import shutil
@@ -12,7 +12,6 @@ from test_restore import contents, exact, publish
 
 import gearbx_mlx
 from gearbx_mlx.cli.terminal import escaped
-from gearbx_mlx.conversion.restoring import Restorer
 
 
 @pytest.fixture(scope="module")
@@ -25,44 +24,16 @@ def checkpoint(tmp_path_factory) -> Path:
     return exact(folder / "original")
 
 
-class TestWhatAStoppedRunLeft:
-    def test_a_restoration_does_not_get_into_a_conversion(self, checkpoint, tmp_path, command, monkeypatch):
-        out, work = tmp_path / "out", tmp_path / "out.incomplete"
-        with monkeypatch.context() as patch:
-            patch.setattr(Restorer, "tensors", lambda self, *group: (_ for _ in ()).throw(KeyboardInterrupt))
-            assert command("convert", "--restore", checkpoint, "--mlx-path", out).status == 130
-        left = contents(work)
-        assert left
-        done = command("convert", "--mlx-path", out)
-        shard = "model-00001-of-00002.safetensors"
-        assert_refused(done, work, f'has "{shard}", which is not of this conversion; remove the directory')
-        assert contents(work) == left
-        assert not out.exists()
-
-    def test_files_that_a_conversion_writes_itself_are_written_again(self, checkpoint, tmp_path, command):
-        """The state after a kill between the last step and the renaming, in a conversion to another format."""
-        work = tmp_path / "out.incomplete"
-        work.mkdir()
-        for name in ("model.safetensors", "original.safetensors", "selection.json", "tokenizer.json.part"):
-            (work / name).write_text("before")
-        flags = "--model", checkpoint.with_name("original"), "--gears", "4,16", "--q-group-size", 32
-        assert command("convert", *flags, "--mlx-path", tmp_path / "out").status == 0
-        assert command("convert", *flags, "--mlx-path", tmp_path / "other").status == 0
-        assert contents(tmp_path / "out").keys() == contents(tmp_path / "other").keys()
-
-    def test_every_file_is_on_the_disk_before_the_directory_has_its_name(self, checkpoint, tmp_path, monkeypatch):
-        """Otherwise a power failure leaves empty files in a directory that looks whole."""
-        synced, fsync = set(), os.fsync
-        monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
-        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
-        assert [file.name for file in out.iterdir() if file.stat().st_ino not in synced] == []
-
-    def test_a_restoration_goes_on_after_a_kill_within_a_small_file(self, checkpoint, tmp_path):
-        work = tmp_path / "out.incomplete"
-        work.mkdir()
-        (work / ".config.json.abcd_123.part").write_text("{")
-        out = gearbx_mlx.convert(restore=checkpoint, mlx_path=tmp_path / "out")
-        assert contents(out) == contents(checkpoint.with_name("original"))
+@pytest.mark.parametrize("restores", [False, True])
+def test_every_file_is_on_the_disk_before_the_directory_has_its_name(checkpoint, tmp_path, monkeypatch, restores):
+    """Otherwise a power failure leaves empty files in a directory that looks whole."""
+    synced, fsync, replace = set(), os.fsync, os.replace
+    before = []
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (before.append({*synced}), replace(*paths)))
+    made = {"restore": checkpoint} if restores else {"hf_path": checkpoint.with_name("original"), "gears": "4,16"}
+    out = gearbx_mlx.convert(**made, mlx_path=tmp_path / "out")
+    assert [file.name for file in (out, *out.iterdir()) if file.stat().st_ino not in before[-1]] == []
 
 
 class TestOddNames:

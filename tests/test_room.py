@@ -123,6 +123,6 @@ def test_memory_is_wired_while_a_text_is_evaluated(demo, room, monkeypatch, tmp_
     )
     text = tmp_path / "text.txt"
     text.write_text("A baker makes 36 rolls in the morning. " * 4)
-    evaluate(text, out=tmp_path / "out", gears="4,16", policy=["static"], tokens=8, context=8, kernels="mlx")
+    evaluate(text, out=tmp_path / "out", gears="4,16", modes=["none"], tokens=8, context=8, kernels="mlx")
     assert set(seen) == {2**40}
     assert room.wired == 7

@@ -4,7 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, on_disk, same_weights, tiny_model, weights_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
@@ -233,10 +233,11 @@ class TestGearbox:
         assert errors["low"] > errors["mid"] > errors["high"] == 0.0
         assert same_weights(weights_of(model), before)
 
-    @pytest.mark.parametrize("residency", ["resident", "host"])
-    def test_a_shift_drops_what_was_cached_and_changes_nothing(self, residency):
+    @pytest.mark.parametrize("is_dropped", [False, True])
+    def test_a_shift_drops_what_was_cached_and_changes_nothing(self, tmp_path, is_dropped):
         model, plain = tiny_model(), tiny_model()
-        gearbox = Gearbox(model, "2,6,16", format=Rowwise(cache=True), residency=residency, kernels="mlx")
+        idle = on_disk(model, tmp_path) if is_dropped else {}
+        gearbox = Gearbox(model, "2,6,16", format=Rowwise(cache=True), kernels="mlx", **idle)
         other = Gearbox(plain, "2,6,16", format="rowwise", kernels="mlx")
         up = model.model.layers[0].mlp
         for name in ("low", "mid", "low", "high"):

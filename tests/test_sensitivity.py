@@ -11,7 +11,7 @@ from test_bad_input import assert_refused
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import Cost, ExactSensitivity, first_order, intercepted
-from gearbx_mlx.evaluation.session import Journal
+from gearbx_mlx.files.journal import Journal
 
 BITS = (3, 8)
 

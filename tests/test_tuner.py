@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import PROMPT, VOCABULARY, normal, tiny_model
+from conftest import PROMPT, VOCABULARY, normal, on_disk, tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
@@ -129,8 +129,8 @@ class TestGearbox:
         assert chosen(1) == NATIVE
         assert not cache.exists()
 
-    def test_measures_what_stays_in_memory_where_gears_leave_it(self, cache):
-        box = boxed(residency="host")
+    def test_measures_what_stays_in_memory_where_gears_leave_it(self, cache, tmp_path):
+        box = boxed(**on_disk(two_layers(), tmp_path))
         for gear in ("low", "high", "low"):
             box.shift(gear)
             box.model(normal(1, WIDTH))

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from conftest import save_model, tiny_model
 
 import gearbx_mlx
 from gearbx_mlx import GearbxError
-from gearbx_mlx.files.writing import alone_in, replacing, write_text
+from gearbx_mlx.files.writing import new_directory, replacing, write_text
 
 HOLDING = """
 import sys, pathlib
-from gearbx_mlx.files.writing import alone_in
-from gearbx_mlx.files.writing import replacing
+from gearbx_mlx.files.writing import new_directory, replacing
 path = pathlib.Path(sys.argv[1])
 with {holding} as place:
     print("ready", flush=True)
@@ -91,25 +89,28 @@ class TestReplacing:
         assert not names(tmp_path)
 
 
-class TestALock:
-    def test_ends_with_its_process(self, tmp_path, holding):
-        process = holding("alone_in(path, 'a conversion')", tmp_path)
-        words = f"{tmp_path}: another process works on a conversion there"
-        with pytest.raises(GearbxError, match=words), alone_in(tmp_path, "a conversion"):
-            pass
+class TestANewDirectory:
+    def test_is_one_process_at_a_time(self, tmp_path, holding, command):
+        """What a killed process left is removed."""
+        out = tmp_path / "geared"
+        process = holding("new_directory(path)", out)
+        left = names(tmp_path)
+        done = command("convert", "--mlx-path", out)
+        assert done.status == 2
+        assert done.err == f"error: {out}: another process writes it; wait for it, or end it\n"
+        assert names(tmp_path) == left
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        with alone_in(tmp_path, "a conversion"):
-            pass
+        with new_directory(out) as work:
+            (work / "a.txt").touch()
+        assert names(tmp_path) == {"geared"}
+        assert names(out) == {"a.txt"}
 
-    def test_keeps_a_second_conversion_out(self, tmp_path, holding, command):
-        (tmp_path / "geared.incomplete").mkdir()
-        holding("alone_in(path, 'a conversion')", tmp_path / "geared.incomplete")
-        done = command("convert", "--mlx-path", tmp_path / "geared")
-        assert done.status == 2
-        work = tmp_path / "geared.incomplete"
-        assert done.err == f"error: {work}: another process works on a conversion there; wait for it, or end it\n"
-        assert names(tmp_path) == {"geared.incomplete"}
+    def test_does_not_replace_what_came_in_between(self, tmp_path):
+        out = tmp_path / "geared"
+        with pytest.raises(GearbxError, match=r"geared: cannot be written \(File exists"), new_directory(out):
+            out.mkdir()
+        assert names(tmp_path) == {"geared"}
 
 
 class TestAFailedConversion:
@@ -120,22 +121,14 @@ class TestAFailedConversion:
         assert command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared").status == 2
         assert names(tmp_path) == {"original"}
 
-    @pytest.mark.parametrize(("error", "kept"), [(SystemExit, True), (MemoryError, True), (GearbxError, False)])
-    def test_keeps_what_another_run_can_go_on_from(self, tmp_path, monkeypatch, error, kept):
+    @pytest.mark.parametrize("error", [SystemExit, MemoryError, GearbxError, KeyboardInterrupt])
+    def test_leaves_nothing_after_anything_else(self, tmp_path, monkeypatch, error):
         def fail(self, *_):
             raise error("in the end")
 
         monkeypatch.setattr("gearbx_mlx.conversion.converter.Converter.finish", fail)
         with pytest.raises(error):
             gearbx_mlx.convert(mlx_path=tmp_path / "geared")
-        assert (tmp_path / "geared.incomplete").exists() is kept
-
-    def test_leaves_nothing_when_it_has_not_begun(self, tmp_path, command, monkeypatch):
-        def interrupted(*_, **__):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(import_module("gearbx_mlx.convert.gears"), "load_cast", interrupted)
-        assert command("convert", "--mlx-path", tmp_path / "geared").status == 130
         assert not names(tmp_path)
 
     def test_blames_the_file_that_cannot_be_read(self, tmp_path, command):
@@ -160,7 +153,9 @@ class TestAFailedConversion:
         monkeypatch.setattr("gearbx_mlx.conversion.model_card.save", full)
         done = command("convert", *model, "--manifest", manifest, "--mlx-path", tmp_path / "table")
         assert done.status == 2
-        said = f"{tmp_path}/table.incomplete: cannot be written ([write] Unable to write 224067 bytes to file.); mend"
+        said = (
+            f"{tmp_path}/table: cannot be written ([write] Unable to write 224067 bytes to file.); choose another place"
+        )
         assert said in done.err
         assert names(tmp_path) == {"original", "m.json"}
 
@@ -178,7 +173,7 @@ def test_a_picture_that_cannot_be_written_is_an_error(tmp_path, command, monkeyp
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    flags = ("--data", tmp_path / "text.txt", "--tokens", 4, "--context", 4, "--policy", "lossless")
+    flags = ("--data", tmp_path / "text.txt", "--tokens", 4, "--context", 4, "--modes", "none")
     done = command("evaluate", *flags, "--gears", "4,16", "--out", tmp_path / "out")
     assert done.status == 2
     assert "evaluation.png: cannot be written (No space left on device); make room" in done.err

@@ -1,4 +1,4 @@
-"""gearbx_mlx benchmark: time kernels, gears and the server on this machine.
+"""gearbx_mlx benchmark: time the gears of a model on this machine, and on a Mac the Metal kernels too.
 
 Here are the flags of each benchmark; the module with its name measures, and prints and writes the rows.
 
@@ -9,21 +9,18 @@ then slows all of it alike. Compare ratios within a run; times of different runs
 import argparse
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import ClassVar, get_args
+from typing import Any, ClassVar, get_args
 
 from ..cli.flags import device_flag
-from ..cli.settings import FlagParser, Settings, add_flags, check_choice, flag
+from ..cli.settings import FlagParser, Settings, add_flags, flag
 from ..cli.start import start
 from ..errors import GearbxError, numbers
 from ..gears.ladder import GROUP_SIZES, Ladder
-from ..kernels import KERNELS
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama
 GROUP = 64
 MOST_VECTORS = 16  # that a Metal kernel takes
-PICTURES = (".png", ".svg")
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -67,18 +64,9 @@ def parse_vectors(text: str) -> tuple[int, ...]:
     return counts
 
 
-def parse_kernels(text: str) -> tuple[str, ...]:
-    """--kernels as names. Raises GearbxError for one that does not exist."""
-    names = tuple(text.split(","))
-    check_choice("kernels", names, KERNELS)
-    return names
-
-
 @dataclass(frozen=True)
 class BenchmarkSettings(Settings):
-    """What every benchmark but those of the server and of Metal takes."""
-
-    what: ClassVar[str]  # the word after `benchmark`, and the module
+    """Hold what every benchmark but that of Metal takes."""
 
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
@@ -101,9 +89,7 @@ class MatrixBenchmark(BenchmarkSettings):
 
 @dataclass(frozen=True)
 class KernelBenchmark(MatrixBenchmark):
-    """Matrix times vector, in every format."""
-
-    what: ClassVar[str] = "kernels"
+    """Matrix times vector, in every format: a part of the Metal benchmark, and a study."""
 
     vectors: int = flag(1, "Vectors in one call.", least=1, most=2**10)
     native_only: bool = flag(False, "Leave MLX's own kernels out.")
@@ -128,36 +114,6 @@ class DecodeBenchmark(ModelBenchmark):
     what: ClassVar[str] = "decode"
 
     context: int = flag(0, "Tokens in the KV cache before the first one. Default: 0", least=0, most=10**15)
-
-
-@dataclass(frozen=True)
-class TokenBenchmark(DecodeBenchmark):
-    """Where a token's time goes."""
-
-    what: ClassVar[str] = "token"
-
-    picture: str | None = flag(None, "Draw the rows, as .png or .svg.", metavar="FILE", named=True)
-
-    def __post_init__(self) -> None:
-        if self.picture is not None and Path(self.picture).suffix not in PICTURES:
-            raise GearbxError(f"--picture {self.picture}: give a file that ends in {' or '.join(PICTURES)}")
-        super().__post_init__()
-
-
-@dataclass(frozen=True)
-class ServerBenchmark(Settings):
-    """Our server beside mlx_lm.server."""
-
-    what: ClassVar[str] = "server"
-
-    model: str | None = flag(None, "Local directory or Hub repository. Default: the demo model", named=True)
-    gears: Ladder = flag(Ladder([16]), "Bits of the one gear.", parse=Ladder.parse)
-    kernels: tuple[str, ...] = flag(
-        ("native", "mlx"), "Kernels of our server, with commas between. Default: native,mlx", parse=parse_kernels
-    )
-    tokens: int = flag(64, "Tokens of an answer.", least=8, most=MOST)
-    trials: int = flag(9, "Counted trials of one client beside mlx_lm.server.", least=1, most=MOST)
-    json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)
 
 
 @dataclass(frozen=True)
@@ -188,7 +144,7 @@ class MetalBenchmark(Settings):
     json: str = flag("metal.json", "Write everything as JSON.", metavar="FILE", named=True)
 
 
-Benchmark = KernelBenchmark | DecodeBenchmark | TokenBenchmark | MetalBenchmark | ServerBenchmark
+Benchmark = DecodeBenchmark | MetalBenchmark
 KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchmark)}
 
 
@@ -208,9 +164,14 @@ class BenchmarkParser(FlagParser):
         flags = vars(self.parse_args())
         return KINDS[flags.pop("what")](**flags)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.dest == "what" and value not in KINDS:
+            self.refuse_gone(f"benchmark {value}")
+        super()._check_value(action, value)
+
 
 def setup_arg_parser() -> FlagParser:
-    parser = BenchmarkParser("benchmark", Benchmark, description="Time kernels, gears and the server on this machine.")
+    parser = BenchmarkParser("benchmark", Benchmark, description="Time the gears of a model on this machine.")
     commands = parser.add_subparsers(dest="what", required=True)
     for what, kind in KINDS.items():
         subparser = commands.add_parser(what, help=kind.__doc__, argument_default=argparse.SUPPRESS)

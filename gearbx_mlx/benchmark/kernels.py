@@ -42,7 +42,6 @@ from .measuring import (
     BandwidthMeter,
     Rows,
     check_memory,
-    measured_rows,
     paths_here,
     spread_of,
 )
@@ -52,11 +51,6 @@ COLUMNS = ("format", "bits", "path", "seconds", "gigabytes_per_second", "bandwid
 
 Product = Callable[..., Any]  # an array: its path has a kernel
 Many = list[mx.array]
-
-
-def run(settings: KernelBenchmark) -> int:
-    measured_rows(settings, COLUMNS, benchmark_kernels)
-    return 0
 
 
 def benchmark_kernels(settings: KernelBenchmark) -> Rows:

@@ -25,8 +25,8 @@ from rich.progress import Progress
 from ..compat.classes import of_classes
 from ..errors import GearbxError
 from ..evaluation.metrics import kl_divergence, log_softmax
-from ..evaluation.session import Journal
 from ..evaluation.text import check_windows, read_documents, windows_of
+from ..files.journal import Journal
 from ..files.model_directory import context_length
 from ..gears.discovery import Layer
 from ..gears.gearbox import Gearbox

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from ..cli import terminal
 from ..cli.flags import output_path
-from ..evaluation.session import JOURNAL, beside
+from ..files.journal import JOURNAL, beside
 from ..files.writing import write_text
 from ..routing.gates import ThresholdFile
 from . import CalibrateSettings

@@ -15,7 +15,7 @@ from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
-from ..evaluation.session import Journal, hash_of_tokens
+from ..files.journal import Journal, hash_of_tokens
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration

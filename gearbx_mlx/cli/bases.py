@@ -6,7 +6,6 @@ another model wrote.
 
 A base stands under the fingerprint of its model, with how gears are stored and the hash of the text. Its file has the
 planes under the names that mlx-lm gives them.
-While it is made, each block's planes are kept in a file of their own: an interrupted calibration goes on from there.
 """
 
 import hashlib
@@ -15,6 +14,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +24,7 @@ import msgspec
 import platformdirs
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import LONGEST, CalibratedBase, calibrate_base, steps
+from ..conversion.calibrated_base import LONGEST, calibrate_base, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
@@ -198,26 +198,13 @@ class BaseKey:
 
     def keep(self, base: Base) -> None:
         """Write a base. Raises GearbxError where the cache cannot be written."""
-        self.write(self.file, base)
-        for part in self.parts():
-            part.unlink(missing_ok=True)
-
-    def parts(self) -> list[Path]:
-        """The files of blocks that are done, while a base is made."""
-        return sorted(self.file.parent.glob(self.part("*").name))
-
-    def part(self, place: object) -> Path:
-        return self.file.with_name(f"block-{place}-{self.file.name}")
-
-    def write(self, file: Path, base: Base) -> None:
-        """Write a base, or a part of one. Raises GearbxError where the cache cannot be written."""
-        make_directory(file.parent)
+        make_directory(self.file.parent)
         arrays = {
             f"{path}.{name}": array for path, planes in base.layers.items() for name, array in zip(NAMES, planes.arrays)
         }
         about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
-        with replacing_arrays(file) as place:
+        with replacing_arrays(self.file) as place:
             mx.save_safetensors(place, arrays, about)
 
 
@@ -264,20 +251,8 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
     """
     layers, _ = discover(model, key.manage, key.group_size, format)
     task = progress.add_task("calibrating", total=steps(model))
-    begun: dict[str, Planes] = {}
-    for part in key.parts():
-        done = read_base(part, key)
-        begun |= done.layers if done else {}
-    kept = {*begun}
-
-    def advance(found: CalibratedBase) -> None:
-        new = {path: planes for path, planes in found.layers.items() if path not in kept}
-        if new:
-            key.write(key.part(len(kept)), Base(new))
-            kept.update(new)
-        progress.advance(task)
-
-    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(texts), advance, begun)
+    advance = partial(progress.advance, task)
+    found = calibrate_base(model, layers, format, key.ladder, key.group_size, thinned(texts), advance)
     base = Base(found.layers, found.rounded)
     key.keep(base)
     return base

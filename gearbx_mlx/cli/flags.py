@@ -28,7 +28,6 @@ from ..routing.pair import (
     BITS,
     DEFAULT_MIN_DURATION,
     DEFAULT_WINDOW,
-    SWEEP,
     check_threshold,
     pair_gate,
     pair_monitor,
@@ -279,21 +278,16 @@ class Turns:
     window: int
     min_duration: int
 
-    def sweep(self, vocab_size: int) -> tuple[float, ...]:
-        """The thresholds of a sweep, in bits: as given, else those of EAD's Table 1, scaled to the vocabulary."""
-        return self.thresholds or tuple(bits if math.isinf(bits) else scaled(bits, vocab_size) for bits in SWEEP)
-
     def threshold(self, vocab_size: int) -> float:
         """The one threshold of a generation, in bits."""
         return self.thresholds[0] if self.thresholds else scaled(BITS, vocab_size)
 
 
-def turns_of(thresholds: str | None, gate: GateSettings, several: bool = False) -> Turns:
+def turns_of(thresholds: str | None, gate: GateSettings) -> Turns:
     """The settings of the gate between two models.
 
     Args:
         thresholds: as given: bits, with commas between.
-        several: a sweep over thresholds, each between 0 and infinity.
 
     Raises:
         GearbxError: settings that no pair can have.
@@ -306,7 +300,7 @@ def turns_of(thresholds: str | None, gate: GateSettings, several: bool = False) 
             bits = tuple(float(part) for part in thresholds.split(","))
         except ValueError as error:
             raise GearbxError(f"--thresholds {thresholds}: with --small-model give bits, such as {BITS:g}") from error
-        if len(bits) > 1 and not several:
+        if len(bits) > 1:
             raise GearbxError(f"--thresholds {thresholds}: two models have one threshold between them")
         for value in bits:
             check_threshold(value)

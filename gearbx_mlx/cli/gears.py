@@ -200,7 +200,7 @@ class GearFlags(Settings):
     )
     residency: str = flag(
         "resident",
-        "Where idle gears are: in memory, offloaded out of MLX's memory (host), or read again from disk.",
+        "Where idle gears are: in memory, or read again from disk; stream: the top gear is never in memory.",
         choices=RESIDENCIES,
     )
     kernels: str = flag(

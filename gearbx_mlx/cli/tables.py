@@ -127,7 +127,6 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
             ("weights read", weights_line(summary, "" if watching else "top gear")),
             *kv_rows(summary),
             ("from the disk", disk_line(summary.get("streaming"))),
-            ("energy", energy_line(summary)),
             ("memory", memory_line(summary, watching or alone)),
             *([] if alone else layer_rows(summary)),
             ("computed in", dtype_line(summary["compute_dtype"], summary["storage_dtype"])),
@@ -158,7 +157,6 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
             ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
             ("parameters", f"{summary['parameter_ratio']:.0%} of the large model's per token"),
             ("weights read", weights_line(summary, "large model")),
-            ("energy", energy_line(summary)),
             ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
         ]
     )
@@ -178,12 +176,6 @@ def speed_rows(summary: dict[str, Any]) -> list[Row]:
         ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s"),
     ]
-
-
-def energy_line(summary: dict[str, Any]) -> str:
-    """What the machine used, where it says so: other programs on it are in it."""
-    used = summary.get("energy_joules_per_token")
-    return "" if used is None else f"{used:.3g} J per token ({summary['energy_of']})"
 
 
 def gear_shares(summary: dict[str, Any]) -> Text:

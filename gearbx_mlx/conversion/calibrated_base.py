@@ -8,7 +8,7 @@ its inputs are not finite.
 Each expert of a mixture has codes for the tokens that the draft sends to it; one that got few of them is rounded.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,8 +55,7 @@ def calibrate_base(
     ladder: Sequence[int],
     group_size: int,
     texts: Sequence[Sequence[int]],
-    advance: Callable[[CalibratedBase], object] = lambda found: None,
-    begun: Mapping[str, Planes] | None = None,
+    advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
     """The lowest gear of a model, calibrated.
 
@@ -65,8 +64,7 @@ def calibrate_base(
         layers: those that change gear (`discover`).
         ladder: bits of all gears, ascending.
         texts: tokens; at most 512 of each are read.
-        advance: called after every block, and after the head, with what has been found: `steps` times.
-        begun: path to plane of layers whose codes an earlier run, which was interrupted, chose.
+        advance: called after every block, and after the head: `steps` times.
 
     Raises:
         GearbxError: a format or a ladder whose lowest codes are not free, no text of two tokens, or a model whose
@@ -77,7 +75,7 @@ def calibrate_base(
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
     if not format.takes_base:
         raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
-    fit, found = list[Layer](), CalibratedBase({**(begun or {})})
+    fit, found = list[Layer](), CalibratedBase()
     for layer in layers:
         reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
         if reason:
@@ -94,7 +92,7 @@ def calibrate_base(
         of_block = [layer for layer in fit if block_number(layer.path) == block]
         if of_block or block is not None:
             walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
-        advance(found)
+        advance()
     return found
 
 
@@ -294,16 +292,16 @@ class BlockCodes:
             counts: of each batch, which of its tokens count.
         """
         known = self.found.layers
-        new = {each.layer.path: each for each in inputs.layers if each.layer.path not in known}
-        made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in new}
-        for expert in inputs.layers[0].matrices if new else ():
+        layers = {each.layer.path: each for each in inputs.layers}
+        made: dict[str, list[tuple[Planes, bool]]] = {path: [] for path in layers}
+        for expert in inputs.layers[0].matrices:
             hessian = inputs.hessian(expert, counts)
             factored = hessian.factored() if expert is None or hessian.rows >= FEWEST else None
-            for path, watched in new.items():
+            for path, watched in layers.items():
                 made[path].append(self._codes(watched, expert, factored))
         for path, codes in made.items():
             planes, chosen = zip(*codes)
-            of_experts = new[path].weight.ndim > 2
+            of_experts = layers[path].weight.ndim > 2
             if not all(chosen):
                 some = f"; or fewer than {FEWEST} reach some of its experts" if of_experts else ""
                 self.found.rounded[path] = f"its inputs, or its weights, are not finite, or all 0{some}"

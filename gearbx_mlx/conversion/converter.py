@@ -1,10 +1,9 @@
-"""From a model to a geared checkpoint, one layer at a time; a conversion that is stopped can be continued.
+"""From a model to a geared checkpoint, one layer at a time.
 
 The arrays of a layer in all gears are divided between the base, which stock mlx-lm reads, and the file beside it.
 """
 
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +14,9 @@ import mlx.nn as nn
 import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
-from msgspec.structs import asdict
 
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError
-from ..files.reading import shown
 from ..formats import get_format
 from ..formats.base import Format, check_ladder, check_quantized, is_finite, stored_bits
 from ..formats.exact import too_large
@@ -27,21 +24,92 @@ from ..formats.native import affine_planes
 from ..formats.planes import SplitCodes
 from ..formats.tied import linear_of
 from ..gears.activations import stored_dtype
-from ..gears.discovery import Layer, discover, none_managed, stored_widths, tables_to_pack
+from ..gears.discovery import Layer, Predicate, discover, none_managed, stored_widths, tables_to_pack, with_bits
 from ..gears.in_place import alike_layers, own_codes, stock_quantization
 from ..gears.ladder import DENSE, EMBEDDINGS, Ladder
 from ..gears.manifest import AFFINE, GEARS_FILE, MANIFEST, Manifest, OriginalModel, SavedLayer, View
 from ..gears.offload import EMPTY, put
 from ..gears.saved import KINDS
 from ..gears.sources import made_over
-from ..gears.tensor_files import ArrayHashes, fingerprint_of, header_of, sample
+from ..gears.tensor_files import (
+    LENGTH,
+    NAMES,
+    ArrayPlace,
+    FileHeader,
+    TensorEntry,
+    fingerprint_of,
+    hash_bytes,
+    header_of,
+    sample,
+)
 from ..kernels.bit_planes import Planes
-from .journal import JOURNAL, REMOVE, Plan, TensorFile, Unit, read_journal
 from .views import bits_of, views_of
 
 STOCK = tuple(quantized for _, quantized in KINDS.values())
 
 Arrays = dict[str, mx.array]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Say what to make, as `Gearbox` takes it.
+
+    bits: path to the fewest bits that a layer may have; None: each has those of the gear.
+    """
+
+    format: str
+    gears: tuple[int, ...]
+    manage: str
+    group_size: int
+    bits: Mapping[str, int] | None = None
+    embeddings: str = EMBEDDINGS[0]
+
+    @property
+    def managed(self) -> str | Predicate:
+        """Return the argument `manage` of `Gearbox`."""
+        return self.manage if self.bits is None else with_bits(self.bits)
+
+
+class TensorFile:
+    """Write a new safetensors file: arrays one after the other, after room for the header, which is known last.
+
+    Args:
+        room: bytes for the header, which spaces fill up.
+    """
+
+    def __init__(self, path: Path, room: int):
+        self.path, self.room, self.end = path, room, 0
+        self.entries: dict[str, TensorEntry] = {}
+        self.file = open(path, "wb")  # noqa: SIM115
+        self.file.seek(LENGTH.size + room)
+
+    def append(self, arrays: Iterable[tuple[str, mx.array]]) -> dict[str, str]:
+        """Write evaluated arrays, and return their hashes."""
+        return {name: self.append_data(name, NAMES[array.dtype], array.shape, bits_of(array)) for name, array in arrays}
+
+    def append_data(self, name: str, dtype: str, shape: tuple[int, ...], data: np.ndarray) -> str:
+        """Write an array from its bits in memory, row after row, and return its hash."""
+        self.file.write(data.data)
+        span = (self.end, self.end + data.nbytes)
+        self.entries[name] = TensorEntry(dtype, shape, span)
+        self.end = span[1]
+        return hash_bytes(data)
+
+    @property
+    def places(self) -> dict[str, ArrayPlace]:
+        """Return where each array is."""
+        return FileHeader(self.path, self.entries, LENGTH.size + self.room).places
+
+    def finish(self) -> None:
+        """Write the header, which completes the file."""
+        header = msgspec.json.encode({"__metadata__": {"format": "mlx"}} | self.entries)
+        assert len(header) <= self.room, "more names than there is room for"
+        self.file.seek(0)
+        self.file.write(LENGTH.pack(self.room) + header.ljust(self.room))
+        self.close()
+
+    def close(self) -> None:
+        self.file.close()
 
 
 @dataclass(frozen=True)
@@ -159,6 +227,21 @@ def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_si
     return [f"{layer.path}@{bits}.{name}" for bits, name in sorted({*arrays, (DENSE, "weight")})]
 
 
+@dataclass(frozen=True)
+class Written:
+    """Keep what is said later of a parameter that is done.
+
+    shape, sample: for the fingerprint. hashes: of its arrays, by name. packed: without the arrays. views: hash to what
+    it shows of the parameter, where the original is to come back.
+    """
+
+    shape: tuple[int, ...]
+    sample: np.ndarray
+    hashes: Mapping[str, str]
+    packed: Packed
+    views: Mapping[str, View]
+
+
 BASE_FILE = "model.safetensors"
 ROOM = 144  # bytes of a header for the entry of one array, without its name
 
@@ -166,24 +249,21 @@ ROOM = 144  # bytes of a header for the entry of one array, without its name
 class Converter:
     """Writes a geared checkpoint of a model into a directory of its own.
 
-    Every step ends with a line in the journal. A continued conversion starts after the last line.
-
     Args:
         model: not quantized, or with codes that have gears in place (gears/in_place.py). Weights that are not read yet
             are read when they are needed; all are dropped once written.
-        work: the directory; it is made, or has the beginning of the same conversion.
+        work: the directory, which is empty.
         planes: path to the lowest gear's plane of a layer whose codes are calibrated.
 
     `wanted` are hashes of tensors that are to be found among the parameters.
 
     Raises:
-        GearbxError: a model that has no layer to manage, bits that the format does not support, the
-            beginning of another conversion in the directory, or arrays there that are not what its journal says.
+        GearbxError: a model that has no layer to manage, or bits that the format does not support.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, work: Path, planes: Mapping[str, Planes] | None = None):
         self.planes = planes or {}
-        self.done: dict[str, Unit] = {}
+        self.done: dict[str, Written] = {}
         self.wanted: set[str] = set()
         self.model, self.plan, self.work = model, plan, work
         self.ladder, self.format = Ladder(plan.gears), get_format(plan.format)
@@ -208,38 +288,25 @@ class Converter:
         own = (possible_names(layer, plan.gears, self.format, plan.group_size) for layer in self.changing.values())
         names = [*self.rest, *itertools.chain.from_iterable(own)]
         room = ROOM + sum(ROOM + len(msgspec.json.encode(name)) for name in names)
-        self._resume({name: array.shape for name, array in parameters})
-        base = {name: entry for unit in self.done.values() for name, entry in unit.base.items()}
-        gears = {name: entry for unit in self.done.values() for name, entry in unit.gears.items()}
-        try:
-            self.files = {
-                "base": TensorFile(work / BASE_FILE, room, base),
-                "gears": TensorFile(work / GEARS_FILE, room, gears),
-            }
-        except GearbxError as error:
-            raise GearbxError(f"{work}: its files are not what {JOURNAL} says ({error}); {REMOVE}") from error
-        places = {name: place for file in self.files.values() for name, place in file.places.items()}
-        ArrayHashes(places, self.hashes).verify(places, REMOVE)
+        self.files = {"base": TensorFile(work / BASE_FILE, room), "gears": TensorFile(work / GEARS_FILE, room)}
 
     def __iter__(self) -> Iterator[int]:
-        """Convert. Yields the bytes of each parameter that is done; those of earlier runs come first."""
+        """Convert. Yields the bytes of each parameter that is done."""
         now = dict(tree_flatten(self.model.parameters()))
         for name, layer in self.changing.items():
             weight = now.pop(name)
             size = weight.nbytes
-            if name not in self.done:
-                self._write(name, weight, self._pack(layer))
+            self._write(name, weight, self._pack(layer))
             put(self.model, {name: EMPTY})
             del weight
             mx.clear_cache()
             yield size
         for name in self.rest:
             array = now.pop(name)
-            if name not in self.done:
-                if not self.format.ladders and not is_finite(array):
-                    raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
-                mx.eval(array)
-                self._write(name, array, Packed() if self._is_of_codes(name) else Packed({name: array}))
+            if not self.format.ladders and not is_finite(array):
+                raise GearbxError(f"{name}: has values that are not finite; check the checkpoint")
+            mx.eval(array)
+            self._write(name, array, Packed() if self._is_of_codes(name) else Packed({name: array}))
             yield array.nbytes
             put(self.model, {name: EMPTY})
 
@@ -265,12 +332,7 @@ class Converter:
             group_size=self.plan.group_size,
             manage=self.plan.manage,
             dtype=self.dtype,
-            fingerprint=fingerprint_of(
-                {
-                    name: (unit.shape, np.array(unit.sample, np.uint32).view(np.float32))
-                    for name, unit in self.done.items()
-                }
-            ),
+            fingerprint=fingerprint_of({name: (each.shape, each.sample) for name, each in self.done.items()}),
             stock=all(f"{layer.path}.weight" in self.files["base"].entries for layer in layers),
             base={BASE_FILE: header_of(self.work / BASE_FILE).hash},
             gears_hash=header_of(self.work / GEARS_FILE).hash,
@@ -287,7 +349,7 @@ class Converter:
         """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
         known = {} if self.codes is None else stock_quantization(self.model)
         for name, layer in self.changing.items():
-            found = self.done[name].stock_bits
+            found = self.done[name].packed.stock_bits
             if found:
                 known[layer.path] = {"group_size": self.plan.group_size, "bits": found, "mode": "affine"}
         if not known:
@@ -299,18 +361,18 @@ class Converter:
     @property
     def larger(self) -> dict[str, str]:
         """Path to reason of layers that stay dense since they would become larger."""
-        reasons = {layer.path: self.done[name].larger for name, layer in self.changing.items()}
+        reasons = {layer.path: self.done[name].packed.larger for name, layer in self.changing.items()}
         return {path: reason for path, reason in reasons.items() if reason}
 
     @property
     def hashes(self) -> dict[str, str]:
         """Name to hash of every array that is written."""
-        return {name: hash for unit in self.done.values() for name, hash in unit.hashes.items()}
+        return {name: hash for each in self.done.values() for name, hash in each.hashes.items()}
 
     @property
     def views(self) -> dict[str, View]:
         """Hash to what it shows of a parameter, of all parameters that are done."""
-        return {hash: view for unit in self.done.values() for hash, view in unit.views.items()}
+        return {hash: view for each in self.done.values() for hash, view in each.views.items()}
 
     def close(self) -> None:
         for file in self.files.values():
@@ -334,64 +396,21 @@ class Converter:
         settings = self.plan.gears, self.format, self.plan.group_size, self.packs_rows
         return pack_layer(layer, *settings, self.planes.get(layer.path))
 
-    def _write(self, unit: str, original: mx.array, packed: Packed) -> None:
-        written = self.files["base"].append(packed.base.items())
-        beside = self.files["gears"].append(packed.gears.items())
-        done = Unit(
-            unit=unit,
+    def _write(self, name: str, original: mx.array, packed: Packed) -> None:
+        hashes = self.files["base"].append(packed.base.items()) | self.files["gears"].append(packed.gears.items())
+        self.done[name] = Written(
             shape=original.shape,
-            dtype=dtype_name(original.dtype),
-            sample=np.array(sample(original)).view(np.uint32).tolist(),
-            base=written[0],
-            gears=beside[0],
-            hashes=written[1] | beside[1],
-            names=packed.names,
-            stock_bits=packed.stock_bits,
-            rows=packed.rows,
-            larger=packed.larger,
-            views=views_of(unit, bits_of(original), self.wanted) if self.wanted else {},
+            sample=np.array(sample(original)),
+            hashes=hashes,
+            packed=replace(packed, base={}, gears={}),
+            views=views_of(name, bits_of(original), self.wanted) if self.wanted else {},
         )
-        for file in self.files.values():
-            file.flush()
-        self._note(done)
-        self.done[unit] = done
 
     def _saved(self, layer: Layer) -> SavedLayer:
         name = f"{layer.path}.weight"
-        unit = self.done[name]
+        packed = self.done[name].packed
         kind = next(name for name, (dense, *_) in KINDS.items() if isinstance(layer.module, dense))
         kind = "table" if layer.is_table else kind
-        stays_dense = bool(self.format.ladders) and {*unit.names} == {DENSE}
+        stays_dense = bool(self.format.ladders) and {*packed.names} == {DENSE}
         lowest = DENSE if stays_dense else layer.lowest_bits
-        return SavedLayer(kind, *self.dense[name], lowest, unit.names, unit.rows)
-
-    def _note(self, line: Plan | Unit) -> None:
-        with open(self.work / JOURNAL, "ab") as journal:
-            journal.write(msgspec.json.encode(line) + b"\n")
-
-    def _resume(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Take what is done from the journal; the journal of a conversion that begins gets its plan.
-
-        Args:
-            shapes: of the model's parameters, by name.
-        """
-        self.work.mkdir(parents=True, exist_ok=True)
-        before, self.done, length = read_journal(self.work)
-        journal = self.work / JOURNAL
-        if before is None:
-            journal.unlink(missing_ok=True)
-            self._note(self.plan)
-            return
-        then, now = asdict(before), asdict(self.plan)
-        for name, value in now.items():
-            if then[name] != value:
-                differing = f"{name} {shown(then[name])} and not {shown(value)}"
-                differing = "another model" if name == "source" else differing
-                raise GearbxError(f"{self.work}: holds the beginning of a conversion of {differing}; remove it")
-        for name, unit in self.done.items():
-            named = {array for names in unit.names.values() for array in names.values()}
-            if unit.shape != tuple(shapes.get(name, ())) or bool(named or unit.larger) != (name in self.changing):
-                raise GearbxError(f"{journal}: {shown(name)} is not such a parameter of the model; {REMOVE}")
-            if not named <= {*unit.base, *unit.gears} or unit.hashes.keys() != {*unit.base, *unit.gears}:
-                raise GearbxError(f"{journal}: {shown(name)} names arrays that are not its own; {REMOVE}")
-        os.truncate(journal, length)
+        return SavedLayer(kind, *self.dense[name], lowest, packed.names, packed.rows)

@@ -1,7 +1,6 @@
 """The files of the original: which of them a checkpoint copies, and what it keeps so that all of them come back."""
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -12,8 +11,7 @@ import numpy as np
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
 from ..errors import GearbxError
-from ..files.reading import LARGEST_JSON, shown, unreadable
-from ..files.writing import PART
+from ..files.reading import LARGEST_JSON, unreadable
 from ..gears.manifest import (
     GEARS_FILE,
     MANIFEST,
@@ -30,15 +28,14 @@ from ..gears.manifest import (
 )
 from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
 from ..loading import read_config
-from .converter import BASE_FILE
-from .journal import JOURNAL, TensorFile
+from .converter import BASE_FILE, TensorFile
 from .model_card import CARD
 from .views import find
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
 DRAFTING = "drafting.json"  # which earlier versions wrote
-OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, JOURNAL, REPORT, PRECISION, DRAFTING, CARD}
+OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, DRAFTING, CARD}
 
 
 def is_copied(name: str) -> bool:
@@ -47,29 +44,11 @@ def is_copied(name: str) -> bool:
     return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
 
-def begin_again(source: Path, work: Path) -> None:
-    """Prepare the directory of a conversion that has no journal: remove what an earlier one wrote itself.
-
-    Raises:
-        GearbxError: files that are not a conversion's own, such as those of a stopped --restore, which would stay in
-            the checkpoint.
-    """
-    copied = {file.name for file in source.iterdir() if is_copied(file.name)}
-    own = [file for file in work.iterdir() if file.name in OWN or file.name.endswith(PART)]
-    others = sorted({file.name for file in work.iterdir()} - {file.name for file in own} - copied)
-    if others:
-        raise GearbxError(f"{work}: has {shown(others[0])}, which is not of this conversion; remove the directory")
-    for file in own:
-        file.unlink()
-
-
 def copy_companions(source: Path, work: Path) -> None:
-    """Tokenizer and code as they are. An earlier run may have copied some of them in part: all are copied again."""
+    """Tokenizer and code as they are."""
     for file in source.iterdir():
         if is_copied(file.name):
-            beside = work / (file.name + PART)
-            beside.write_bytes(content_of(file))
-            os.replace(beside, work / file.name)
+            (work / file.name).write_bytes(content_of(file))
 
 
 def content_of(file: Path) -> bytes:

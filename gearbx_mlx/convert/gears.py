@@ -1,12 +1,14 @@
 """The part of `convert` that writes gears: bits for every layer, the gears themselves, and the files beside them."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map_with_path
-from msgspec import structs
 
 from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
 from ..bit_selection.defaults import Floors
@@ -18,13 +20,11 @@ from ..cli.loaded import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.settings import human_bytes
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
-from ..conversion.converter import BASE_FILE, Converter
-from ..conversion.journal import JOURNAL, Plan, read_journal
+from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
 from ..conversion.original import (
     REPORT,
     OriginalFiles,
-    begin_again,
     check_names,
     copy_companions,
     weights_in,
@@ -32,25 +32,25 @@ from ..conversion.original import (
 )
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
-from ..files.reading import unreadable
 from ..files.writing import write_text
 from ..formats import CODES, get_format
 from ..gears.activations import DTYPES
 from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
-from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, load, model_name
 from ..telemetry.summary import as_json
 from . import BudgetSettings, ConvertSettings
 
+Loads = Callable[..., tuple[nn.Module, Any]]
+"""Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
+
 
 def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
-    """Fill the directory `work`, from the beginning or from where an earlier run stopped.
+    """Fill the directory `work`.
 
     Raises:
-        GearbxError: a model that cannot be read or cannot come back, or whose codes have one gear, or other files in
-            `work`, such as the beginning of another conversion.
+        GearbxError: a model that cannot be read or cannot come back, or whose codes have one gear.
         OSError: the directory cannot be written.
     """
     conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
@@ -59,20 +59,19 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         codes = codes_to_keep(model, settings)
     if get_format(settings.layout.chosen_format).ladders:
         check_names(source)
-    if read_journal(work)[0] is None:
-        begin_again(source, work)
     copy_companions(source, work)
     precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
-    plan = plan_of(settings, source, precision)
+    plan = plan_of(settings, precision)
     if codes is not None:
-        kept = {"format": CODES, "group_size": codes.group_size, "embeddings": EMBEDDINGS[1]}
-        plan = structs.replace(plan, gears=tuple(gear.bits for gear in codes.chosen(settings.layout.gears)), **kept)
+        gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
+        plan = replace(plan, format=CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
     if settings.quality is not None:
-        plan = structs.replace(plan, bits=bits_for(settings.quality, source, trusted, plan, work))
+        original = partial(load_cast, source, conversion.dtype, trusted)
+        plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
     if conversion.calibrate is not None:
-        text, base = calibrated(conversion.calibrate, source, model, tokenizer, plan, trusted)
-        plan = structs.replace(plan, calibrated=text)
+        original = partial(load_cast, source, conversion.dtype, trusted)
+        base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
@@ -89,7 +88,6 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     if precision is not None:
         write_text(work / PRECISION, precision.as_json())
     write_card(converter, manifest, work, origin, files.size if files else None)
-    (work / JOURNAL).unlink()
 
 
 def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
@@ -113,14 +111,11 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated(
-    file: str, source: Path, model: nn.Module, tokenizer: Any, plan: Plan, trusted: bool
-) -> tuple[str, Base]:
-    """The hash of the text, and the base: as an earlier run made and kept it, or made now.
+def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+    """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
         file: of the text; "": what ships, with answers that a copy of the model writes.
-        source: the model's directory.
 
     Raises:
         GearbxError: no text, or a layout whose lowest gear leaves no choice.
@@ -132,10 +127,10 @@ def calibrated(
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:
-                texts += answered(*load_cast(source, plan.dtype, trusted, lazy=False), text.requests, progress)
+                texts += answered(*original(lazy=False), text.requests, progress)
             base = make_base(model, key, format, texts, progress)
         show_rounded(base)
-    return key.text, base
+    return base
 
 
 def open_original(source: Path) -> OriginalFiles:
@@ -165,31 +160,19 @@ def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> Prec
     return manifest
 
 
-def plan_of(settings: ConvertSettings, source: Path, precision: PrecisionManifest | None) -> Plan:
-    """What to write, before the bits of every layer are found. Raises GearbxError where a file cannot be read."""
-    hashes = {}
-    for file in weights_in(source):
-        try:
-            hashes[file.name] = header_of(file).hash
-        except OSError as error:
-            raise unreadable(file, error) from error
+def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> Plan:
+    """Return what to write, before the bits of every layer are found."""
     return Plan(
         **settings.layout.filled(precision, "the manifest was measured with"),
         gears=tuple(gear.bits for gear in settings.ladder),
-        dtype=settings.conversion.dtype,
-        source=hashes,
         embeddings=settings.conversion.embeddings or EMBEDDINGS[0],
-        wish=None if settings.quality is None else vars(settings.quality),
     )
 
 
-def bits_for(quality: Floors | BudgetSettings, source: Path, trusted: bool, plan: Plan, work: Path) -> dict[str, int]:
-    """Path to bits: as an earlier run found them, else as floors or a budget say; writes a report into `work`."""
-    earlier, _, _ = read_journal(work)
-    if earlier is not None and earlier.bits is not None and structs.replace(earlier, bits=None) == plan:
-        return dict(earlier.bits)
+def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work: Path) -> dict[str, int]:
+    """Return path to bits, as floors or a budget say, after writing a report into `work`."""
     lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
-    model, tokenizer = load_cast(source, plan.dtype, trusted, lazy=lazy)
+    model, tokenizer = original(lazy=lazy)
     report: dict[str, Any] = {}
     with progress_bar() as progress:
         if isinstance(quality, BudgetSettings):
@@ -202,9 +185,7 @@ def bits_for(quality: Floors | BudgetSettings, source: Path, trusted: bool, plan
             selection = select_bits(model, plan.format, plan.manage, quality, progress, give_up=True)
     for line in selection_lines(selection):
         note(line)
-    if earlier is None:
-        work.mkdir(parents=True, exist_ok=True)
-        write_text(work / REPORT, as_json(selection_as_dict(selection) | report))
+    write_text(work / REPORT, as_json(selection_as_dict(selection) | report))
     return dict(selection.bits)
 
 

@@ -2,9 +2,8 @@
 
 import contextlib
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from huggingface_hub import HfApi
@@ -14,11 +13,10 @@ from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..cli.gears import LayoutSettings
 from ..cli.settings import human_bytes
 from ..cli.terminal import counting, messages, note
-from ..conversion.journal import is_begun
 from ..conversion.model_card import AFFINE, CARD, Provenance, provenance, table_card, write_table
-from ..conversion.restoring import Restorer, is_restoring, original_of, write_original
+from ..conversion.restoring import Restorer, original_of, write_original
 from ..errors import GearbxError, about, one_line
-from ..files.writing import alone_in
+from ..files.writing import new_directory
 from ..formats import get_format
 from ..gears.discovery import Layer, is_quantized
 from ..gears.manifest import ORIGINAL_FILE, RESTORE
@@ -82,9 +80,6 @@ def verify_original(saved: SavedGears) -> str:
     return f"decoded, {tensors} tensors and {files} other files are those of the original"
 
 
-INCOMPLETE = ".incomplete"  # behind the name of a directory that is not whole yet
-
-
 def run(settings: ConvertSettings) -> int:
     if settings.conversion.verify is not None:
         print(verify(settings.conversion.verify, settings.conversion.revision))
@@ -95,24 +90,19 @@ def run(settings: ConvertSettings) -> int:
 
 
 def uploaded_checkpoint(settings: ConvertSettings) -> Path:
-    """Write a checkpoint beside its place, rename it when it is whole, and upload it if a repository is named."""
+    """Write a checkpoint, which has its name when it is whole, and upload it if a repository is named."""
     conversion = settings.conversion
-    out, work = destination(conversion.mlx_path)
+    out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
+    half = out.with_name(out.name + ".incomplete")
+    if half.is_dir():
+        note(f"{half}: half a conversion by an earlier version, which nothing goes on with; remove it")
     if conversion.restore is None:
-        fill, has_begun = filling_gears(settings, out), is_begun
+        fill = filling_gears(settings, out)
     else:
-        fill, has_begun = filling_original(conversion.restore, conversion.revision), is_restoring
-    try:
-        with working_in(work, has_begun):
-            if out.exists():  # the other process has just finished
-                raise taken(conversion.mlx_path)
-            fill(work)
-            os.replace(work, out)
-    except OSError as error:
-        raise GearbxError(
-            f"{work}: cannot be written ({error.strerror or error}); mend that, and the same command goes on from there"
-        ) from error
+        fill = filling_original(conversion.restore, conversion.revision)
+    with new_directory(out) as work:
+        fill(work)
     if conversion.upload_repo is not None:
         upload(out, conversion.upload_repo)
     return out
@@ -144,52 +134,24 @@ def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Pa
     return fill
 
 
-@contextlib.contextmanager
-def working_in(work: Path, is_begun: Callable[[Path], bool]) -> Iterator[None]:
-    """Make the directory of a conversion and lock it; remove it after a failure from which no later run can go on.
-
-    That is after a mistake, or where nothing is done yet; what was there before stays. After an interrupt or an error
-    of the system, the same command goes on.
-
-    Args:
-        is_begun: whether something is done in a directory.
-    """
-    work.mkdir(exist_ok=True)
-    with alone_in(work, "a conversion"):
-        was_there = any(work.iterdir())
-        try:
-            yield
-        except BaseException as error:
-            cause = error.__cause__ or error
-            mistake = isinstance(cause, Exception) and not isinstance(cause, OSError | RuntimeError | MemoryError)
-            if not was_there and (mistake or not is_begun(work)):
-                shutil.rmtree(work, ignore_errors=True)
-            raise
-
-
-def destination(mlx_path: str | Path) -> tuple[Path, Path]:
-    """The directory to write, and the one beside it where it is until it is whole.
+def destination(mlx_path: str | Path) -> Path:
+    """Return the directory to write.
 
     Raises:
         GearbxError: the directory exists, its parent does not, or the file system refuses the name.
     """
     try:
         out = Path(mlx_path).expanduser()
-        exists, has_parent = out.exists() or out.is_symlink(), out.parent.is_dir()
-        work = out if exists else out.with_name(out.name + INCOMPLETE)
-        work.exists()  # fails for a name that is too long
+        exists, has_parent = os.path.lexists(out), out.parent.is_dir()
+        out.exists()  # fails for a name that is too long
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
         raise GearbxError(f"--mlx-path {mlx_path}: no directory can have this name ({reason}); give another") from error
     if exists:
-        raise taken(mlx_path)
+        raise GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
     if not has_parent:
         raise GearbxError(f"--mlx-path {mlx_path}: there is no directory {out.parent}; make it first")
-    return out, work
-
-
-def taken(mlx_path: str | Path) -> GearbxError:
-    return GearbxError(f"--mlx-path {mlx_path}: is there already; remove it or give another path")
+    return out
 
 
 def check_repository(repo: str | None) -> None:
@@ -220,7 +182,7 @@ def upload(out: Path, repo: str) -> None:
 def write_manifest_table(
     file: str | Path, layout: LayoutSettings, trust_remote_code: bool, source: Path, work: Path, origin: Provenance
 ) -> None:
-    """Fill the directory `work`; what is in it before is removed.
+    """Fill the directory `work`.
 
     Raises:
         GearbxError: as `choose_table`; a quantized model, another model, or a layer that it does not have.

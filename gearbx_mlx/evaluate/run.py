@@ -1,100 +1,287 @@
-"""Measure what shifting buys, against chance and against the static gears."""
+"""Measure on a text how far each gear and each mode is from the top gear."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
-from rich.cells import cell_len
 from rich.table import Table
 
 from ..cli import terminal
+from ..cli.gears import RoutingSettings, routing_for
+from ..cli.loaded import Loaded
+from ..cli.resolved import resolve_gears
+from ..compat.arrays import dtype_name
+from ..decoding.caches import cache_in_gears, check_heads
 from ..errors import GearbxError
-from ..evaluation.report import Columns, Report
-from ..files.writing import write_text
-from ..telemetry.report import get_pyplot
-from . import WRITTEN, EvaluateSettings, answers, pair, text
+from ..evaluation.metrics import quality
+from ..evaluation.predictions import (
+    KickdownPolicy,
+    Policy,
+    Recording,
+    RoutePolicy,
+    TextPrediction,
+    driven,
+    joined,
+    read_at_once,
+    read_per_token,
+    record,
+)
+from ..evaluation.text import check_windows, read_documents, windows_of
+from ..files.model_directory import context_length
+from ..files.writing import make_directory, write_text
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Gearbox, model_fingerprint
+from ..gears.ladder import KV_BITS, Gear
+from ..loading import model_name
+from ..routing.gates import Monitor, ThresholdGate
+from ..telemetry.report import get_pyplot, save
+from ..telemetry.summary import as_json, finite
+from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE
+from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
 
-DATA, PAGE = "evaluation.json", "evaluation.md"
-GAP = 2  # characters between columns
-MARGIN = 1
+SCHEMA, VERSION = "gearbx-mlx evaluation", 2
+DATA, PICTURE = "evaluation.json", "evaluation.png"
+DEFAULT_CONTEXT = 256
+GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
+
+
+@dataclass(frozen=True, eq=False)
+class TextReader:
+    """Read a window of the text.
+
+    kind: a gear, a mode, or the top gear over a gear of the KV cache. used: the gears that may compute a token.
+    """
+
+    kind: str
+    name: str
+    used: Sequence[Gear]
+    read: Callable[[Sequence[int]], Iterable[TextPrediction]]
 
 
 def run(settings: EvaluateSettings) -> int:
-    out = Path(settings.task.out)
-    report, pictures = measured(settings, out)
-    width = terminal.messages.width
-    terminal.messages.print(report_table(report.rows, report.columns, report.first, width))
-    for path in (out / DATA, out / PAGE, *pictures):
-        print(path)
-    return 0 if report.complete else terminal.INTERRUPTED
+    out = Path(settings.evaluation.out)
+    content = content_of(settings)
+    terminal.messages.print(table_of(content["rows"]))
+    for name in (DATA, PICTURE):
+        if (out / name).exists():
+            print(out / name)
+    gear = enough(content["rows"])
+    if gear is not None:
+        terminal.note(f"of the gears that choose as the top gear does in {ENOUGH:.0%}, --gear {gear} reads least")
+    return 0
 
 
 def content_of(settings: EvaluateSettings) -> dict[str, Any]:
-    """The content of evaluation.json, after writing the files."""
-    report, _ = measured(settings, Path(settings.task.out))
-    if not report.complete:
-        raise KeyboardInterrupt  # what is complete is written
-    return report.content
-
-
-def measured(settings: EvaluateSettings, out: Path) -> tuple[Report, list[Path]]:
-    """The report and the pictures of it, after writing them.
+    """Return the content of evaluation.json, after writing the files.
 
     Raises:
-        KeyboardInterrupt: before any row of the report was complete.
+        GearbxError: a model, a text or thresholds that cannot be used, or a directory that cannot be written.
     """
-    task = settings.task
-    if task.small_model is not None:
-        report = pair.measured(settings, task.small_model, out)
-    elif task.task in WRITTEN:
-        report = answers.measured(settings, out)
-    else:
-        report = text.measured(settings, out)
-    write_text(out / DATA, report.json)
-    write_text(out / PAGE, report.page)
-    return report, draw_if_possible(report, out)
-
-
-def draw_if_possible(report: Report, out: Path) -> list[Path]:
-    """Draw the pictures of a report where matplotlib is installed; those that were drawn."""
-    if not report.pictures:
-        return []
+    out = Path(settings.evaluation.out)
+    content = measured(settings)
+    make_directory(out)
+    write_text(out / DATA, as_json(finite(content)))
     try:
         get_pyplot()
     except GearbxError as error:
         terminal.note(f"no picture: {error}")
-        return []
-    for name, draw in report.pictures.items():
-        draw(report.content, out / name)
-    return [out / name for name in report.pictures]
+    else:
+        draw(content, out / PICTURE)
+    return content
 
 
-def report_table(rows: Sequence[Mapping[str, Any]], columns: Columns, first: Iterable[str], width: int) -> Table:
-    """A table in which every header and every value is whole; headers wrap between words.
+def measured(settings: EvaluateSettings) -> dict[str, Any]:
+    """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
+    wanted = settings.evaluation
+    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
+    documents = read_documents(Path(wanted.data))
+    loaded = Loaded.of(resolved)
+    loaded.check_gears()
+    resolved = loaded.resolved  # of a quantized checkpoint with the gears of its own codes
+    if len(resolved.ladder) < 2 and not wanted.kv_gears:
+        raise GearbxError(f"--gears {resolved.ladder}: one gear has nothing to be compared with; give two or more")
+    gearbox = loaded.gearbox()
+    context = context_for(wanted.context, loaded.config)
+    windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data)
+    check_windows(windows, loaded.model, wanted.data)
+    readers = readers_of(settings, gearbox)
+    parts: dict[str, list[Recording]] = {reader.name: [] for reader in readers}
+    with terminal.progress_bar() as progress:
+        task = progress.add_task("windows", total=len(windows) * len(readers))
+        for window in windows:
+            own = [each.logprobs for each in read_at_once(gearbox, [window], gearbox.ladder.top)]
+            for reader in readers:
+                parts[reader.name].append(record(reader.read(window), own))
+                progress.advance(task)
+    found = {reader: joined(parts[reader.name]) for reader in readers}
+    reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
+    return {
+        "schema": SCHEMA,
+        "version": VERSION,
+        "model": model_name(settings.model.model),
+        "data": wanted.data,
+        "format": resolved.format.name,
+        "manage": resolved.manage,
+        "group_size": resolved.group_size,
+        "kernels": "native" if gearbox.kernels.native else "mlx",
+        "compute_dtype": dtype_name(gearbox.compute_dtype),
+        "tokens": len(reference.nll),
+        "windows": len(windows),
+        "context": context,
+        "ladder": gearbox.ladder_report(),
+        "rows": [row_of(reader, each, reference.nll, gearbox) for reader, each in found.items()],
+    }
 
-    Args:
-        first: the columns that matter most; the others come where there is room for them.
-        width: characters.
+
+def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]:
+    """Return every gear, the modes that shift, and the gears of the KV cache, in the order of the report.
+
+    Raises:
+        GearbxError: thresholds that do not fit the ladder or the model, or a KV cache that has no gears.
     """
-    cells = {name: [show(row) for row in rows] for name, show in columns.items()}
-    widths = {name: max(map(cell_len, [*cells[name], *name.split()])) for name in columns}
-    shown = fitting(widths, [*first, *(name for name in columns if name not in first)], width - 2 * MARGIN)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, GAP - 1, 0, 0), pad_edge=False)
-    for name in columns:
-        if name in shown:
-            table.add_column(name, width=widths[name], overflow="fold")
-    for row in zip(*(cells[name] for name in columns if name in shown)):
-        table.add_row(*row)
+    wanted, ladder = settings.evaluation, gearbox.ladder
+
+    def alone(gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
+        return read_at_once(gearbox, [window], gear)
+
+    def shifting(policy: Policy, window: Sequence[int]) -> Iterable[TextPrediction]:
+        return driven(gearbox, [window], policy)
+
+    found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
+    modes = [mode for mode in wanted.modes if mode != NONE]
+    if modes and len(ladder) > 1:
+        vocab_size, fingerprint = vocabulary(gearbox.model), partial(model_fingerprint, gearbox.model)
+        given = RoutingSettings(**vars(settings.gate), thresholds=wanted.thresholds)
+        routing = routing_for(given, ladder, vocab_size, fingerprint)
+        gate = ThresholdGate(routing.thresholds, routing.hysteresis, routing.min_gear_duration)
+        policies: dict[str, Policy] = {
+            ROUTE: RoutePolicy(ladder, gate, Monitor(vocab_size, routing.window)),
+            KICKDOWN: KickdownPolicy(ladder, routing.thresholds),
+        }
+        found += [TextReader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
+    if wanted.kv_gears:
+        check_heads(gearbox.model, wanted.kv_gears)
+        found += [over_cache(gearbox, wanted.kv_gears, bits) for bits in wanted.kv_gears if bits < KV_BITS[-1]]
+    return found
+
+
+def over_cache(gearbox: Gearbox, ladder: Sequence[int], bits: int) -> TextReader:
+    """Return the top gear over a KV cache whose gear has `bits`."""
+    top = gearbox.ladder.top
+
+    def begun(number: int) -> list[Any]:
+        return cache_in_gears(gearbox.model, gearbox, ladder, bits)
+
+    def read(window: Sequence[int]) -> Iterable[TextPrediction]:
+        return read_at_once(gearbox, [window], top, begun)
+
+    return TextReader(KV, f"{top.bits} bits, KV {bits}", [top], read)
+
+
+def row_of(reader: TextReader, recording: Recording, reference_nll: np.ndarray, gearbox: Gearbox) -> dict[str, Any]:
+    """Return a row of the report."""
+    weight_bytes, bits = read_per_token(gearbox, reader.used, recording)
+    return {
+        "kind": reader.kind,
+        "name": reader.name,
+        "gear_shares": {gear.name: float((recording.gear == gear.index).mean()) for gear in gearbox.ladder},
+        "effective_bits": bits,
+        "weight_bytes_per_token": weight_bytes,
+        **quality(recording.nll, recording.kl, recording.kl_reverse, recording.agree, reference_nll),
+    }
+
+
+def context_for(context: int | None, config: dict) -> int:
+    """Return the tokens in a window: as given, else the default.
+
+    Raises:
+        GearbxError: more than the model was made for.
+    """
+    longest = context_length(config)
+    if context is None:
+        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+    if longest and context > longest:
+        raise GearbxError(f"--context is {context}, and the model was made for {longest}; give at most that")
+    return context
+
+
+ENOUGH = 0.98  # of the tokens are the top gear's first choice
+
+
+def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the bits of the gear that reads least and mostly prefers the top gear's tokens; None without one."""
+    gears = [row for row in rows if row["kind"] == GEAR and row["top1_agreement"] >= ENOUGH]
+    best = min(gears, key=lambda row: row["weight_bytes_per_token"], default=None)
+    return None if best is None else int(best["name"].split()[0])
+
+
+COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+    "": lambda row: row["name"],
+    "MB/token": lambda row: f"{row['weight_bytes_per_token'] / 1e6:.2f}",
+    "perplexity": lambda row: f"{row['perplexity']:.3f}",
+    "KL mean": lambda row: three_digits(row["kl_mean"]),
+    "median": lambda row: three_digits(row["kl_median"]),
+    "99 %": lambda row: three_digits(row["kl_p99"]),
+    "same favourite": lambda row: f"{100 * row['top1_agreement']:.1f} %",
+}
+
+
+def three_digits(value: float) -> str:
+    """Return three significant digits; "0" for what is below the resolution of float32."""
+    return "0" if value < 1e-9 else f"{value:.3g}"
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the rows for the terminal."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for header in COLUMNS:
+        table.add_column(header, no_wrap=not header)
+    for row in rows:
+        table.add_row(*(show(row) for show in COLUMNS.values()))
     return table
 
 
-def fitting(widths: Mapping[str, int], names: Iterable[str], width: int) -> set[str]:
-    """The first of the names, as long as they fit side by side; the first one in any case."""
-    shown: set[str] = set()
-    for name in names:
-        width -= widths[name] + GAP
-        if shown and width + GAP < 0:
-            break
-        shown.add(name)
-    return shown
+NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
+NAMES = {ROUTE: ROUTE, KICKDOWN: KICKDOWN, KV: "gears of the KV cache"}
+STYLES = {ROUTE: (SKY_BLUE, "s"), KICKDOWN: (GREEN, "D"), KV: (ORANGE, "*")}
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Draw mean KL over bytes: a line through the gears with their 99th percentile, and a marker for each other row.
+
+    Args:
+        report: the content of evaluation.json.
+        path: a png or svg file, which is replaced.
+    """
+    figure, axes = get_pyplot().subplots(figsize=(8, 5), layout="constrained")
+    gears = [row for row in report["rows"] if row["kind"] == GEAR]
+    for field, style, label in (("kl_mean", "-", "gears, mean"), ("kl_p99", ":", "gears, 99 %")):
+        line = zip(*sorted(point_of(row, field) for row in gears))
+        axes.plot(*line, color="0.1", marker="|", markersize=12, linestyle=style, linewidth=1.2, label=label)
+    for row in gears:
+        axes.annotate(row["name"], point_of(row), (4, 8), textcoords="offset points", fontsize=9)
+    for kind, (color, marker) in STYLES.items():
+        points = [point_of(row) for row in report["rows"] if row["kind"] == kind]
+        if points:
+            axes.scatter(
+                *zip(*points), color=color, marker=marker, s=70, edgecolors="white", label=NAMES[kind], zorder=3
+            )
+    axes.set(
+        yscale="log",
+        xlabel="weight bytes per token, MB",
+        ylabel="KL from the top gear, nats (0 is drawn at 1e-7)",
+        title=f"{Path(report['model']).name} on {Path(report['data']).name}: {report['tokens']} tokens",
+    )
+    axes.set_xlim(left=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    save(figure, path)
+
+
+def point_of(row: Mapping[str, Any], field: str = "kl_mean") -> tuple[float, float]:
+    """Return x and y."""
+    return row["weight_bytes_per_token"] / 1e6, max(row[field], NOTHING)

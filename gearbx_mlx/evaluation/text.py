@@ -14,7 +14,6 @@ from ..gears.discovery import vocabulary
 
 GIVE = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
-NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 
 
 class TextRow(Struct, frozen=True):
@@ -105,26 +104,6 @@ def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str)
         name: of the text.
     """
     check_known(name, [token for window in windows for token in window], vocabulary(model))
-
-
-def answer_windows(
-    tokenizer: Any, rows: list[dict[str, str]], context: int, tokens: int
-) -> list[tuple[list[int], int]]:
-    """For each question and answer a window, and how many of its tokens are before the answer.
-
-    Args:
-        rows: with question and answer.
-        context, tokens: as in windows_of; a question that fills the context is left out.
-    """
-    windows, left = [], tokens
-    for row in rows:
-        prompt = PROMPT.format(**row)
-        start = len(encode(tokenizer, prompt))
-        window = encode(tokenizer, f"{prompt} {row['answer']}")[: min(context, start + left)]
-        if left > 0 and len(window) > start:
-            windows.append((window, start))
-            left -= len(window) - start
-    return windows
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,25 +70,7 @@ def lock_for_good(file: Path) -> bool:
     return key in _locked_for_good
 
 
-@contextlib.contextmanager
-def alone_in(directory: Path, work: str) -> Iterator[None]:
-    """Keep other processes out of a directory while the block runs.
-
-    Args:
-        directory: it exists.
-        work: what is done there, for the message: "a conversion".
-
-    Raises:
-        GearbxError: another process does the same there.
-        OSError: the directory cannot be opened.
-    """
-    with locked(directory) as alone:
-        if alone is False:
-            raise GearbxError(f"{directory}: another process works on {work} there; wait for it, or end it")
-        yield
-
-
-PART = ".part"  # ends the name of a file that is being written
+PART = ".part"  # ends the name of a file or a directory that is being written
 _unfinished: set[Path] = set()
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -139,11 +122,68 @@ def replacing_arrays(path: Path) -> Iterator[str]:
             beside.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
+
+    All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
+    same directory is removed.
+
+    Raises:
+        GearbxError: the directory cannot be written, is there already, or another process writes it.
+    """
+    try:
+        if remove_parts(path.parent, re.escape(name_of(path))):
+            raise GearbxError(f"{path}: another process writes it; wait for it, or end it")
+        handle, beside = open_directory(path)
+        _unfinished.add(beside)
+        try:
+            yield beside
+            for place in (*beside.rglob("*"), beside):
+                sync(place)
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            os.chmod(beside, 0o777 & ~umask())
+            os.replace(beside, path)
+            sync(path.parent)
+        finally:
+            os.close(handle)
+            shutil.rmtree(beside, ignore_errors=True)
+            _unfinished.discard(beside)
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def open_directory(path: Path) -> tuple[int, Path]:
+    """Make a directory beside `path`; return the descriptor that locks it while this process lives, and its path."""
+    while True:
+        beside = Path(tempfile.mkdtemp(prefix=f".{name_of(path)}.", suffix=PART, dir=path.parent))
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a stale one, before it was locked
+            handle = os.open(beside, os.O_RDONLY)
+            if lock(handle) is not False and beside.exists():
+                return handle, beside
+            os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a directory, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 def drop_unfinished() -> None:
     """Remove what this process has not finished writing: for an end that does not wait for its other threads."""
     for path in list(_unfinished):
         with contextlib.suppress(OSError):
-            path.unlink()
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with everything in it."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
@@ -161,8 +201,8 @@ def open_part(target: Path) -> tuple[int, Path]:
         os.close(handle)
 
 
-def remove_parts(directory: Path, names: str = ".*") -> None:
-    """Remove the files of `replacing` that killed processes left in a directory: those that are not locked.
+def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
+    """Remove what killed processes left unfinished in a directory: what is not locked. Returns what is.
 
     Args:
         names: of the outputs, a regular expression.
@@ -171,10 +211,14 @@ def remove_parts(directory: Path, names: str = ".*") -> None:
     found: list[Path] = []
     with contextlib.suppress(OSError):  # a directory that may be written to, and not be listed
         found += (path for path in directory.iterdir() if part.fullmatch(path.name))
+    in_work = []
     for path in found:
         with contextlib.suppress(OSError), locked(path) as alone:
             if alone:
-                path.unlink()
+                remove(path)
+            elif alone is False:
+                in_work.append(path)
+    return in_work
 
 
 def name_of(target: Path) -> str:
@@ -234,11 +278,3 @@ def write_text(path: Path, text: str) -> None:
     """Write a text file. Raises GearbxError if that fails; the file that was there before then stays."""
     with replacing(path) as place:
         place.write_text(text, encoding="utf-8")
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file that is on the disk when this returns. Raises GearbxError as `write_text` does."""
-    with replacing(path) as place, open(place, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())

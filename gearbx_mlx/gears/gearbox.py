@@ -81,7 +81,7 @@ class Gearbox:
         manage: "all" linear layers, "attention", "mlp", or a predicate (path, module) -> bool or {"bits": lowest}.
             "everything" takes those of towers for images and sound too.
         group_size: inputs that share a scale: 32, 64 or 128; rowwise and groupwise have their own.
-        residency: where idle gears are: "resident" (in memory), or offloaded: "host" or "disk". "stream": all that the
+        residency: where idle gears are: "resident" (in memory), or "disk" (read again). "stream": all that the
             low gears do not need is read from a geared checkpoint of format exact at every use.
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".

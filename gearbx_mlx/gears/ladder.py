@@ -112,7 +112,7 @@ GROUP_SIZES = (32, 64, 128)
 EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp", "everything")
-RESIDENCIES = ("resident", "host", "disk", "stream")
+RESIDENCIES = ("resident", "disk", "stream")
 KV_BITS = (4, 8, 16)  # 16: keys and values as they are
 
 

@@ -2,13 +2,11 @@
 
 import copy
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx.utils import tree_flatten
 
 from ..errors import GearbxError
@@ -47,65 +45,6 @@ class Resident(Residency):
     """Keeps every gear that was made in memory."""
 
     name = "resident"
-
-
-@dataclass(eq=False)
-class Slot:
-    """One array, inside or outside of MLX. Gears that share an array share its slot, and share it again on return."""
-
-    dtype: mx.Dtype
-    array: mx.array | None
-    values: np.ndarray | None = None
-
-    def fetch(self) -> mx.array:
-        if self.array is None:
-            assert self.values is not None
-            array, self.values = mx.array(self.values), None
-            self.array = array.view(self.dtype) if array.dtype != self.dtype else array
-        return self.array
-
-
-class Host(Residency):
-    """Moves idle gears from MLX's allocator into numpy arrays.
-
-    On unified memory the arrays change their owner, not their place (GEARBX 14): this frees memory of MLX's pool, not
-    of the machine.
-    """
-
-    name = "host"
-
-    def __init__(self) -> None:
-        self._parked: dict[Key, dict[str, Slot]] = {}
-        self._inside: dict[int, Slot] = {}  # by id() of the array that is in the slot now
-
-    def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
-        in_use = arrays_in_use(model)
-        for key, module in idle.items():
-            taken = idle_parameters(module, in_use)
-            for name, array in taken.items():
-                slot = self._inside.setdefault(id(array), Slot(array.dtype, array))
-                self._parked.setdefault(key, {})[name] = slot
-            put(module, dict.fromkeys(taken, EMPTY))
-            del taken
-        for identity, slot in list(self._inside.items()):
-            if identity not in in_use:
-                assert slot.array is not None
-                slot.values, slot.array = to_numpy(slot.array), None
-                del self._inside[identity]
-        hand_back()
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all arrays that are outside of MLX."""
-        slots = {id(slot): slot for taken in self._parked.values() for slot in taken.values()}
-        return sum(slot.values.nbytes for slot in slots.values() if slot.values is not None)
-
-    def enter(self, needed: Mapping[Key, nn.Module]) -> None:
-        back = {key: {n: s.fetch() for n, s in self._parked.get(key, {}).items()} for key in needed}
-        for key, arrays in back.items():
-            put(needed[key], arrays)
-            for slot in self._parked.pop(key, {}).values():
-                self._inside[id(slot.array)] = slot
 
 
 class Disk(Residency):
@@ -216,7 +155,7 @@ class OriginalDisk(Disk):
                 weights = copy.deepcopy(self._blank).sanitize(weights)
             return {name: weights[name] for name in names}
         except KeyError as error:
-            raise GearbxError(f"{self.directory}: {error} is not in the checkpoint; use residency 'host'") from error
+            raise GearbxError(f"{self.directory}: {error} is not in the checkpoint; keep gears resident") from error
         except (RuntimeError, ValueError) as error:
             raise self._unreadable(error) from error
 
@@ -242,8 +181,3 @@ def put(module: nn.Module, arrays: Mapping[str, mx.array]) -> None:
         for part in path:
             holder = holder[part]
         holder[last] = array
-
-
-def to_numpy(array: mx.array) -> np.ndarray:
-    """A copy outside of MLX. numpy does not have bfloat16, so such bits become integers."""
-    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=True)

@@ -18,11 +18,12 @@ from ..compat.classes import become
 from ..errors import GearbxError
 from ..formats.exact import ExactLinear, ExactMultiLinear, ExactSwitchLinear, NativeExactMultiLinear
 from ..formats.native import Native, native_rounding, with_expert_bias
+from ..gone import gone
 from ..kernels.exact import ExactMatrix, decode, product_by_tiles
 from ..kernels.products import decoded, exact_experts, exact_product
 from .discovery import Layer, only_shapes
 from .ladder import DENSE, RESIDENCIES
-from .offload import Host, OriginalDisk, Residency, Resident, SavedDisk
+from .offload import OriginalDisk, Residency, Resident, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
@@ -231,11 +232,12 @@ def residency_of(
         GearbxError: it does not exist, or not for this model.
     """
     if name not in RESIDENCIES:
-        raise GearbxError(f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}")
+        unknown = f"residency '{name}' does not exist; choose from {', '.join(RESIDENCIES)}"
+        raise GearbxError(gone(f"--residency {name}") or unknown)
     if sharding_of(model) is not None and (name == STREAM or (name == "disk" and saved is None)):
-        raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident or host")
+        raise GearbxError(f"residency {name} reads whole layers, and ranks have parts of them; use resident")
     if name == STREAM and saved is None:
         raise GearbxError(f"residency stream reads a geared checkpoint, and this model is from none; {REMEDY}")
     if name == "disk":
         return OriginalDisk(model, checkpoint, dtypes) if saved is None else SavedDisk(saved, dtypes)
-    return Stream(saved) if saved is not None and name == STREAM else Host() if name == "host" else Resident()
+    return Stream(saved) if saved is not None and name == STREAM else Resident()

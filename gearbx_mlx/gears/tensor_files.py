@@ -7,7 +7,6 @@ its model, and is refused by any other.
 
 import hashlib
 import json
-import math
 import os
 import struct
 import threading
@@ -25,7 +24,7 @@ from msgspec import Struct
 from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
-from ..files.reading import Count, parse_json, shown, typed
+from ..files.reading import Count, parse_json, typed
 from .adapters import adapter_arrays
 
 NAMES = {
@@ -115,18 +114,6 @@ def header_of(path: Path) -> FileHeader:
         return FileHeader(path, typed(header, dict[str, TensorEntry]), LENGTH.size + room)
     except (SafetensorError, GearbxError) as error:
         raise GearbxError(f"{path}: damaged or truncated ({one_line(error)})") from error
-
-
-def end_of(entries: Mapping[str, TensorEntry]) -> int:
-    """The length of the data. Raises GearbxError unless the arrays come one after the other, each of its own size."""
-    end = 0
-    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end_of_entry = entry.data_offsets
-        size = SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
-        if begin != end or end_of_entry - begin != size or entry.dtype not in SIZES:
-            raise GearbxError(f"{shown(name)} is not where the array before it ends, or is not of its own size")
-        end = end_of_entry
-    return end
 
 
 K = TypeVar("K")

@@ -33,12 +33,11 @@ from ..decoding.caches import length
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
-from ..decoding.stream import Responses, stream_generate
+from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..loading import model_name
-from ..machine.energy import Energy, counted
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
 from ..routing.pair import NAMES
@@ -57,8 +56,8 @@ def run_pair(
     mode = pair.mode(turns, settings.mode.initial_gear)
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    status, energy = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
-    result = responses.summary(model_name(settings.model.model), small_model) | energy_fields(energy, responses)
+    status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
+    result = responses.summary(model_name(settings.model.model), small_model)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
     return status
 
@@ -69,19 +68,19 @@ def write_out(
     fields: Sequence[str],
     output: OutputSettings,
     trace: Path | None,
-) -> tuple[int, Energy]:
-    """Write text and trace as they come; Ctrl-C ends both whole. The exit status, and what the machine used.
+) -> int:
+    """Write text and trace as they come; Ctrl-C ends both whole. Returns the exit status.
 
     Args:
         gears: names, lowest first.
         fields: of a response, that the mode adds to the trace.
     """
-    text, energy = "", Energy()
+    text = ""
     out = terminal.TintedText(gears, output.color if output.verbose else "never")
     status = 0
     mx.reset_peak_memory()
     try:
-        with TraceWriter(trace) as writer, counted() as energy:
+        with TraceWriter(trace) as writer:
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
@@ -91,14 +90,7 @@ def write_out(
         status = terminal.INTERRUPTED
     with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
         print(text if not output.verbose else "", flush=True)
-    return status, energy
-
-
-def energy_fields(energy: Energy, responses: Responses) -> dict[str, Any]:
-    """Fields of the summary: joules per token, and of what; none where the machine does not say."""
-    if energy.joules is None:
-        return {}
-    return {"energy_joules_per_token": responses.tally.mean(energy.joules), "energy_of": energy.name}
+    return status
 
 
 def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path | None) -> None:
@@ -244,8 +236,8 @@ def run(settings: GenerateSettings) -> int:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         names = [gear.name for gear in gearbox.ladder]
-        status, energy = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
-    result = responses.summary(loaded.name, settings.cache.draft_model) | energy_fields(energy, responses)
+        status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
+    result = responses.summary(loaded.name, settings.cache.draft_model)
     if resolved.mode.by:
         result["mode_chosen_by"] = flag_of(resolved.mode.by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)

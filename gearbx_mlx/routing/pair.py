@@ -13,8 +13,6 @@ DEFAULT_MIN_DURATION = 10  # tokens, EAD 3.3
 BITS = 0.25  # EAD 4 finds that 0.125 to 0.25 are best
 REFERENCE_VOCABULARY = 2**17  # EAD's models: Llama 3.2 has 128256 tokens, Qwen 2.5 151936
 BELOW_ANY_ENTROPY = -1.0
-# EAD's Table 1; its 99 is more bits than any vocabulary has.
-SWEEP = (math.inf, 1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.0)
 
 
 def scaled(bits: float, vocab_size: int) -> float:

@@ -25,7 +25,7 @@ from ..cli.tables import columns
 from ..cli.terminal import messages, note, progress_bar, show_compiling
 from ..compat.versions import versions
 from ..errors import GearbxError
-from ..evaluation.session import JOURNAL, Journal, beside, hash_of_tokens
+from ..files.journal import JOURNAL, Journal, beside, hash_of_tokens
 from ..files.writing import write_text
 from ..formats import get_format
 from ..gears.discovery import Layer, discover

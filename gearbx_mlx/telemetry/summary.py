@@ -1,6 +1,7 @@
 """A run in numbers, counted token by token and summed up at the end."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -162,3 +163,14 @@ def summarize(
 
 def as_json(summary: Mapping[str, Any]) -> str:
     return json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """Return plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value

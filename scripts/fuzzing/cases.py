@@ -12,7 +12,7 @@ from mutations import damaged
 STRANGE = ("a_directory", "a_loop", "a_link_to_nothing", "unreadable", "empty")
 ALWAYS = ("manifest.json",)  # what a command reads without a flag
 # What else a name on the command line stands for: the rest of an interrupted run, the data of a task.
-WITH = {"stopped": "stopped.incomplete", "begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
+WITH = {"begun.json": "begun.json.journal", "tasks": "gsm8k.jsonl"}
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def make_strange(path: Path, kind: str) -> None:
 # Files that were whole, after a change; and the commands that read them
 
 GENERATE = "generate --model llama -m 2"
-EVALUATE = "evaluate --model llama --tokens 8 --context 8 --policy route lossless --data"
-SOLVE = "evaluate --model llama --task gsm8k --num-problems 1 -m 4 --policy route --data gsm8k.jsonl"
+EVALUATE = "evaluate --model llama --tokens 8 --context 8 --data"
 TEXT = "--num-samples 1 --sequence-length 8"
 MODEL_COMMANDS = (
     "generate -m 2 --model {}",
@@ -110,25 +109,13 @@ READERS: dict[str, tuple[str, ...]] = {
     ),
     "prompts.txt": tuple(f"{name} --model llama --prompts prompts.txt -m 2" for name in ("analyze", "calibrate")),
     "prompts.jsonl": ("analyze --model llama --prompts prompts.jsonl -m 2",),
-    "gsm8k.jsonl": (SOLVE, f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
-    "math.jsonl": (SOLVE.replace("gsm8k", "math"),),
-    "text.txt": (
-        f"{EVALUATE} text.txt",
-        "calibrate --model llama --target-kl 1 --data text.txt --tokens 8 --context 8",
-    ),
-    "machine.jsonl": (f"{GENERATE} --watch-machine machine.jsonl",),
+    "gsm8k.jsonl": (f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
+    "text.txt": (f"{EVALUATE} text.txt",),
+    "machine.jsonl": (f"{GENERATE} --machine machine.jsonl",),
     "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
     "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
     "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),
-    "stopped.incomplete/conversion.jsonl": ("convert --model llama --mlx-path stopped",),
-    "stopped.incomplete/model.safetensors": ("convert --model llama --mlx-path stopped",),
-    "stopped.incomplete/gears.safetensors": ("convert --model llama --mlx-path stopped",),
     "begun.json.journal": (f"sensitivity --model llama --bits 4,5 {TEXT} --out begun.json",),
-    **{
-        f"evaluation/{name}": (f"{EVALUATE} text.txt --out evaluation",)
-        for name in ("inputs.json", "recordings/reference.npy", "recordings/route-0.5.npz", "recordings/noise.npz")
-    },
-    **{f"solved/{name}": (f"{SOLVE} --out solved",) for name in ("inputs.json", "recordings/route.jsonl")},
 }
 LENGTH = 8  # bytes of the length of a safetensors header
 

@@ -55,7 +55,7 @@ GOOD: dict[str, Sequence[str]] = {
     **dict.fromkeys(("gears", "bits"), LADDERS),
     **dict.fromkeys(("gear", "initial_gear"), ("low", "mid", "high", "4", "16", "small", "large", "auto")),
     "adapter_path": ("adapter",),
-    "data": ("text.txt", "gsm8k.jsonl", "math.jsonl", "prompts.jsonl"),
+    "data": ("text.txt", "gsm8k.jsonl", "prompts.jsonl"),
     "thresholds": ("1,2", "8", "thresholds.json", "inf,1,0.5,0"),
     "manifest": ("manifest.json",),
     "machine": ("machine.jsonl",),

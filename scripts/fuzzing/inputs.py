@@ -52,9 +52,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "quantized": ("llama", SIZES),
 }
 QUESTIONS: list[dict] = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
-MATHEMATICS: list[dict] = [
-    {"problem": "1 + 1?", "solution": "$\\boxed{\\frac{4}{2}}$", "level": "Level 1", "type": "Algebra"}
-] * 2
 TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
 MACHINE: list[dict] = [
     {"tokens": 0, "thermal": "fair"},
@@ -89,20 +86,14 @@ class Step:
 COMMANDS = (
     Step("convert", "--model llama --mlx-path geared --gears 4,8,16"),
     Step("convert", "--model llama --mlx-path exact --gears 4,16 --format exact"),
-    Step("convert", "--model llama --mlx-path stopped", ("gearbx_mlx.conversion.converter:Converter._write", 5)),
     Step("calibrate", "--model llama -m 4 --out thresholds.json"),
     Step("sensitivity", "--model llama --bits 4,5 --num-samples 1 --sequence-length 8 --out manifest.json"),
     Step(
         "sensitivity",
         "--model llama --bits 4,5 --num-samples 1 --sequence-length 8 --out begun.json",
-        ("gearbx_mlx.evaluation.session:Journal.add", 4),
+        ("gearbx_mlx.files.journal:Journal.add", 4),
     ),
     Step("allocate", "--model llama --num-samples 1 --sequence-length 8 --gears 4,5 --exchanges 0"),
-    Step("evaluate", "--model llama --data text.txt --tokens 8 --context 8 --policy route lossless --out evaluation"),
-    Step(
-        "evaluate",
-        "--model llama --data gsm8k.jsonl --task gsm8k --num-problems 1 -m 4 --policy route --out solved",
-    ),
 )
 
 
@@ -159,7 +150,6 @@ def make_inputs(directory: Path) -> Iterator[str]:
     texts |= {
         "text.txt": TEXT,
         "gsm8k.jsonl": lines(QUESTIONS),
-        "math.jsonl": lines(MATHEMATICS),
         "machine.jsonl": lines(MACHINE),
     }
     for name, text in texts.items():

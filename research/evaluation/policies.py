@@ -5,28 +5,19 @@ in `low` first and then, perhaps, again in `high`: both passes are counted. A re
 controls, each with the threshold that gives the share of tokens.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from ..gears.ladder import Gear
-from ..routing.calibration import share_thresholds
-from ..routing.gates import RUN_AHEAD, Gate, Monitor, ThresholdGate
-from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from .replay import Policy, Recording, Reference, targets_of
+from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
+from gearbx_mlx.evaluation.predictions import Policy, Recording, RoutePolicy
+from gearbx_mlx.gears.ladder import Gear
+from gearbx_mlx.routing.calibration import share_thresholds
+from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 
-
-@dataclass
-class StaticPolicy(Policy):
-    """One gear for every token."""
-
-    gear: Gear
-
-    def first(self, place: int) -> Gear:
-        return self.gear
+from .replay import Reference, targets_of
 
 
 @dataclass
@@ -37,33 +28,6 @@ class Planned(Policy):
 
     def first(self, place: int) -> Gear:
         return self.gears[place]
-
-
-@dataclass
-class RoutePolicy(Policy):
-    """GEARBX's gate over the entropies of past tokens, which acts two passes later, as in `decoding.route`.
-
-    Args:
-        gears: the gate numbers them from 0.
-        initial_gear: number of the gear to begin in.
-    """
-
-    gears: Sequence[Gear]
-    gate: Gate
-    monitor: Monitor
-    initial_gear: int = 0
-
-    def begin(self) -> None:
-        self.gate.reset(self.initial_gear)
-        self.monitor.reset()
-        self.coming = deque([self.gears[self.initial_gear]] * RUN_AHEAD)
-
-    def first(self, place: int) -> Gear:
-        return self.coming.popleft()
-
-    def after(self, logprobs: np.ndarray) -> None:
-        reading = self.monitor.update(float(entropy_of_logprobs(log_softmax(logprobs))))
-        self.coming.append(self.gears[self.gate.update(reading)])
 
 
 @dataclass
@@ -93,31 +57,23 @@ COUNTED = {
     **dict.fromkeys(ONCE, "one pass per token, in the gear that it is computed in"),
     **dict.fromkeys(TWICE, "a low pass for every token, and a high pass for each that is computed again"),
     "lossless": "the low passes of all drafts, and one top pass for each verification",
-    "kv": "one pass per token, in the top gear, over a KV cache in the gear of the name",
 }
-WHOLE = 16  # bits of the KV cache's gear that reads the entries as they are
 CONTROLS = ("static", "random")  # in every report
 SHIFTING = ("random", "route", "kickdown", "inverted", "oracle")
 
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits.
-
-    kv_gears: of policy `kv`: the ladder of the KV cache, one of whose gears has `bits`.
-    """
+    """A row of the report: a policy with the share of tokens for the higher gear, or a static gear with its bits."""
 
     policy: str
     share: float | None = None
     bits: int | None = None
-    kv_gears: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         if self.policy == "static":
             return f"static-{self.bits}"
-        if self.policy == "kv":
-            return f"kv-{self.bits}-of-{'-'.join(map(str, self.kv_gears))}"
         return self.policy + ("" if self.share is None else f"-{self.share:g}")
 
 
@@ -137,13 +93,8 @@ class Setting:
     seed: int = 0
 
 
-def entries(
-    policies: Sequence[str],
-    shares: Sequence[float],
-    ladder: Sequence[Gear],
-    kv_gears: tuple[int, ...] = (),
-) -> list[PolicyRow]:
-    """The rows of a report, in the order of COUNTED: the policies, the controls, and gears of the KV cache."""
+def entries(policies: Collection[str], shares: Sequence[float], ladder: Sequence[Gear]) -> list[PolicyRow]:
+    """The rows of a report, in the order of COUNTED: the policies and the controls."""
     rows = []
     for policy in COUNTED:
         if policy not in (*policies, *CONTROLS):
@@ -154,7 +105,7 @@ def entries(
             rows += [PolicyRow(policy, share) for share in shares]
         else:
             rows.append(PolicyRow(policy))
-    return rows + [PolicyRow("kv", bits=bits, kv_gears=kv_gears) for bits in kv_gears if bits < WHOLE]
+    return rows
 
 
 def make_policy(entry: PolicyRow, setting: Setting) -> tuple[Policy, float | None]:
@@ -181,7 +132,7 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
         "kickdown": (lambda place, q: float(entropy_of_logprobs(log_softmax(q))), entropy),
         "inverted": (lambda place, q: -float(entropy_of_logprobs(log_softmax(q))), -entropy),
         "oracle": (
-            lambda place, q: float(kl_divergence(reference.logprobs(place), log_softmax(q))),
+            lambda place, q: float(kl_divergence(log_softmax(reference[place]), log_softmax(q))),
             setting.recorded.kl,
         ),
     }
@@ -189,7 +140,7 @@ def signals(setting: Setting) -> dict[str, tuple[Callable[[int, np.ndarray], flo
 
 def route_policy(setting: Setting, share: float) -> tuple[RoutePolicy, float]:
     """The gate of mode route, with the threshold that `calibrate --method share` would find."""
-    recorded, vocabulary = setting.recorded, setting.reference.stored.shape[1]
+    recorded, vocabulary = setting.recorded, setting.reference.vocab_size
     sequences = [recorded.entropy[recorded.window == w].tolist() for w in np.unique(recorded.window)]
     thresholds, _ = share_thresholds(sequences, (1 - share, share), vocabulary, **setting.gate)
     gate = {key: value for key, value in setting.gate.items() if key != "window"}

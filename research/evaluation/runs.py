@@ -1,4 +1,4 @@
-"""The recordings of one report, made in turn, each kept in a file as soon as it is complete.
+"""The recordings of one report: policies along a text, made in turn.
 
 Among them is the noise floor: how far the reference is from itself where arithmetic is as coarse as bfloat16's.
 """
@@ -6,50 +6,29 @@ Among them is the noise floor: how far the reference is from itself where arithm
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
-from ..compat.arrays import dtype_name
-from ..decoding.caches import cache_in_gears
-from ..formats.base import dense_weight
-from ..gears.adapters import layers_of, put_layers
-from ..gears.gearbox import Gearbox
-from ..gears.ladder import Gear, Ladder
-from ..routing.acceptance import FixedLength
-from .metrics import by_bucket, quality
-from .policies import PolicyRow, Setting, StaticPolicy, make_policy
-from .replay import (
-    Policy,
-    Recording,
-    Reference,
-    ReplayStep,
-    after_prompts,
-    best_length,
-    drafted,
-    driven,
-    record,
-    sequences_of,
-    targets_of,
-)
-from .report import (
-    SCHEMA,
-    VERSION,
-    compare_with_chance,
-    compare_with_static,
-    quality_arguments,
-    row_of,
-)
-from .session import EvaluationSession
+from gearbx_mlx.compat.arrays import dtype_name
+from gearbx_mlx.evaluation.metrics import quality
+from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, record
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.gears.adapters import layers_of, put_layers
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.ladder import Gear, Ladder
+from gearbx_mlx.routing.acceptance import FixedLength
 
-NOISE = "noise"
+from .policies import PolicyRow, Setting, make_policy
+from .replay import Reference, after_prompts, best_length, drafted, sequences_of, targets_of
+from .report import compare_with_chance, compare_with_static, quality_arguments, row_of
+from .statistics import by_bucket
 
-Track = Callable[[Iterable[ReplayStep], int, str], Iterable[ReplayStep]]
+Track = Callable[[Iterable[TextPrediction], int, str], Iterable[TextPrediction]]
 
 
 @dataclass
@@ -57,24 +36,22 @@ class Runs:
     """The reference, the noise floor, and one recording for each row of the report.
 
     Args:
-        session: keeps them.
+        folder: for the reference, which is large: tokens by vocabulary.
         windows: of tokens.
         prompts: what stands before each window, and is not predicted; none where no window has one.
         prompt_gear: reads them; None: the gear that begins the window.
         between: the two gears that policies shift between.
         gate: window, hysteresis and min_gear_duration of routing.
         seed: of the random gate and the noise.
-        dtype: the reference is stored in it.
         track: shows the progress: gets steps, their number, and the name of the recording.
     """
 
-    session: EvaluationSession
+    folder: Path
     gearbox: Gearbox
     windows: Sequence[Sequence[int]]
     between: tuple[Gear, Gear]
     gate: Mapping[str, Any]
     seed: int = 0
-    dtype: str = "float32"
     prompts: Sequence[Sequence[int]] = ()
     prompt_gear: Gear | None = None
     track: Track = lambda steps, total, name: steps
@@ -88,25 +65,24 @@ class Runs:
 
     @cached_property
     def reference(self) -> Reference:
-        return Reference(self.session.file("reference.npy", self._write_reference), self.targets)
+        tracked = self.track(self._in_top_gear(), len(self.targets), "reference")
+        return Reference(self.folder / "reference.npy", tracked, self.targets)
 
     def compute(self, entries: Sequence[PolicyRow]) -> None:
-        """Make the recordings that the session does not have. An interrupt keeps those that are complete."""
+        """Make the recordings."""
         # Static gears first: all thresholds come from the low one.
         for entry in sorted(entries, key=lambda entry: entry.policy != "static"):
             steps, self.thresholds[entry] = self._steps(entry)
             self.recordings[entry] = self._recording(entry.name, steps)
         with noisy(self.gearbox, self.seed):
-            self.noise = self._recording(NOISE, self._in_top_gear())
+            self.noise = self._recording("noise", self._in_top_gear())
 
-    def _steps(self, entry: PolicyRow) -> tuple[Iterator[ReplayStep], float | None]:
+    def _steps(self, entry: PolicyRow) -> tuple[Iterator[TextPrediction], float | None]:
         """The predictions of a row, and the threshold of its policy."""
         low, high = self.between
         if entry.policy == "static":
             gear = self.gearbox.ladder.find(entry.bits or low)
             return self._driven(StaticPolicy(gear), self.prompt_gear or gear), None
-        if entry.policy == "kv":
-            return self._in_kv_gear(entry), None
         recorded = self.recordings[PolicyRow("static", bits=low.bits)]
         if entry.policy == "lossless":
             return self._drafts(recorded)
@@ -114,13 +90,11 @@ class Runs:
         policy, threshold = make_policy(entry, setting)
         return self._driven(policy, self.prompt_gear or low), threshold
 
-    def _driven(
-        self, policy: Policy, gear: Gear, make_cache: Callable[[Any], Any] = make_prompt_cache
-    ) -> Iterator[ReplayStep]:
+    def _driven(self, policy: Policy, gear: Gear) -> Iterator[TextPrediction]:
         """The predictions of a policy, after prompts that are read in a gear."""
-        return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear, make_cache))
+        return driven(self.gearbox, self.windows, policy, after_prompts(self.gearbox, self.prompts, gear))
 
-    def _drafts(self, recorded: Recording) -> tuple[Iterator[ReplayStep], float]:
+    def _drafts(self, recorded: Recording) -> tuple[Iterator[TextPrediction], float]:
         """Lossless with drafts of the fixed length that reads the fewest bytes, and this length."""
         low, top = self.between[0], self.gearbox.ladder.top
         pair = Ladder([low.bits, top.bits])
@@ -129,25 +103,11 @@ class Runs:
         begun = after_prompts(self.gearbox, self.prompts, top)
         return drafted(self.gearbox, self.windows, low, top, FixedLength(length), begun), length
 
-    def _in_kv_gear(self, entry: PolicyRow) -> Iterator[ReplayStep]:
-        """The top gear over a KV cache in one of its gears."""
-        top = self.gearbox.ladder.top
-        make_cache = partial(cache_in_gears, gearbox=self.gearbox, bits=entry.kv_gears, fixed=entry.bits)
-        return self._driven(StaticPolicy(top), top, make_cache)
-
-    def _in_top_gear(self) -> Iterator[ReplayStep]:
+    def _in_top_gear(self) -> Iterator[TextPrediction]:
         return self._driven(StaticPolicy(self.gearbox.ladder.top), self.gearbox.ladder.top)
 
-    def _recording(self, name: str, steps: Iterator[ReplayStep]) -> Recording:
-        def make() -> Recording:
-            return record(self.track(steps, len(self.targets), name), self.reference)
-
-        tokens, gears = len(self.targets), len(self.gearbox.ladder)
-        return self.session.recording(name, make, lambda file: Recording.load(file, tokens, gears))
-
-    def _write_reference(self, place: Path) -> None:
-        tracked = self.track(self._in_top_gear(), len(self.targets), "reference")
-        Reference.write(place, tracked, len(self.targets), self.dtype)
+    def _recording(self, name: str, steps: Iterator[TextPrediction]) -> Recording:
+        return record(self.track(steps, len(self.targets), name), self.reference)
 
     def report(self, about: Mapping[str, Any]) -> dict[str, Any]:
         """The report of the recordings so far; it begins with `about`, the caller's own fields."""
@@ -161,8 +121,6 @@ class Runs:
         compare_with_static(rows)
         noise = None if self.noise is None else quality(**quality_arguments(self.noise, self.reference.nll))
         return {
-            "schema": SCHEMA,
-            "version": VERSION,
             **about,
             "tokens": len(self.targets),
             "windows": len(self.windows),
@@ -173,29 +131,19 @@ class Runs:
             "gate": dict(self.gate),
             "seed": self.seed,
             "compute_dtype": dtype_name(self.gearbox.compute_dtype),
-            "reference": self._about_reference(),
+            "reference": self._about_reference(rows),
             "noise_floor": noise,
             "policies": rows,
         }
 
-    def _about_reference(self) -> dict[str, Any]:
-        """The report's part about the top gear. Its KL of itself is what storing its log-probabilities changed."""
-        top = self.recordings.get(PolicyRow("static", bits=self.gearbox.ladder.top.bits))
-        about: dict[str, Any] = {
-            "bits": self.gearbox.ladder.top.bits,
-            "dtype": self.dtype,
-            "kl_mean_of_itself": None,
-            "perplexity": None,
-            "tokens_by_top_probability": [],
-        }
-        if top is None:
-            return about
-        exact = quality_arguments(top, self.reference.nll)
-        buckets = by_bucket(self.reference.top_probability, exact)
-        return about | {
-            "kl_mean_of_itself": float(top.kl.mean()),
-            "perplexity": quality(**exact)["perplexity"],
-            "tokens_by_top_probability": [{key: b[key] for key in ("top_probability", "tokens")} for b in buckets],
+    def _about_reference(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The report's part about the top gear."""
+        bits = self.gearbox.ladder.top.bits
+        buckets = by_bucket(self.reference.top_probability, {})
+        return {
+            "bits": bits,
+            "perplexity": next((row["perplexity"] for row in rows if row["name"] == f"static-{bits}"), None),
+            "tokens_by_top_probability": buckets,
         }
 
 

@@ -17,28 +17,28 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..decoding.pair import Pair
-from ..decoding.stream import stream_generate
-from ..files.reading import Count
-from ..routing.gates import Gate, OneGear, Reading
-from ..routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
-from ..telemetry.report import get_pyplot, save
+from gearbx_mlx.decoding.pair import Pair
+from gearbx_mlx.decoding.stream import stream_generate
+from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax, quality
+from gearbx_mlx.evaluation.predictions import Recording
+from gearbx_mlx.files.reading import Count
+from gearbx_mlx.routing.gates import Gate, OneGear, Reading
+from gearbx_mlx.routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
+from gearbx_mlx.telemetry.report import get_pyplot, save
+
 from .answers import COLUMNS as SCORES
-from .answers import Attempt, Prompt, Task, group_tables, judged, score, until_finished
-from .metrics import by_bucket, entropy_of_logprobs, kl_divergence, log_softmax, quality
-from .replay import Recording, load_shaped
+from .answers import Attempt, Prompt, Task, judged, score, until_finished
 from .report import (
     Columns,
     against_chance,
     change_of_kl,
     kilobytes,
     markdown_table,
-    page_of,
     percent,
     quality_arguments,
     three_digits,
 )
-from .session import EvaluationSession
+from .statistics import by_bucket
 
 
 @dataclass(frozen=True)
@@ -61,38 +61,19 @@ class PairRecording:
     def large(self) -> Recording:
         return Recording(**{name: both[LARGE] for name, both in self.both.items()})
 
-    def save(self, file: Any) -> None:
-        np.savez(file, top_probability=self.top_probability, **self.both)
-
-    @classmethod
-    def load(cls, file: Path, tokens: int, vocab_size: int) -> "PairRecording":
-        """The recording in a file, with this number of predictions. Raises GearbxError if it is damaged."""
-        of_both = {name: (2, *shape) for name, shape in Recording.shapes(tokens, 2).items()}
-        both = load_shaped(file, {"top_probability": (tokens,), **of_both})
-        top_probability = both.pop("top_probability")
-        return cls(both, top_probability, vocab_size)
-
 
 def record_pair(
-    small: nn.Module,
-    large: nn.Module,
-    windows: Iterable[tuple[Sequence[int], int]],
-    vocab_size: int,
-    session: EvaluationSession | None = None,
+    small: nn.Module, large: nn.Module, windows: Iterable[tuple[Sequence[int], int]], vocab_size: int
 ) -> PairRecording:
     """Let both models read every window from its beginning.
 
     Args:
         windows: tokens, and how many of them are the prompt, in which predictions do not count.
-        session: keeps the recording of each window as soon as it is made.
     """
     parts = []
     for number, (window, prompt) in enumerate(windows):
-        start = max(prompt - 1, 0)
-        record = partial(record_window, small, large, window, start, number, vocab_size)
-        load = partial(PairRecording.load, tokens=len(window) - 1 - start, vocab_size=vocab_size)
-        parts.append(record() if session is None else session.recording(f"window-{number}", record, load))
-    return joined(parts)
+        parts.append(record_window(small, large, window, max(prompt - 1, 0), number, vocab_size))
+    return merged(parts)
 
 
 def record_window(
@@ -107,7 +88,7 @@ def record_window(
     return PairRecording(both, np.exp(p.max(axis=-1)), vocab_size)
 
 
-def joined(parts: Sequence[PairRecording]) -> PairRecording:
+def merged(parts: Sequence[PairRecording]) -> PairRecording:
     """The recordings of windows as one."""
     both = {name: np.concatenate([part.both[name] for part in parts], axis=1) for name in parts[0].both}
     return PairRecording(both, np.concatenate([part.top_probability for part in parts]), parts[0].vocab_size)
@@ -221,33 +202,6 @@ COLUMNS: Columns = {
     "vs chance": lambda row: change_of_kl(row["against_random_same_share"]),
     "by position": lambda row: change_of_kl(row["against_random_same_positions"]),
 }
-FIRST = ("threshold", "large", "kB/token", "perplexity", "agreement", "KL mean", "vs chance", "by position")
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    part = " (the answers alone)" if report["answers_only"] else ""
-    lines = [
-        f"# {report['small_model']} and {report['model']} on {report['data']}",
-        "",
-        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens{part}, "
-        f"against the large model. Entropy is averaged over {report['gate']['window']} tokens; each model computes at "
-        f"least {report['gate']['min_duration']} tokens in a row. Thresholds in bits, KL in nats.",
-        "",
-        *markdown_table(COLUMNS, report["policies"]),
-        "",
-        "As in EAD's Table 1; the score is the share of tokens at which both prefer the same next token:",
-        "",
-        *table_1(report),
-        "",
-        "**large**: share of tokens that the large model computes. **parameters**: those used per token, over those of "
-        "the large model. **by chance**, **chance**: a random choice between the models with the same share. "
-        "**vs chance**: mean KL against that choice's, with its standard error; **by position**: against a random "
-        "choice with the same share at each position in a text. Every token is one pass of one model, which also reads "
-        "the tokens that the model missed.",
-        "",
-    ]
-    return "\n".join(lines)
 
 
 REFERENCE = f"pair-{0:g}"  # the large model alone
@@ -357,28 +311,6 @@ ANSWER_COLUMNS: Columns = {
     "parameters": lambda row: percent(row["parameter_ratio"]),
     "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
 }
-FIRST_OF_ANSWERS = ("policy", "large", "right", "same answer", "difference", "McNemar p", "kB/token")
-
-
-def answers_page(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    lines = [
-        f"# {report['small_model']} and {report['model']} on {report['data']}: final answers",
-        "",
-        f"Greedy. Differences and McNemar tests are against {REFERENCE}, the large model alone, on the same problems. "
-        "random: a coin with the large model's share of the row above, tossed at the end of every minimum duration.",
-        "",
-        *markdown_table(ANSWER_COLUMNS, report["policies"]),
-        "",
-        "As in EAD's Table 1:",
-        "",
-        *table_1(report),
-        "",
-        *group_tables(report["policies"]),
-        "**caught up**: tokens that a model had missed and read when its turn came, per token written.",
-        "",
-    ]
-    return page_of(lines, report)
 
 
 ReportRow = Mapping[str, Any]
@@ -427,8 +359,8 @@ def score_text(value: float, score: str) -> str:
     return f"{value:.3f}" if score == "perplexity" else percent(value)
 
 
-def table_1(report: ReportRow) -> list[str]:
-    """The lines of EAD's Table 1, and what part of the large model's score that is, as in its abstract."""
+def table_1(report: ReportRow) -> str:
+    """EAD's Table 1, and what part of the large model's score that is, as in its abstract."""
     score, name = next(iter(scores_of(report).items()))
     found = points(report, score)
     best = found[-1].score if found[-1].share == 1 else 0.0  # the large model alone

@@ -1,6 +1,7 @@
-"""The energy that the machine reports, in joules: RAPL on Linux, powermetrics on macOS. Most let only root read it.
+"""The energy of a token in each gear, as the machine reports it: RAPL on Linux, powermetrics on macOS.
 
-The machine is shared: what other programs use is in it.
+Most machines let only root read it: use sudo, or chmod a+r of the files energy_uj. What other programs use is in it.
+The readers were tried only with files and with recorded samples.
 """
 
 import os
@@ -10,12 +11,17 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import IO
 
-from ..errors import GearbxError
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, GearbxError, load, stream_generate
+from gearbx_mlx.decoding.route import Static
+from gearbx_mlx.loading import DEMO_MODEL
+
+from .studies import Found, spread, study, table_here
 
 POWERCAP = Path("/sys/class/powercap")
 PLATFORM = "psys"  # the zone of everything, where there is one
@@ -127,29 +133,29 @@ def this_meter() -> PowerMetrics | Rapl:
     return PowerMetrics() if platform.system() == "Darwin" else Rapl()
 
 
-@dataclass
-class Energy:
-    """What was counted while a context lasted. joules: None where the machine does not say. name: of what."""
+@study(minutes=1)
+def energy(
+    model: str | None = None,
+    gears: str = "4,8,16",
+    prompt: str = "Tom has 5 apples and buys 7 more.",
+    tokens: int = 64,
+    trials: int = 5,
+) -> Found:
+    """The joules of a token in each gear, in turn, where the machine says what it uses.
 
-    joules: float | None = None
-    name: str = ""
-
-
-@contextmanager
-def counted() -> Iterator[Energy]:
-    """Count the machine's energy while the context lasts."""
-    found = Energy()
-    try:
-        meter = this_meter()
-    except GearbxError:
-        yield found
-        return
-    start = meter.joules()
-    try:
-        yield found
-    finally:
-        try:
-            found.joules, found.name = meter.joules() - start, meter.name
-        except OSError:  # the counters have gone
-            found.joules = None
-        meter.close()
+    Args:
+        model: If not given, the model that ships.
+    """
+    loaded, tokenizer = load(model or DEMO_MODEL)
+    gearbox = Gearbox(loaded, gears)
+    found: dict[int, list[float]] = {gear.bits: [] for gear in gearbox.ladder}
+    with closing(this_meter()) as meter:
+        for trial in track(range(trials + 1), "trials"):
+            for gear in gearbox.ladder:
+                start = meter.joules()
+                text = stream_generate(loaded, tokenizer, prompt, tokens, mode=Static(gear.name), gearbox=gearbox)
+                written = sum(1 for _ in text)
+                if trial:  # the first makes the gears
+                    found[gear.bits].append((meter.joules() - start) / written)
+        rows = [[bits, spread(joules, 3)] for bits, joules in found.items()]
+        return Found({"energy": table_here(["gear, bits", f"joules of a token ({meter.name})"], rows)}, found)

@@ -1,35 +1,24 @@
-"""Results of a long run that are kept as soon as they are made, so that the same command goes on where it ended.
+"""Measurements of a long run that are kept as soon as they are made, so that the same command goes on where it ended.
 
-An EvaluationSession is a directory of recordings, a Journal a file beside an output with a line for each part that is
-done. Both continue only with the same inputs, such as the fingerprint of the model's files.
+A Journal is a file beside an output with a line for each part that is done. It continues only with the same inputs,
+such as the fingerprint of the model's files.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
 from ..errors import GearbxError
-from ..files.reading import json_lines, read_json, read_text, shown
-from ..files.writing import (
-    check_directory,
-    check_writable,
-    lock_for_good,
-    make_directory,
-    remove_parts,
-    replacing,
-    write_text,
-)
+from .reading import json_lines, read_text, shown
+from .writing import check_writable, lock_for_good
 
 F = TypeVar("F")
-T = TypeVar("T")
-INPUTS, PARTS = "inputs.json", "recordings"
 JOURNAL = ".journal"  # behind the name of an output that is not complete yet
 REMOVE = "remove it, and the same command starts again"
 REMOVE_LINE = "remove this line, and the same command goes on"
@@ -64,7 +53,7 @@ class Journal:
         complete = text[: text.rfind("\n") + 1]
         head, _, rest = complete.partition("\n")
         for _, before in json_lines(file, head, dict[str, Any], REMOVE):
-            check_inputs(before, inputs, f"{file}: holds measurements", "that file")
+            check_inputs(before, inputs, file)
         for _, part in json_lines(file, rest, JournalPart[found], REMOVE_LINE, first=2):
             self.parts[part.part] = part.found
         self.end = len(complete.encode())
@@ -123,89 +112,22 @@ def beside(out: Path, ending: str) -> Path | None:
     return place
 
 
-def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], holder: str, outdated: str) -> None:
-    """Raises GearbxError if results were made from other inputs; the message names the first one that changed.
+def check_inputs(before: Mapping[str, Any], inputs: Mapping[str, Any], file: Path) -> None:
+    """Raises GearbxError if measurements were made from other inputs; the message names the first one that changed.
 
     Args:
         before: as read from JSON.
         inputs: of now, as JSON can express them: a tuple is the same as a list.
-        holder: of the results, with a verb: "out: holds results".
-        outdated: the thing to be removed.
+        file: that has the measurements.
     """
     now = json.loads(json.dumps(inputs))
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             then, since = (shown(values.get(name)).strip('"') for values in (before, now))
             raise GearbxError(
-                f"{holder} with {shown(name)[1:-1]} {then}, and now it is {since}; "
-                f"choose another --out, or remove {outdated}"
+                f"{file}: holds measurements with {shown(name)[1:-1]} {then}, and now it is {since}; "
+                "choose another --out, or remove that file"
             )
-
-
-class EvaluationSession:
-    """Keeps what was computed, so that a rerun with the same inputs does not compute it again.
-
-    Args:
-        directory: is made if it does not exist.
-        inputs: all that the results depend on, as JSON can express it.
-
-    Raises:
-        GearbxError: the directory cannot be made, or holds results of other inputs: the message names the first one
-            that changed.
-    """
-
-    def __init__(self, directory: Path, inputs: Mapping[str, Any]):
-        self.directory = directory
-        check_directory(directory)
-        make_directory(directory / PARTS)
-        file = directory / INPUTS
-        if file.exists():
-            before = read_json(
-                file, dict[str, Any], "the inputs of earlier results", "remove it, or choose another --out"
-            )
-            check_inputs(before, inputs, f"{directory}: holds results", "that directory")
-        else:
-            write_text(file, json.dumps(inputs, indent=2) + "\n")
-        remove_parts(directory / PARTS)
-
-    def file(self, name: str, write: Callable[[Path], object]) -> Path:
-        """A file of the session, written by `write` unless it exists."""
-        path = self.directory / PARTS / name
-        if not path.exists():
-            with replacing(path) as place:
-                write(place)
-        return path
-
-    def recording(self, name: str, make: Callable[[], Any], load: Callable[[Path], T]) -> T:
-        """A recording, made unless it exists.
-
-        Args:
-            make: returns what has a method `save`, from a file.
-            load: reads what `save` wrote. Raises GearbxError where the file is damaged.
-        """
-
-        def write(place: Path) -> None:
-            recording = make()
-            with place.open("wb") as file:
-                recording.save(file)
-
-        return load(self.file(f"{name}.npz", write))
-
-    def journal(self, name: str, kind: Any) -> Journal:
-        """A file of the session that is written part by part. kind: of a part's value."""
-        return Journal(self.directory / PARTS / f"{name}.jsonl", {"rows": name}, kind)
-
-    def rows(self, name: str, make: Callable[[int], T], kind: type[T], numbers: Iterable[int]) -> list[T]:
-        """The values for these numbers: each is made unless it exists, and kept as soon as it is made.
-
-        Args:
-            kind: of the values: a dataclass, or what JSON can express.
-
-        Raises:
-            GearbxError: the file is damaged.
-        """
-        journal = self.journal(name, kind)
-        return [journal.made(str(number), partial(make, number)) for number in numbers]
 
 
 def hash_of_tokens(sequences: Sequence[Sequence[int]]) -> str:

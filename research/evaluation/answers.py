@@ -20,21 +20,22 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ..decoding.kickdown import Kickdown
-from ..decoding.lossless import Lossless
-from ..decoding.mode import Mode
-from ..decoding.response import GearResponse
-from ..decoding.route import Route, Static
-from ..decoding.stream import stream_generate
-from ..errors import GearbxError
-from ..files.reading import Count, json_lines, read_json, read_text
-from ..gears.gearbox import Gearbox
-from ..gears.ladder import Ladder
-from ..routing.acceptance import USUAL_LENGTH
-from .metrics import mcnemar, paired
-from .report import Columns, kilobytes, markdown_table, page_of, percent
-from .text import NEXT_PROMPT, PROMPT, read_rows
+from gearbx_mlx.decoding.kickdown import Kickdown
+from gearbx_mlx.decoding.lossless import Lossless
+from gearbx_mlx.decoding.mode import Mode
+from gearbx_mlx.decoding.response import GearResponse
+from gearbx_mlx.decoding.route import Route, Static
+from gearbx_mlx.decoding.stream import stream_generate
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.evaluation.text import PROMPT, read_rows
+from gearbx_mlx.files.reading import Count, json_lines, read_json, read_text
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.ladder import Ladder
 
+from .report import Columns, kilobytes, markdown_table, percent
+from .statistics import mcnemar, paired
+
+NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
 
 
@@ -185,7 +186,7 @@ def checked_row(place: str, problem: Problem) -> dict[str, str]:
 
 
 # What it reads is compared, and is the same in every run.
-DRAFTS = Lossless(draft_length=USUAL_LENGTH)
+DRAFTS = Lossless(draft_length=4, lookup_tokens=0)
 
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 
@@ -311,33 +312,19 @@ def grouped(problems: Sequence[Mapping[str, str]], rows: Sequence[dict[str, Any]
     return [row | {f"by_{field}": by_group(problems, row["attempts"], field) for field in fields} for row in rows]
 
 
-def group_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a table of right answers for each level, and one for each type of problem, where rows have them."""
-    lines: list[str] = []
+def group_tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A table of right answers for each level, and one for each type of problem, where rows have them."""
+    tables = {}
     for field in ("by_level", "by_type"):
         if field in rows[0]:
             groups = {name: partial(group_cell, field, name) for name in rows[0][field]}
-            lines += [*markdown_table({"policy": lambda row: row.get("name", row["policy"]), **groups}, rows), ""]
-    return lines
+            tables[field] = markdown_table({"policy": lambda row: row.get("name", row["policy"]), **groups}, rows)
+    return tables
 
 
 def group_cell(field: str, name: str, row: Mapping[str, Any]) -> str:
     right, count = row[field][name]
     return f"{right} of {count}"
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    lines = [
-        f"# {report['model']} on {report['data']}: final answers",
-        "",
-        f"Greedy. Differences and McNemar tests are against {report['reference']}, on the same problems.",
-        "",
-        *markdown_table(COLUMNS, report["policies"]),
-        "",
-        *group_tables(report["policies"]),
-    ]
-    return page_of(lines, report)
 
 
 COLUMNS: Columns = {

@@ -1,7 +1,8 @@
-"""Where the time of a token goes, in each gear.
+"""Where the time of a token goes, in each gear: products, output head, attention, the other fused operations, graph.
 
 The parts are those of a token whose operations run one by one; a token whose blocks run as one operation each is timed
-beside it, which shows what blocks save.
+beside it, which shows what blocks save. The rest is the token's time less all parts, and is MLX's evaluation; it can
+be negative on a busy machine.
 """
 
 import functools
@@ -20,16 +21,18 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cli.flags import check_distinct, output_path
-from ..compat.classes import of_classes
-from ..formats.block import single_operations
-from ..gears.gearbox import Gearbox
-from ..kernels import dispatch
-from ..telemetry.report import get_pyplot, save
-from ..telemetry.trace import BLACK, SERIES
-from . import TokenBenchmark
-from .decode import PROMPT, fill_cache, gearbox_of, trials
-from .measuring import BandwidthMeter, Rows, measured_rows, spread_of, timed
+from gearbx_mlx.benchmark.decode import PROMPT, fill_cache
+from gearbx_mlx.benchmark.decode import trials as counted
+from gearbx_mlx.benchmark.measuring import BandwidthMeter, Rows, spread_of, timed
+from gearbx_mlx.compat.classes import of_classes
+from gearbx_mlx.formats.block import single_operations
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.kernels import dispatch
+from gearbx_mlx.telemetry.report import get_pyplot, save
+from gearbx_mlx.telemetry.trace import BLACK, SERIES
+
+from .decoding_costs import as_table, engaged
+from .studies import Found, study
 
 PRODUCTS, HEAD, ATTENTION, FUSED = "products", "output head", "attention", "norms, positions, gates"
 GRAPH, REST = "graph (Python)", "rest (MLX)"
@@ -52,50 +55,49 @@ class TokenParts:
     trials: list[dict[str, float]] = field(default_factory=list)
 
 
-def run(settings: TokenBenchmark) -> int:
-    picture = None
-    if settings.picture is not None:
-        check_distinct({"--json": settings.json, "--picture": settings.picture})
-        get_pyplot()  # before the work, not after it
-        picture = output_path(settings.picture)
-    rows = measured_rows(settings, COLUMNS, benchmark_token)
-    if picture is not None:
-        draw_token(rows, picture)
-    return 0
+@study(writes="images/token.svg", minutes=3)
+def token(
+    model: str | None = None,
+    shape: str = "1024x8",
+    gears: str | None = None,
+    tokens: int = 16,
+    trials: int = 5,
+    context: int = 0,
+) -> Found:
+    """Where a token's time goes, in each gear; trials go through all gears in turn.
 
-
-def benchmark_token(settings: TokenBenchmark) -> Rows:
-    """A row for each gear and part of a token's time; trials go through all gears in turn.
-
-    Raises:
-        GearbxError: a model that cannot be loaded, or more than memory allows.
+    Args:
+        model: If not given, a random Llama.
+        shape: Of the random Llama: WIDTHxLAYERS.
+        context: Tokens in the KV cache before the first one.
     """
-    gearbox, read_bandwidth = gearbox_of(settings, settings.context), BandwidthMeter()
+    gearbox, read_bandwidth = engaged(model, shape, gears, context), BandwidthMeter()
     cache = make_prompt_cache(gearbox.model)
-    if settings.context:
-        fill_cache(gearbox.model, cache, settings.context)
+    if context:
+        fill_cache(gearbox.model, cache, context)
     measured = {}
     for gear in gearbox.ladder:
         gearbox.shift(gear)
         measured[gear] = token_parts(gearbox, cache)
     bandwidths = []
-    for trial in trials(settings.trials):
+    for trial in counted(trials):
         bandwidths.append(read_bandwidth())
         for gear, found in measured.items():
             gearbox.shift(gear)
-            spent = time_token(gearbox.model, cache, found.calls, settings.tokens)
+            spent = time_token(gearbox.model, cache, found.calls, tokens)
             if trial:
                 found.trials.append(spent)
     shared = {
-        "context": settings.context,
+        "context": context,
         "read_bandwidth_gigabytes_per_second": statistics.median(bandwidths),
-        "trials": settings.trials,
+        "trials": trials,
     } | read_bandwidth.row
-    return [
+    rows = [
         {"gear": gear.name, "bits": gear.bits} | row_of(part, found) | shared
         for gear, found in measured.items()
         for part in parts_of(found)
     ]
+    return Found({"token": as_table(COLUMNS, rows)}, rows, {"token.svg": functools.partial(draw_token, rows)})
 
 
 def parts_of(found: TokenParts) -> tuple[str, ...]:
@@ -201,7 +203,7 @@ def draw_token(rows: Rows, path: Path) -> None:
     A part that is negative is shown as 0.
 
     Args:
-        rows: of `benchmark token`.
+        rows: of the study.
         path: a png or svg file, which is replaced.
     """
     pyplot = get_pyplot()

@@ -1,83 +1,35 @@
 """From recordings to the report of a text: a row for each policy, and how it compares with its controls.
 
 The controls are the static gears, and a gate that chooses at random, at the same share or the same bytes. A report is
-data, a Markdown page, columns for the terminal, and a picture of KL against bytes per token (extra `plots`).
+data, a table, and a picture of KL against bytes per token.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pages import table
 
-from ..gears.gearbox import Gearbox
-from ..gears.ladder import Gear, Ladder
-from ..telemetry.report import get_pyplot, save
-from ..telemetry.summary import as_json
-from ..telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION
-from .metrics import blocks_of, by_bucket, paired, quality
+from gearbx_mlx.evaluation.metrics import quality
+from gearbx_mlx.evaluation.predictions import Recording, read_per_token
+from gearbx_mlx.gears.gearbox import Gearbox
+from gearbx_mlx.gears.ladder import Gear
+from gearbx_mlx.telemetry.report import get_pyplot, save
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION
+
 from .policies import COUNTED, SHIFTING, PolicyRow
-from .replay import Recording, Reference
+from .replay import Reference
+from .statistics import blocks_of, by_bucket, paired
 
 Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
-Draw = Callable[[Mapping[str, Any], Path], None]  # draws the content of a report into a file
-
-INCOMPLETE = "Not complete: the run was interrupted. Give the same command again, and it continues."
 
 
-@dataclass(frozen=True)
-class Report:
-    """The report of an evaluation.
-
-    content: plain values, one row for each policy in `policies`. page: Markdown. columns: of the rows.
-    first: the columns that matter most, for a narrow terminal. pictures: name of a file to what draws it.
-    """
-
-    content: dict[str, Any]
-    page: str
-    columns: Columns
-    first: Sequence[str]
-    pictures: Mapping[str, Draw] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> Sequence[Mapping[str, Any]]:
-        return self.content["policies"]
-
-    @property
-    def complete(self) -> bool:
-        return self.content["complete"]
-
-    @property
-    def json(self) -> str:
-        return as_json(finite(self.content))
-
-
-def finite(value: Any) -> Any:
-    """Plain values without the numbers that JSON does not have: infinity becomes "inf", NaN becomes null."""
-    if isinstance(value, dict):
-        return {key: finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
-
-
-def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The lines of a Markdown table."""
-    return [
-        f"| {' | '.join(columns)} |",
-        f"|{' --- |' * len(columns)}",
-        *(f"| {' | '.join(show(row) for show in columns.values())} |" for row in rows),
-    ]
-
-
-def page_of(lines: Sequence[str], report: Mapping[str, Any]) -> str:
-    """The lines as a page, which says where the report is not complete."""
-    return "\n".join([*lines, *([] if report["complete"] else [INCOMPLETE, ""])])
+def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table."""
+    return table([*columns], [[show(row) for show in columns.values()] for row in rows])
 
 
 def three_digits(value: float) -> str:
@@ -104,26 +56,6 @@ def change_of_kl(control: Mapping[str, Any] | None) -> str:
     return f"{100 * control['kl_mean_change']:+.0f}{shown} %"
 
 
-SCHEMA, VERSION = "gearbx-mlx evaluation", 1
-
-
-def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording) -> tuple[float, float]:
-    """What a recording read per token: bytes of weights, and bits per weight of the managed layers.
-
-    Each pass costs what it would read in a ladder of the used gears alone: a model that stays in one gear need not
-    store it in planes that other gears share. A token that is computed twice reads twice.
-
-    Args:
-        used: the gears that the recording has passes in.
-    """
-    ladder = Ladder([gear.bits for gear in used])
-    alone = gearbox.costed_in(ladder)
-    costs = {gear.bits: (alone.weight_bytes_per_token(gear), alone.bits_per_weight(gear)) for gear in ladder}
-    of_gears = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
-    weight_bytes, bits = (float((recording.passes @ each).mean()) for each in of_gears)
-    return weight_bytes, bits
-
-
 def quality_arguments(recording: Recording, reference_nll: np.ndarray) -> dict[str, np.ndarray]:
     """The arguments of metrics.quality."""
     fields = {name: getattr(recording, name) for name in ("nll", "kl", "kl_reverse", "agree")}
@@ -140,8 +72,6 @@ def row_of(
     ladder = gearbox.ladder
     if entry.policy == "static":
         used: tuple[Gear, ...] = (ladder.find(entry.bits or between[0]),)
-    elif entry.policy == "kv":
-        used = (ladder.top,)
     else:
         used = between if entry.policy in SHIFTING else (between[0], ladder.top)
     tokens = quality_arguments(recording, reference.nll)
@@ -226,17 +156,13 @@ def compare_with_chance(
 
 
 def compare_with_static(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to every row the best static gear, if any, that reads no more and is no further from the reference.
-
-    A row over a KV cache in gears has none: it reads less of the cache, which the bytes of weights do not show.
-    """
+    """Add to every row the best static gear, if any, that reads no more and is no further from the reference."""
     static = [row for row in rows if row["policy"] == "static"]
     for row in rows:
         better = [
             other
             for other in static
             if other is not row
-            and row["policy"] != "kv"
             and other["weight_bytes_per_token"] <= row["weight_bytes_per_token"]
             and other["kl_mean"] <= row["kl_mean"]
         ]
@@ -257,42 +183,6 @@ COLUMNS: Columns = {
     "at its bytes": lambda row: change_of_kl(row.get("against_random_same_bytes")),
     "better static": lambda row: row.get("better_static") or "",
 }
-FIRST = ("policy", "share", "kB/token", "KL mean", "agreement", "vs chance", "better static")
-
-
-def markdown(report: Mapping[str, Any]) -> str:
-    """The report as a Markdown page."""
-    floor, reference, (low, high) = report["noise_floor"], report["reference"], report["between"]
-    known = reference["perplexity"] is not None  # else the run was interrupted before
-    perplexity = f", whose perplexity is {reference['perplexity']:.3f}" if known else ""
-    lines = [
-        f"# {report['model']} on {report['data']}",
-        "",
-        f"{report['tokens']} predictions in {report['windows']} windows of at most {report['context']} tokens, one "
-        f"token at a time on a KV cache, against the {reference['bits']}-bit gear{perplexity}. "
-        f"Policies shift between {low} and {high} bits. KL in nats.",
-        "",
-        *markdown_table(COLUMNS, report["policies"]),
-        "",
-    ]
-    if floor:
-        lines += [
-            f"Noise floor (the reference again, with every layer's output off by up to bfloat16's roundoff): KL mean "
-            f"{three_digits(floor['kl_mean'])}, 99 % {three_digits(floor['kl_p99'])}, "
-            f"agreement {floor['top1_agreement']:.4f}.",
-            "",
-        ]
-    lines += [
-        "**vs chance**: mean KL against a random gate's at the same share, with its standard error; **at its bytes**: "
-        "against the mean KL of a random gate that reads as many bytes. **better static**: a static gear that reads no "
-        "more and is no further from the reference.",
-        "",
-        "The passes that each policy counts:",
-        "",
-        *dict.fromkeys(f"- {row['policy']}: {row['counted']}" for row in report["policies"]),
-        "",
-    ]
-    return page_of(lines, report)
 
 
 NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0

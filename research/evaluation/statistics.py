@@ -1,0 +1,70 @@
+"""Figures of tokens in groups, their standard errors, and tests of paired results; numpy arrays, in float64.
+
+By buckets of the reference's top probability, as in exllamav3's quality bench: the tokens on which the reference itself
+is undecided dominate mean KL.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from gearbx_mlx.evaluation.metrics import quality
+
+EDGES = (0.25, 0.5, 0.75, 0.95)  # of the reference's top probability
+LEAST_BLOCKS = 32
+
+
+def by_bucket(top_probability: np.ndarray, tokens: Mapping[str, np.ndarray]) -> list[dict]:
+    """`quality` of the tokens whose reference has its top probability between two EDGES (at or above the lower one).
+
+    Args:
+        top_probability: (n,), of the reference.
+        tokens: the arguments of `quality`; none: tokens are only counted.
+    """
+    place = np.digitize(top_probability, EDGES)
+    rows = []
+    for index, (low, high) in enumerate(itertools.pairwise((0.0, *EDGES, 1.0))):
+        inside = place == index
+        chosen = {key: values[inside] for key, values in tokens.items()}
+        figures = quality(**chosen) if tokens else {}
+        rows.append({"top_probability": f"{low:g}-{high:g}", "tokens": int(inside.sum()), **figures})
+    return rows
+
+
+def blocks_of(window: np.ndarray) -> np.ndarray:
+    """The block of each token: its window, or where there are few windows, stretches of equal length.
+
+    Tokens of a block share a context and so are not independent; standard errors take the blocks to be independent.
+    """
+    if len(np.unique(window)) >= LEAST_BLOCKS:
+        return window
+    return np.arange(len(window)) * LEAST_BLOCKS // max(len(window), 1)
+
+
+def standard_error(values: np.ndarray, blocks: np.ndarray) -> float:
+    """The standard error of a mean over tokens (n,), from the spread between blocks (n,); NaN for a single block."""
+    names, place = np.unique(blocks, return_inverse=True)
+    if len(names) < 2:
+        return math.nan
+    off = np.bincount(place, weights=values - values.mean())  # by how much each block adds to the sum
+    return float(math.sqrt((off**2).sum() * len(names) / (len(names) - 1)) / len(values))
+
+
+def paired(values: np.ndarray, control: np.ndarray, blocks: np.ndarray) -> dict[str, float]:
+    """The mean difference to a control on the same tokens, and its standard error."""
+    difference = values - control
+    return {"difference": float(difference.mean()), "standard_error": standard_error(difference, blocks)}
+
+
+def mcnemar(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
+    """Exact two-sided McNemar test of whether two policies, right or wrong (n,) on the same problems, are equally good.
+
+    Returns:
+        how many problems only the first and only the second got right, and the p value.
+    """
+    only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
+    trials = only_a + only_b
+    tail = sum(math.comb(trials, k) for k in range(min(only_a, only_b) + 1)) / 2**trials
+    return {"only_first": only_a, "only_second": only_b, "p_value": min(1.0, 2 * tail)}

@@ -1,0 +1,134 @@
+"""Policies along a text: which gear computes a token, against chance and against the static gears.
+
+Each token's distribution is compared with the top gear's. The control of a policy that shifts is a gate that chooses at
+random, at the same share of tokens, and at the same bytes.
+"""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from rich.progress import track
+
+from gearbx_mlx.cli.gears import GateSettings
+from gearbx_mlx.cli.loaded import Loaded
+from gearbx_mlx.decoding.mode import SAME
+from gearbx_mlx.errors import GearbxError, about, numbers
+from gearbx_mlx.evaluate.run import context_for
+from gearbx_mlx.evaluation.text import check_windows, read_documents, windows_of
+from gearbx_mlx.gears.ladder import Gear, Ladder
+from gearbx_mlx.loading import model_name
+
+from .evaluation.model import Model, resolved_model
+from .evaluation.policies import COUNTED, entries
+from .evaluation.report import COLUMNS, draw, markdown_table
+from .evaluation.runs import Runs
+from .studies import Found, keep_report, study
+
+
+@study(minutes=30)
+def policies(
+    data: Path,
+    out: Path = Path("evaluation"),
+    model: str | None = None,
+    gears: str | None = None,
+    format: str | None = None,
+    group_size: int | None = None,
+    manage: str | None = None,
+    kernels: str = "auto",
+    activations: str = "int16",
+    policy: list[str] = [],  # noqa: B006
+    share: str = "0.25,0.5",
+    between: str | None = None,
+    context: int | None = None,
+    tokens: int = 2000,
+    prompt_tokens: int = 0,
+    prompt_gear: str | None = None,
+    seed: int = 0,
+) -> Found:
+    """A text under several policies, one token at a time on a KV cache, against chance and the static gears.
+
+    static, random: the controls, in every report. route: GEARBX's gate on past tokens, two tokens late. kickdown: a
+    token is computed again if its entropy in the low gear is above the threshold; inverted: if it is below. oracle:
+    if its true KL is, which is not known in practice. lossless: the low gear drafts, the top gear verifies. Thresholds
+    are the quantiles that give the share of tokens.
+
+    Args:
+        data: A text, or JSON Lines with text, or with question and answer (GSM8K), each a window of its own.
+        out: Directory for evaluation.json and evaluation.png.
+        model: A directory or a Hub repository; the model that ships if not given.
+        policy: Names; all of them if not given.
+        share: Shares of tokens in the higher gear.
+        between: The two gears that policies shift between; the lowest and the top one if not given.
+        context: Tokens in a window; 256, or the model's context if less.
+        tokens: Predictions in all.
+        prompt_tokens: The first tokens of a window that are its prompt: read, and not predicted.
+        prompt_gear: Reads prompts: name, bits, or same (the gear that follows); the top gear if not given.
+        seed: Of the random gate and of the noise.
+    """
+    for name in policy:
+        if name not in COUNTED:
+            raise GearbxError(f"--policy {name}: there is none; choose from {', '.join(COUNTED)}")
+    asked = Model(model, gears, format, group_size, manage, kernels, activations)
+    documents = read_documents(data)
+    loaded = Loaded.of(resolved_model(asked))
+    loaded.check_gears()
+    gearbox, ladder = loaded.gearbox(), loaded.resolved.ladder
+    pair, window = parse_between(between, ladder), context_for(context, loaded.config)
+    of_prompt = parse_prompt(prompt_tokens, prompt_gear, window, ladder)
+    whole = windows_of(loaded.tokenizer, documents, window, tokens, str(data), prompt_tokens)
+    check_windows(whole, loaded.model, str(data))
+    shares = tuple(sorted({*numbers("--share", share, float, "0.25,0.5")}))
+    with tempfile.TemporaryDirectory() as folder:
+        runs = Runs(
+            Path(folder),
+            gearbox,
+            [each[prompt_tokens:] for each in whole],
+            pair,
+            vars(GateSettings().filled()),
+            seed,
+            [each[:prompt_tokens] for each in whole] if prompt_tokens else [],
+            of_prompt,
+            lambda steps, total, name: track(steps, name, total),
+        )
+        runs.compute(entries(policy or [*COUNTED], shares, ladder))
+        report = runs.report(
+            {
+                "model": model_name(model),
+                "data": str(data),
+                "format": loaded.resolved.format.name,
+                "manage": loaded.resolved.manage,
+                "group_size": loaded.resolved.group_size,
+                "kernels": "native" if gearbox.kernels.native else "mlx",
+                "context": window,
+            }
+        )
+    keep_report(out, report, {"evaluation.png": partial(draw, report)})
+    return Found({"policies": markdown_table(COLUMNS, report["policies"])}, report)
+
+
+def parse_between(text: str | None, ladder: Ladder) -> tuple[Gear, Gear]:
+    """The two gears of --between. Raises GearbxError unless the ladder has them, the lower one first."""
+    if len(ladder) < 2:
+        raise GearbxError(f"--gears {ladder}: one gear has nothing to be compared with; give two or more")
+    if text is None:
+        return ladder[0], ladder.top
+    with about("--between"):
+        gears = [ladder.find(part.strip()) for part in text.split(",")]
+    if len(gears) != 2 or gears[0].index >= gears[1].index:
+        raise GearbxError(f"--between '{text}': give two gears, the lower one first, such as {ladder[0].bits},8")
+    return gears[0], gears[1]
+
+
+def parse_prompt(tokens: int, gear: str | None, context: int, ladder: Ladder) -> Gear | None:
+    """The gear that reads a window's prompt; None: the one that follows.
+
+    Raises:
+        GearbxError: a prompt that fills the context, a gear without a prompt or outside of the ladder.
+    """
+    if tokens > context - 2:
+        raise GearbxError(f"--prompt-tokens is {tokens}, and a window has {context}; give {context - 2} or fewer")
+    if gear is not None and not tokens:
+        raise GearbxError("--prompt-gear reads prompts; give --prompt-tokens too")
+    with about("--prompt-gear"):
+        return None if gear == SAME else ladder.top if gear is None else ladder.find(gear)
