@@ -51,8 +51,8 @@ def report(tmp_path_factory):
 class TestReport:
     def test_every_policy_is_in_it_with_all_its_numbers(self, report):
         names = [row["name"] for row in report["policies"]]
-        shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "position", "oracle")]
-        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless", "lossless-fixed"])
+        shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "oracle")]
+        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless"])
         for row in report["policies"]:
             assert row.keys() >= ROW
             assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 160
@@ -72,7 +72,7 @@ class TestReport:
         low, top = (rows[name]["weight_bytes_per_token"] for name in ("static-3", "static-16"))
         for name in ("kickdown-0.25", "oracle-0.25", "inverted-0.25"):
             assert rows[name]["weight_bytes_per_token"] == pytest.approx(low + rows[name]["share_top"] * top)
-        for name in ("random-0.25", "route-0.25", "position-0.25"):
+        for name in ("random-0.25", "route-0.25"):
             share = rows[name]["share_top"]
             assert rows[name]["weight_bytes_per_token"] == pytest.approx((1 - share) * low + share * top)
 
@@ -87,7 +87,7 @@ class TestReport:
 
     def test_shares_are_what_was_asked_for(self, report):
         for row in report["policies"]:
-            if row["policy"] in ("random", "kickdown", "inverted", "position"):
+            if row["policy"] in ("random", "kickdown", "inverted"):
                 assert row["share_top"] == pytest.approx(0.25, abs=0.04)
 
     def test_lossless_loses_nothing_and_reads_less(self, report):
