@@ -144,8 +144,8 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, 
     assert stored.out == original.out
     low = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags[2:])
     assert low.err != stored.err
-    layers["model.layers.0.self_attn.q_proj"] = 6
-    manifest.write_text(json.dumps(content | {"bits": [4, 5, 6, 8], "gears": {"4": table}}))
+    layers["model.layers.0.self_attn.q_proj"] = 3
+    manifest.write_text(json.dumps(content | {"bits": [3, 4, 5, 6, 8], "gears": {"4": table}}))
     refused = command("generate", "--model", files.checkpoint, *flags)
     assert refused.status == 2
-    assert "6 bits" in refused.err
+    assert "3 bits" in refused.err
