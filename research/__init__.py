@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv", "throttling"),
     *("lossless", "shapes", "experts", "batches", "decoding_costs", "hybrids", "disk", "products", "threads"),
-    *("conservation", "processes", "servers", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
+    *("conservation", "processes", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
     *("energy", "kernels", "token", "server", "policies", "final_answers", "pair"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

@@ -65,11 +65,12 @@ def test_a_name_that_is_no_study(nothing_imported):
 
 
 def test_a_package_that_is_missing_stops_its_own_studies_alone(nothing_imported, monkeypatch):
+    monkeypatch.delitem(sys.modules, "asked_servers", raising=False)  # which needs httpx
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(GearbxError, match=r"^proxy-time needs the package httpx, which is not installed$"):
-        start("proxy-time", ["--help"])
+    with pytest.raises(GearbxError, match=r"^server needs the package httpx, which is not installed$"):
+        start("server", ["--help"])
     lines = [*listed()]
-    assert "proxy-time needs the package httpx, which is not installed" in lines
+    assert "server needs the package httpx, which is not installed" in lines
     assert any(line.startswith("rows ") for line in lines)
 
 
