@@ -1,11 +1,12 @@
 """Products on a CPU: dense weights, rounded activations, and choosing kernels."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -16,6 +17,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.formats import native, planes
+from gearbx_mlx.kernels.compiler import CPU_VARIABLE
 from gearbx_mlx.kernels.products import dense_product, stack_product
 
 from .studies import HELD_OUT, Found, in_turn, study, table_here
@@ -55,10 +57,10 @@ GEARS = {  # bits, format, ladder
 }
 
 
-def pass_times(model: str, gear: str, context: int, trials: int) -> list[list[float]]:
+def pass_times(model: str, gear: str, context: int, trials: int, rounding: str) -> list[list[float]]:
     """Seconds of a pass of each number of ROWS behind a context, `trials` of each, in turn."""
     bits, format, ladder = GEARS[gear]
-    gearbox = Gearbox(load(model)[0], ladder, format=format, activations="int8")
+    gearbox = Gearbox(load(model)[0], ladder, format=format, activations=rounding)
     gearbox.shift(bits)
     cache = make_prompt_cache(gearbox.model)
 
@@ -74,19 +76,25 @@ def pass_times(model: str, gear: str, context: int, trials: int) -> list[list[fl
 
 
 @study("docs/performance.md", minutes=3)
-def rows(model: str = "smollm2", context: int = 64, trials: int = 40) -> Found:
+def rows(
+    model: str = "smollm2", context: int = 64, trials: int = 40, rounding: Literal["int8", "int16"] = "int8"
+) -> Found:
     """What a pass of several rows takes, as a verification has, over a pass of one, in each gear on a CPU.
 
-    Rows of one trial follow each other, and a ratio holds within one trial. Activations are rounded to 8 bits, for
-    weights of bfloat16 to that type. The range is that of the middle half of the trials.
+    Rows of one trial follow each other, and a ratio holds within one trial. The range is that of the middle half of the
+    trials. With GEARBX_CPU=avx2 the table is another one.
+
+    Args:
+        rounding: Of activations; for weights of bfloat16 they are rounded to that type, where the processor has it.
     """
     table_rows = []
     for gear in track(GEARS, "gears"):
-        alone, *others = (np.array(seconds) for seconds in pass_times(model, gear, context, trials))
+        alone, *others = (np.array(seconds) for seconds in pass_times(model, gear, context, trials, rounding))
         quarters = [np.quantile(seconds / alone, (0.25, 0.5, 0.75)) for seconds in others]
         cells = [f"{middle:.2f} ({low:.2f}-{high:.2f})" for low, middle, high in quarters]
         table_rows.append([gear, f"{np.median(alone) * 1e3:.1f}", *cells])
-    return Found({"rows": table_here(["gear", "1 row, ms", *(f"{count} rows" for count in ROWS[1:])], table_rows)})
+    name = "rows_avx2" if os.environ.get(CPU_VARIABLE) == "avx2" else "rows"
+    return Found({name: table_here(["gear", "1 row, ms", *(f"{count} rows" for count in ROWS[1:])], table_rows)})
 
 
 @study("docs/performance.md", minutes=2)
