@@ -9,11 +9,11 @@
 
 namespace gearbx {
 
-// Rows that are multiplied together with a few vectors, perhaps some at a time (tile.h).
+// Rows of a block for a few vectors, of which so many at once have their sums in registers (tile.h).
 #if defined(GEARBX_AVX2) && !defined(GEARBX_AVX512)
-constexpr int TILE_ROWS = 4;
+constexpr int TILE_ROWS = 4, ROWS_AT_ONCE = 2;
 #else
-constexpr int TILE_ROWS = 3;
+constexpr int TILE_ROWS = 3, ROWS_AT_ONCE = 3;
 #endif
 constexpr int64_t MOST_ROWS = 96;  // of a block
 

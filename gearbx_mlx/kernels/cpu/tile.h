@@ -196,10 +196,9 @@ void multiply_tile(const T* w, int64_t columns, const X* packed, const float* x,
 template <int V, class T, class X>
 void multiply_group(const Rows<T>& rows, Prefetch prefetch, const X* packed, const float* x, float* y, int64_t stride) {
   const int64_t columns = rows.columns;
-  constexpr int R = TILE_ROWS == 4 && V > 2 ? 2 : TILE_ROWS;  // of four rows with more vectors, sums would leave the registers
   int64_t r = 0;
-  for (; r + R <= rows.count; r += R)
-    multiply_tile<R, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
+  for (; r + ROWS_AT_ONCE <= rows.count; r += ROWS_AT_ONCE)
+    multiply_tile<ROWS_AT_ONCE, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
   for (; r < rows.count; r++)
     multiply_tile<1, V>(rows.w + r * columns, columns, packed, x, prefetch, y + r, stride);
 }
