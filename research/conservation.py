@@ -120,7 +120,7 @@ def compiled(folder: Path, source: Path = SOURCE) -> Any:
     """A source as a library. Raises GearbxError where there is no compiler, or a processor without its instructions."""
     library = folder / f"{source.stem}.so"
     try:
-        compiler = [clang] if (clang := tool("clang++")) else find_compiler()  # clang, whose instructions are counted
+        compiler = [llvm[0]] if (llvm := tools()) else find_compiler()  # clang, whose instructions are counted
     except Unavailable as why:
         raise GearbxError(str(why)) from None
     how = (*STANDARD, *this_target().processor_flags, "-fPIC", "-shared", "-o", str(library), str(source))
@@ -205,10 +205,13 @@ HERE = ("-march=native",), ("-mcpu=native",)
 ITERATIONS = 100  # of a step: so many that the first read counts little
 
 
-def tool(name: str) -> str | None:
-    """A program of LLVM: the newest, or the one without a version in its name."""
-    names = *(f"{name}-{version}" for version in range(29, 16, -1)), name
-    return next((path for path in map(shutil.which, names) if path), None)
+def tools() -> tuple[str, str] | None:
+    """Return clang++ and llvm-mca of one version: an older llvm-mca does not know all that clang++ writes."""
+    for suffix in (*(f"-{version}" for version in range(29, 16, -1)), ""):
+        compiler, predictor = shutil.which(f"clang++{suffix}"), shutil.which(f"llvm-mca{suffix}")
+        if compiler and predictor:
+            return compiler, predictor
+    return None
 
 
 def steps(assembly: str) -> dict[str, list[str]]:
@@ -220,9 +223,9 @@ def steps(assembly: str) -> dict[str, list[str]]:
     return found
 
 
-def cycles(instructions: Sequence[str], flags: Sequence[str]) -> float:
-    """The cycles of a repeated step, as llvm-mca predicts."""
-    command = [tool("llvm-mca") or "llvm-mca", *flags, "-json", f"-iterations={ITERATIONS}"]
+def cycles(predictor: str, instructions: Sequence[str], flags: Sequence[str]) -> float:
+    """Return the cycles of a repeated step, as llvm-mca predicts."""
+    command = [predictor, *flags, "-json", f"-iterations={ITERATIONS}"]
     done = subprocess.run(command, input="\n".join(instructions) + "\n", capture_output=True, text=True)
     if done.returncode:
         raise GearbxError(f"llvm-mca failed: {(done.stderr.strip().splitlines() or ['?'])[0]}")
@@ -231,9 +234,10 @@ def cycles(instructions: Sequence[str], flags: Sequence[str]) -> float:
 
 def by_instructions(how: tuple[Sequence[str], Sequence[str]]) -> dict[str, tuple[float, float]]:
     """The instructions and the cycles of a group by term and product; empty where clang or llvm-mca is missing."""
-    compiler = tool("clang++") or tool("clang")
-    if compiler is None or tool("llvm-mca") is None:
+    found_tools = tools()
+    if found_tools is None:
         return {}
+    compiler, predictor = found_tools
     command = [compiler, *STANDARD, *how[0], "-DMARKS", "-S", "-o", "-", str(SOURCE)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -245,7 +249,7 @@ def by_instructions(how: tuple[Sequence[str], Sequence[str]]) -> dict[str, tuple
         groups = 1 if name in MARKED else 4  # of a step
         counted[name] = (
             sum(len(found[mark]) for mark in marks) / groups,
-            sum(cycles(found[mark], how[1]) for mark in marks) / groups,
+            sum(cycles(predictor, found[mark], how[1]) for mark in marks) / groups,
         )
     return counted
 

@@ -18,6 +18,7 @@ from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.decoding.caches import length
 from gearbx_mlx.generate import GenerateSettings
 from gearbx_mlx.generate.run import to_read
+from gearbx_mlx.gone import gone
 from gearbx_mlx.loading import DEMO_MODEL
 
 MISSING = "(No such file or directory); check the path and its permissions"
@@ -56,7 +57,7 @@ class TestPipes:
             "error: mode 'rout' does not exist; choose from route, kickdown, lossless, static",
             f"error: x: cannot be read as a thresholds file {MISSING}",
             "error: --gear: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
-            "error: /mode: --curve is gone",
+            f"error: /mode: {gone('--curve')}",
             "error: draft length is 99; give 1 to 15 tokens",
             "error: /mode: unrecognized arguments: --bogus 1",
             "error: /mode: No closing quotation; close the quotation",

@@ -11,6 +11,7 @@ from ..cli.prompt import AnswerLengthSettings
 from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
 from ..cli.start import command
 from ..errors import GearbxError
+from ..gone import gone
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ class ModeChange:
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
     """A mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
+    for word in words:
+        said = gone(word.split("=")[0])
+        if said is not None:
+            raise GearbxError(f"/mode: {said}")
     parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
     add_flags(parser, ModeSettings)
     return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))

@@ -105,10 +105,10 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     if len(resolved.ladder) < 2 and not wanted.kv_gears:
         raise GearbxError(f"--gears {resolved.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
+    readers = readers_of(settings, gearbox)
     context = context_for(wanted.context, loaded.config)
     windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data)
     check_windows(windows, loaded.model, wanted.data)
-    readers = readers_of(settings, gearbox)
     parts: dict[str, list[Recording]] = {reader.name: [] for reader in readers}
     with terminal.progress_bar() as progress:
         task = progress.add_task("windows", total=len(windows) * len(readers))
