@@ -121,9 +121,11 @@ class FlagParser(argparse.ArgumentParser):
                 action.help = text
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known = {*self.flags()}
         for word in sys.argv[1:] if args is None else args:  # before a flag that is missing is asked for
-            if word.startswith("--") and word.split("=")[0] not in {*self.flags()}:
-                self.refuse_gone(word.split("=")[0])
+            name = word.split("=")[0]
+            if name.startswith("--") and name not in known:
+                self.refuse_gone(name)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown[0])

@@ -19,6 +19,7 @@ import numpy as np
 
 from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.decoding.stream import stream_generate
+from gearbx_mlx.evaluate.run import three_digits
 from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax, quality
 from gearbx_mlx.evaluation.predictions import Recording
 from gearbx_mlx.files.reading import Count
@@ -36,7 +37,6 @@ from .report import (
     markdown_table,
     percent,
     quality_arguments,
-    three_digits,
 )
 from .statistics import by_bucket
 

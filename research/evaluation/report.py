@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from pages import table
 
+from gearbx_mlx.evaluate.run import three_digits
 from gearbx_mlx.evaluation.metrics import quality
 from gearbx_mlx.evaluation.predictions import Recording, read_per_token
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -30,11 +31,6 @@ Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell
 def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table."""
     return table([*columns], [[show(row) for show in columns.values()] for row in rows])
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits; "0" for what is below the resolution of float32."""
-    return "0" if value < 1e-9 else f"{value:.3g}"
 
 
 def percent(part: float, digits: int = 1) -> str:
