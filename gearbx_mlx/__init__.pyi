@@ -5,7 +5,6 @@ from .decoding.governor import Governor as Governor
 from .decoding.kickdown import GearedModel as GearedModel
 from .decoding.kickdown import Kickdown as Kickdown
 from .decoding.lossless import Lossless as Lossless
-from .decoding.lossless import LosslessModel as LosslessModel
 from .decoding.pair import Pair as Pair
 from .decoding.pair import PairedModel as PairedModel
 from .decoding.response import GearResponse as GearResponse

@@ -47,6 +47,9 @@ def newer(monkeypatch):
     """MLX and mlx-lm of an untested version."""
     monkeypatch.setattr(versions, "installed", lambda: NEWER)
     monkeypatch.setattr(versions, "_said", set())
+    yield
+    for made in (loops.stream_generate, loops.batch_step, loops.first_step):
+        made.cache_clear()
 
 
 def classes_of_models():

@@ -3,11 +3,10 @@
 import mlx.core as mx
 import pytest
 from architectures import tiny
-from mlx_lm.generate import generate_step
+from lossless_texts import written
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, LosslessModel
-from gearbx_mlx.routing.acceptance import FixedLength
+from gearbx_mlx import Gearbox, Lossless
 
 
 @pytest.fixture
@@ -49,13 +48,9 @@ def test_every_gear_has_compiled_steps_of_its_own(compiling):
 def test_a_partly_accepted_draft_leaves_nothing_of_it_in_them(compiling):
     gearbox, _, compiled = compiling
     compiled()
-    texts = []
-    for shift_or_wrap in (False, True, False):
-        model = LosslessModel(gearbox, FixedLength(4)) if shift_or_wrap else gearbox.model
-        gearbox.shift("high")
-        made = generate_step(mx.arange(6), model, max_tokens=20, prompt_cache=make_prompt_cache(gearbox.model))
-        texts.append([token for token, _ in made])
-    assert texts[0] == texts[1] == texts[2]
+    texts = [written(gearbox, [*range(6)], 20, mode)[0] for mode in (None, Lossless(draft_length=4), None)]
+    tokens = [[token for token, _ in text] for text in texts]
+    assert tokens[0] == tokens[1] == tokens[2]
 
 
 def test_a_cap_compiles_them_again(compiling):

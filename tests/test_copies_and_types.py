@@ -7,7 +7,7 @@ import pytest
 from conftest import PROMPT, on_disk, save_model, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import Gearbox, GearbxError, GearedModel, LosslessModel, convert, load
+from gearbx_mlx import Gearbox, GearbxError, GearedModel, convert, load
 from gearbx_mlx.gears.gearbox import attached
 
 
@@ -30,9 +30,8 @@ def test_a_copy_has_a_gearbox_of_its_own_with_the_same_gears(tmp_path, kernels, 
     assert mx.array_equal(copied(PROMPT), low)
 
 
-@pytest.mark.parametrize("wrapper", [GearedModel, LosslessModel])
-def test_a_copy_of_a_wrapped_model_computes_the_same_and_changes_nothing_in_the_model(wrapper):
-    wrapped = wrapper(Gearbox(tiny_model()))
+def test_a_copy_of_a_wrapped_model_computes_the_same_and_changes_nothing_in_the_model():
+    wrapped = GearedModel(Gearbox(tiny_model()))
     logits = wrapped(PROMPT)
     copied = copy.deepcopy(wrapped)
     copied.update({"model": {"norm": {"weight": mx.zeros(64)}}})
@@ -43,10 +42,9 @@ def test_a_copy_of_a_wrapped_model_computes_the_same_and_changes_nothing_in_the_
 @pytest.mark.some(3)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-@pytest.mark.parametrize("wrapper", [GearedModel, LosslessModel])
-def test_logits_and_cache_have_the_type_that_the_model_is_given_later(wrapper, kernels, tied):
+def test_logits_and_cache_have_the_type_that_the_model_is_given_later(kernels, tied):
     model = tiny_model("gemma3_text", tie_word_embeddings=tied)
-    wrapped = wrapper(Gearbox(model, "4,8,16", kernels=kernels))
+    wrapped = GearedModel(Gearbox(model, "4,8,16", kernels=kernels))
     for gear in ("low", "mid", "high"):  # made in float32
         wrapped.gearbox.shift(gear)
     for dtype in (mx.float16, mx.float32):

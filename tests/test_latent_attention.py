@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxWarning, Kickdown, Lossless, Static, stream_generate
 from gearbx_mlx.decoding import rows
-from gearbx_mlx.decoding.rows import Verifier
+from gearbx_mlx.decoding.rows import Rows, Verifier
 
 PROMPT = [1, 5, 9, 2, 7]
 
@@ -35,7 +35,7 @@ def test_several_tokens_have_the_bits_of_single_ones():
     for cache in (alone, together):
         model(mx.arange(20)[None], cache=cache)
     tokens = list(range(30, 38))
-    rows = Verifier(gearbox, gearbox.ladder.top).rows(mx.array([tokens]), together)
+    rows = Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([tokens]), together)
     single = mx.concatenate([model(mx.array([[token]]), cache=alone) for token in tokens], axis=1)
     assert mx.array_equal(rows.logits, single)
 

@@ -8,7 +8,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, mlx_lm_loop, same_weights, tiny_model, weights_of
-from mlx_lm.generate import generate_step
+from lossless_texts import assert_written, endless, written
 from mlx_lm.models.cache import (
     QuantizedKVCache,
     RotatingKVCache,
@@ -17,12 +17,13 @@ from mlx_lm.models.cache import (
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxWarning, Lossless, stream_generate
+from gearbx_mlx import Gearbox, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.lossless import LosslessModel
-from gearbx_mlx.loading import DEMO_MODEL
-from gearbx_mlx.routing.acceptance import FixedLength
+from gearbx_mlx.decoding.lossless import Learned
+from gearbx_mlx.decoding.policy import Fixed
+from gearbx_mlx.routing.lookup import LookupAgreement
 
+PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
 QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer:"
 TALE = "Once upon a time there was a king who"
 SAMPLERS = {
@@ -58,10 +59,30 @@ def assert_same(ours, theirs):
         assert np.array_equal(mine[3], other[3])
 
 
-def both(gearbox, tokenizer, prompt, seed=3, rule=None, lookup_tokens=None, **keywords):
+class InTurn(Fixed):
+    """Drafts of these lengths, one after the other, and now and then the top gear alone."""
+
+    def __init__(self, lengths):
+        super().__init__()
+        self.lengths = itertools.cycle(lengths)
+
+    def length(self, room, early=False):
+        self._length = next(self.lengths)
+        return super().length(room)
+
+
+class Varying(Lossless):
+    """Drafts of all lengths in one text, and tokens alone in between, of which some run ahead."""
+
+    def learned(self, gearbox, drafter, chooser):
+        return Learned(InTurn((1, 5, 0, 2, 9, 0, 0, 0, 15, 3)), LookupAgreement())
+
+
+def both(gearbox, tokenizer, prompt, seed=3, mode=None, **keywords):
     """mlx-lm in the top gear alone, and lossless mode, from the same random state; and the state afterwards."""
+    lossless = mode or Lossless()
     runs = []
-    for mode in (None, "lossless"):
+    for mode in (None, lossless):
         given = copy.deepcopy({name: value for name, value in keywords.items() if name != "sampler"})
         if keywords.get("sampler"):
             given["sampler"] = keywords["sampler"]
@@ -70,7 +91,6 @@ def both(gearbox, tokenizer, prompt, seed=3, rule=None, lookup_tokens=None, **ke
         if mode is None:
             run = list(mlx_lm_loop(gearbox)(gearbox.model, tokenizer, prompt, **given))
         else:
-            mode = Lossless(rule=rule, lookup_tokens=lookup_tokens)
             run = list(stream_generate(gearbox.model, tokenizer, prompt, gearbox=gearbox, mode=mode, **given))
         runs.append((run, mx.random.state[0].tolist()))
     return runs
@@ -80,15 +100,39 @@ class TestIsTheTopGear:
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ARCHITECTURES)
     def test_bit_for_bit_on_every_architecture(self, architecture, kernels):
-        model = tiny_model(architecture)
-        gearbox = Gearbox(model, "6,16", kernels=kernels)
-        theirs = list(generate_step(PROMPT[0], model, max_tokens=40))
-        for rule in (FixedLength(1), FixedLength(4), FixedLength(15)):
-            lossless = LosslessModel(gearbox, rule)
-            ours = list(generate_step(PROMPT[0], lossless, max_tokens=40))
-            for (mine, logprobs), (token, expected) in zip(ours, theirs, strict=True):
-                assert mine == token
-                assert np.array_equal(np.array(logprobs), np.array(expected))
+        gearbox = Gearbox(tiny_model(architecture), "6,16", kernels=kernels)
+        prompt = PROMPT[0].tolist()
+        theirs = written(gearbox, prompt, 40)
+        for mode in (Lossless(draft_length=1), Lossless(draft_length=4), Lossless(draft_length=15), Varying()):
+            assert_written(written(gearbox, prompt, 40, mode), theirs)
+
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize("processors", PROCESSORS)
+    @pytest.mark.parametrize("sampler", ["greedy", "top-p", "ours"])
+    def test_with_drafts_of_all_lengths_and_tokens_alone(self, kernels, sampler, processors):
+        gearbox = Gearbox(tiny_model(), "6,16", kernels=kernels)
+        given = {"sampler": SAMPLERS[sampler], "logits_processors": PROCESSORS[processors]}
+        theirs = written(gearbox, PROMPT[0].tolist(), **given)
+        assert_written(written(gearbox, PROMPT[0].tolist(), mode=Varying(), **given), theirs)
+
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize("architecture", ["gemma3_text", "mamba", "lfm2", "mixtral"])
+    @pytest.mark.parametrize("length", [5, 64, 100])
+    def test_with_windows_states_and_experts(self, architecture, length):
+        gearbox, prompt = Gearbox(tiny_model(architecture), "6,16"), list(range(length))
+        theirs, _ = written(gearbox, prompt, 60)
+        ours, _ = written(gearbox, prompt, 60, Varying())
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
+
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize(("size", "keep"), [(20, 4), (20, 0), (8, 4), (3, 2)])
+    @pytest.mark.parametrize("length", [5, 30])
+    def test_in_a_window_with_and_without_sinks(self, tiny, size, keep, length):
+        gearbox, prompt = Gearbox(tiny, "6,16"), list(range(length))
+        caches = [[RotatingKVCache(size, keep) for _ in tiny.layers] for _ in range(2)]
+        theirs, _ = written(gearbox, prompt, 60, prompt_cache=caches[0])
+        ours, _ = written(gearbox, prompt, 60, Varying(), prompt_cache=caches[1])
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
 
     @pytest.mark.slow
     def test_a_row_has_the_same_bits_in_any_company(self, demo, kernels):
@@ -114,7 +158,12 @@ class TestIsTheTopGear:
     @pytest.mark.parametrize("prompt", [QUESTION, TALE])
     def test_with_the_same_seed_it_draws_the_same_tokens(self, geared_demo, demo, sampler, prompt):
         (theirs, after), (ours, after_ours) = both(
-            geared_demo, demo.tokenizer, prompt, max_tokens=50, sampler=SAMPLERS[sampler], lookup_tokens=0
+            geared_demo,
+            demo.tokenizer,
+            prompt,
+            max_tokens=50,
+            sampler=SAMPLERS[sampler],
+            mode=Lossless(lookup_tokens=0),
         )
         assert_same(told(ours), told(theirs))
         assert after == after_ours  # so the next draws are the same too
@@ -198,7 +247,7 @@ class TestIsTheTopGear:
         tokenizer = copy.deepcopy(demo.tokenizer)
         (theirs, _), _ = both(geared_demo, tokenizer, QUESTION, max_tokens=40)
         tokenizer.eos_token_ids = {theirs[20].token}
-        (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, rule=FixedLength(15))
+        (theirs, _), (ours, _) = both(geared_demo, tokenizer, QUESTION, max_tokens=40, mode=Lossless(draft_length=15))
         assert_same(told(ours), told(theirs))
         assert ours[-1].finish_reason == "stop"
         assert len(ours) <= 21
@@ -254,45 +303,60 @@ class TestCache:
             texts.append(made)
         assert texts[0] == texts[1]
 
-    def test_the_model_alone_runs_under_mlx_lm(self, geared_demo, demo):
-        lossless = LosslessModel(geared_demo)
-        text = mlx_lm.generate(lossless, demo.tokenizer, QUESTION, max_tokens=30)
-        geared_demo.shift("high")
-        assert text == mlx_lm.generate(demo.model, demo.tokenizer, QUESTION, max_tokens=30)
-
     def test_where_drafts_fail_the_top_gear_goes_on_alone(self, tiny):
         class OneAtATime(RotatingKVCache):
+            low = False
+
             def update_and_fetch(self, keys, values):
-                if self.offset > 10 and keys.shape[2] > 1:
-                    raise ValueError("one token at a time")
+                if gearbox.gear.name == "low":
+                    raise ValueError("no drafts here")
                 return super().update_and_fetch(keys, values)
 
         gearbox = Gearbox(tiny, "6,16")
         caches = [[OneAtATime(20) for _ in tiny.layers] for _ in range(2)]
-        theirs = [token for token, _ in generate_step(PROMPT[0], tiny, max_tokens=30, prompt_cache=caches[0])]
-        lossless = LosslessModel(gearbox, FixedLength(6))
-        with pytest.warns(
-            GearbxWarning, match=r"cannot draft .* \(one token at a time\); the top gear goes on"
-        ) as said:
-            ours = [token for token, _ in generate_step(PROMPT[0], lossless, max_tokens=30, prompt_cache=caches[1])]
+        theirs, _ = written(gearbox, PROMPT[0].tolist(), 30, prompt_cache=caches[0])
+        with pytest.warns(GearbxWarning, match=r"cannot draft .* \(no drafts here\); the top gear goes on") as said:
+            ours, _ = written(gearbox, PROMPT[0].tolist(), 30, Lossless(draft_length=6), prompt_cache=caches[1])
         assert len(said) == 1
-        assert ours == theirs
+        assert [token for token, _ in ours] == [token for token, _ in theirs]
 
-    def test_a_foreign_token_is_not_answered_from_the_draft(self, tiny, kernels):
-        gearbox = Gearbox(tiny, "6,16", kernels=kernels)
-        lossless = LosslessModel(gearbox, FixedLength(5))
-        cache, other = make_prompt_cache(tiny), make_prompt_cache(tiny)
-        for token in (1, 9, 33, 70, 2, 9, 1):
-            mine = lossless(mx.array([[token]]), cache=cache)
-            gearbox.shift("high")
-            assert mx.array_equal(mine, tiny(mx.array([[token]]), cache=other))
+    def test_an_interrupt_within_a_round_leaves_the_text_so_far(self, geared_demo, demo):
+        """A processor that is interrupted in the middle of a verification: the cache goes on as if it had not been."""
+        prompt, calls = demo.tokenizer.encode(QUESTION), []
+
+        def interrupted(tokens, logits):
+            calls.append(len(tokens))
+            if len(calls) == 21:
+                raise KeyboardInterrupt
+            return logits
+
+        cache, made = make_prompt_cache(demo.model), []
+        run = stream_generate(
+            demo.model,
+            demo.tokenizer,
+            prompt,
+            30,
+            gearbox=geared_demo,
+            mode=Lossless(draft_length=4),
+            prompt_cache=cache,
+            logits_processors=[interrupted],
+        )
+        with pytest.raises(KeyboardInterrupt):
+            made.extend(r.token for r in run)
+        geared_demo.shift("high")
+        known = [*prompt, *made][: cache[0].offset]
+        assert len(known) >= len(prompt) + len(made) - 1
+        other = make_prompt_cache(demo.model)
+        demo.model(mx.array([known]), cache=other)
+        following = [demo.model(mx.array([[7]]), cache=each) for each in (cache, other)]
+        assert mx.allclose(*following, atol=1e-4)
 
 
 class TestWhatIsCounted:
     def test_tokens_drafts_checks_and_bytes(self, geared_demo, demo):
         responses = list(
             stream_generate(
-                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode=Lossless(rule=FixedLength(4))
+                demo.model, demo.tokenizer, QUESTION, 40, gearbox=geared_demo, mode=Lossless(draft_length=4)
             )
         )
         low, high = (geared_demo.weight_bytes_per_token(gear) for gear in geared_demo.ladder)
@@ -320,7 +384,7 @@ class TestWhatIsCounted:
         # Two tokens with equal logits: rounding may decide between them in either way.
         model.lm_head.weight = mx.concatenate([model.lm_head.weight[:64]] * 2)
         gearbox = Gearbox(model, "6,16")
-        tokenizer = mlx_lm.load(str(DEMO_MODEL))[1]
+        tokenizer = load()[1]
         responses = list(
             stream_generate(model, tokenizer, [1, 5, 9], 12, gearbox=gearbox, mode=Lossless(draft_length=3))
         )
@@ -330,3 +394,49 @@ class TestWhatIsCounted:
     def test_text_without_near_ties_has_none(self, geared_demo, demo):
         run = stream_generate(demo.model, demo.tokenizer, QUESTION, 30, gearbox=geared_demo, mode="lossless")
         assert not any(r.near_tie for r in run)
+
+
+class TestReads:
+    """Where MLX computes, a round waits for the device once."""
+
+    @pytest.fixture
+    def reads(self, monkeypatch):
+        """How often an array became Python's or numpy's, by whatever way."""
+        counted = []
+
+        def noting(function):
+            def call(*arguments, **keywords):
+                if any(isinstance(each, mx.array) for each in arguments):
+                    counted.append(function.__name__)
+                return function(*arguments, **keywords)
+
+            return call
+
+        for name in ("array", "asarray"):
+            monkeypatch.setattr(np, name, noting(getattr(np, name)))
+        for name in ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__"):
+            if hasattr(mx.array, name):
+                monkeypatch.setattr(mx.array, name, noting(getattr(mx.array, name)))
+        monkeypatch.setattr(mx, "eval", noting(mx.eval))
+        monkeypatch.setattr(mx, "synchronize", noting(mx.synchronize))
+        return counted
+
+    @pytest.mark.parametrize("sampler", [None, "ours", "top-p"])
+    def test_once_a_round_with_the_kernels_of_mlx(self, reads, sampler):
+        gearbox = Gearbox(tiny_model(), "6,16", kernels="mlx")
+        mode, given = Lossless(draft_length=3, lookup_tokens=0), {"sampler": SAMPLERS.get(sampler)}
+        run = stream_generate(gearbox.model, endless(), [1, 5, 9], 40, gearbox=gearbox, mode=mode, **given)
+        next(run)
+        reads.clear()
+        rounds = sum(response.passes[1] for response in run)
+        assert 40 // 4 <= rounds < 40
+        assert len(reads) <= rounds
+
+    def test_once_a_token_where_the_top_gear_writes_alone(self, reads):
+        gearbox = Gearbox(tiny_model(), "16", kernels="mlx")
+        mode = Lossless(draft_length=3, lookup_tokens=0)
+        run = stream_generate(gearbox.model, endless(), [1, 5, 9], 40, gearbox=gearbox, mode=mode)
+        next(run)
+        reads.clear()
+        assert len(list(run)) == 39
+        assert len(reads) <= 39

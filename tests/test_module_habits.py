@@ -18,7 +18,6 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Ladder, Lossless, Route, Static, TelemetryOnly, convert
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.formats import FORMATS, get_format
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.gates import ThresholdGate
@@ -44,7 +43,7 @@ def make(directory, request):
     def made(kind: str) -> tuple[nn.Module, Gearbox]:
         model, _ = gearbx_mlx.load(directory / ("checkpoint" if kind == "checkpoint" else "original"))
         gearbox = Gearbox(model, "4,8,16", kernels=request.param)
-        wrapper = {"lossless": LosslessModel, "kickdown": GearedModel}.get(kind)
+        wrapper = {"kickdown": GearedModel}.get(kind)
         return (wrapper(gearbox) if wrapper else model), gearbox
 
     made.kernels = request.param

@@ -18,7 +18,6 @@ from gearbx_mlx.evaluation.predictions import (
     read_at_once,
     record,
 )
-from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 from research.evaluation.policies import Planned, SameToken
 from research.evaluation.replay import Reference, drafted, targets_of
@@ -90,7 +89,7 @@ class TestReplay:
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
-        result = record(drafted(geared, WINDOWS, low, top, FixedLength(3)), reference)
+        result = record(drafted(geared, WINDOWS, low, top, 3), reference)
         assert result.kl.max() < 1e-9
         assert result.agree.all()
         assert (result.gear == 2).all()
@@ -100,7 +99,7 @@ class TestReplay:
 
     def test_a_draft_of_the_top_gear_itself_is_always_accepted(self, geared, reference):
         top = geared.ladder.top
-        result = record(drafted(geared, [WINDOWS[0]], top, top, FixedLength(4)), reference)
+        result = record(drafted(geared, [WINDOWS[0]], top, top, 4), reference)
         # 11 predictions: two drafts of 4 with 5 kept, and the last one needs no draft.
         assert result.passes[:, 2].sum() == 4 + 1 + 4 + 1 + 1
         assert result.kl.max() < 1e-9

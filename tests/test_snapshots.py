@@ -1,4 +1,4 @@
-"""Restored caches: snapshots of every class of cache, and passes over several tokens shown one by one."""
+"""Restored caches: snapshots of every class of cache, and passes over several tokens of which the first are kept."""
 
 import copy
 import inspect
@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models.cache as mlx_lm_caches
 import pytest
-from conftest import PROMPT, normal, tiny_model
+from conftest import normal, tiny_model
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
@@ -26,13 +26,11 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
 )
 
-from gearbx_mlx import Gearbox
+from gearbx_mlx import Gearbox, Lossless, load, stream_generate
 from gearbx_mlx.decoding import rows as rows_module
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.decoding.lossless import LosslessModel
-from gearbx_mlx.decoding.rows import Verifier
-from gearbx_mlx.routing.acceptance import FixedLength
+from gearbx_mlx.decoding.rows import Rows, Verifier
 
 TOKENS = [6, 7, 8, 9, 10]
 CACHES = {
@@ -82,7 +80,7 @@ def plain(model, tokens, cache):
 
 def rows_of(model, tokens, cache):
     gearbox = Gearbox(model, "16")
-    return Verifier(gearbox, gearbox.ladder.top).rows(mx.array([tokens]), cache)
+    return Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([tokens]), cache)
 
 
 def begun(model, count):
@@ -144,8 +142,8 @@ class TestRows:
         model = tiny_model(architecture)
         cache, other = begun(model, length), begun(model, length)
         several = rows_of(model, TOKENS, cache)
-        for row in range(2, rows + 1):
-            several.show(row)
+        several.keep(min(rows + 1, 5))
+        several.keep(rows)  # once more, as where a text is closed in the middle of a round
         expected = plain(model, TOKENS[:rows], other)
         assert mx.allclose(several.logits[:, :rows], expected, atol=1e-5)
         second = copy.deepcopy(cache)
@@ -171,35 +169,24 @@ class TestRows:
         verifier = Verifier(gearbox, gearbox.ladder.top)
         cache, other = begun(model, 3), begun(model, 3)
         gearbox.shift("low")  # as after a draft
-        rows = verifier.rows(mx.array([TOKENS]), cache)
+        rows = Rows(verifier, mx.array([TOKENS]), cache)
         mx.eval(rows.logits, plain(model, TOKENS[:3], other))
-        rows.show(3)
         for module in model.modules():
             if isinstance(module, nn.Linear):
                 module.weight = mx.full(module.weight.shape, mx.nan)
+        rows.keep(3)
         states = [part for part in cache if not hasattr(part, "keys")]
         assert states
         for part, expected in zip(states, [part for part in other if not hasattr(part, "keys")], strict=True):
             for mine, theirs in zip(part.cache, expected.cache, strict=True):
                 assert mx.allclose(mine, theirs, atol=1e-6)
 
-    def test_they_are_computed_only_for_somebody_who_asks(self):
-        model = tiny_model("mamba")
-        cache = begun(model, 3)
-        rows = rows_of(model, TOKENS, cache)
-        for row in range(2, 6):
-            assert rows.untouched()
-            assert type(cache[0]) is not ArraysCache
-            rows.show(row)
-        assert type(cache[0]) is ArraysCache  # after the last row, the pass itself left the state
-
-    def test_a_state_that_somebody_read_or_wrote_is_not_shown_further(self):
-        model = tiny_model("mamba")
-        for use in (lambda part: part[0], lambda part: part.state, lambda part: part.prepare(lengths=[1])):
-            cache = begun(model, 3)
-            rows = rows_of(model, TOKENS, cache)
-            use(cache[0])
-            assert not rows.untouched()
+    @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", *STATES])
+    def test_none_may_be_kept(self, architecture):
+        model = tiny_model(architecture)
+        cache, other = begun(model, 70), begun(model, 70)
+        rows_of(model, TOKENS, cache).keep(0)
+        assert mx.allclose(plain(model, [3, 4], cache), plain(model, [3, 4], other), atol=1e-5)
 
     def test_a_failure_in_the_middle_of_the_pass_leaves_the_cache_as_it_was(self):
         model = tiny_model("lfm2")
@@ -213,56 +200,35 @@ class TestRows:
         gearbox, own = Gearbox(model, "16"), type(model)
         model.__class__ = Interrupted
         with pytest.raises(KeyboardInterrupt):
-            Verifier(gearbox, gearbox.ladder.top).rows(mx.array([TOKENS]), cache)
+            Rows(Verifier(gearbox, gearbox.ladder.top), mx.array([TOKENS]), cache)
         model.__class__ = own
         assert mx.array_equal(plain(model, [3, 4], cache), plain(model, [3, 4], other))
 
 
 class TestModels:
-    """Lossless and kickdown on caches of every kind: windows of 64 tokens or less, states, and both."""
-
-    @staticmethod
-    def texts(first, second, prompt, caches):
-        return [
-            [token for token, _ in generate_step(prompt, model, max_tokens=60, prompt_cache=cache)]
-            for model, cache in zip((first, second), caches)
-        ]
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
-    @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(64), mx.arange(100)], ids=["short", "window", "longer"])
-    def test_lossless_writes_the_top_gears_text(self, architecture, prompt):
-        model = tiny_model(architecture)
-        gearbox = Gearbox(model, "6,16")
-        lossless = LosslessModel(gearbox, FixedLength(6))
-        theirs, ours = self.texts(model, lossless, prompt, [make_prompt_cache(model) for _ in range(2)])
-        assert ours == theirs
+    """Kickdown on caches of every kind: windows of 64 tokens or less, states, and both."""
 
     def test_a_cache_goes_on_in_another_thread(self):
         model = tiny_model("gemma3_text")
-        lossless, cache = LosslessModel(Gearbox(model, "6,16"), FixedLength(3)), make_prompt_cache(model)
-        run = threading.Thread(
-            target=lambda: list(generate_step(mx.arange(70), lossless, max_tokens=11, prompt_cache=cache))
-        )
+        gearbox, cache = Gearbox(model, "6,16"), make_prompt_cache(model)
+        mode, tokenizer = Lossless(draft_length=3), load()[1]
+        how = {"gearbox": gearbox, "mode": mode, "prompt_cache": cache}
+        run = threading.Thread(target=lambda: list(stream_generate(model, tokenizer, list(range(70)), 11, **how)))
         run.start()
         run.join()
         assert mx.isfinite(model(mx.array([[3]]), cache=cache)).all()
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(("size", "keep"), [(20, 4), (20, 0), (8, 4), (3, 2)])
-    @pytest.mark.parametrize("prompt", [PROMPT[0], mx.arange(30)], ids=["short", "longer"])
-    def test_lossless_in_a_window_with_and_without_sinks(self, tiny, size, keep, prompt):
-        gearbox = Gearbox(tiny, "6,16")
-        caches = [[RotatingKVCache(size, keep) for _ in tiny.layers] for _ in range(2)]
-        lossless = LosslessModel(gearbox, FixedLength(6))
-        theirs, ours = self.texts(tiny, lossless, prompt, caches)
-        assert ours == theirs
 
     @pytest.mark.parametrize("architecture", ["gemma3_text", *STATES])
     def test_kickdown_to_the_top_gear_leaves_nothing_of_the_lower_ones(self, architecture):
         model = tiny_model(architecture)
         gearbox = Gearbox(model, "4,6,16")
         geared = GearedModel(gearbox, (-2.0, -1.0))
-        theirs, ours = self.texts(model, geared, mx.arange(70), [make_prompt_cache(model) for _ in range(2)])
-        assert ours == theirs
+        texts = [
+            [
+                token
+                for token, _ in generate_step(mx.arange(70), each, max_tokens=60, prompt_cache=make_prompt_cache(model))
+            ]
+            for each in (model, geared)
+        ]
+        assert texts[0] == texts[1]
         assert geared.step.passes == (1, 1, 1)

@@ -44,6 +44,16 @@ class OwnRandomState:
             mx.async_eval(self.state, state[0])  # else every token would add to both graphs
 
 
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Random numbers drawn in the block will be drawn again after it."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)
+
+
 def next_key() -> mx.array:
     """The key with which MLX draws next, if it draws without one; it then counts as drawn."""
     state: Any = mx.random.state
@@ -52,16 +62,17 @@ def next_key() -> mx.array:
     return key
 
 
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Random numbers drawn in the block will be drawn again after it."""
+def random_state() -> mx.array:
+    """Return MLX's random state as it is now, for `set_random_state`."""
     state: Any = mx.random.state
-    before = mx.array(state[0])
-    try:
-        yield
-    finally:
-        state[0][:] = before
-        mx.async_eval(state[0])  # until a number is drawn, each exchange would add to its graph
+    return mx.array(state[0])
+
+
+def set_random_state(before: mx.array) -> None:
+    """Have the random numbers that were drawn since `random_state` returned this drawn again."""
+    state: Any = mx.random.state
+    state[0][:] = before
+    mx.async_eval(state[0])  # until a number is drawn, each exchange would add to its graph
 
 
 def memory_of(array: mx.array) -> memoryview:

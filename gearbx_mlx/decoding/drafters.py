@@ -1,14 +1,12 @@
-"""What mode lossless proposes: tokens that may follow a text. The top gear verifies them in one pass (lossless.py).
+"""Who proposes: the low gear of the same model, or another model. The text itself does it too (routing/lookup.py).
 
-Where the last tokens of a text occurred before, the text itself may propose what follows (routing/lookup.py). Else the
-low gear drafts. Neither KV cache nor random numbers keep a trace of a draft. A token is drafted with the random numbers
-that will sample its position, from logits that went through the same processors: so draft and verification choose the
-same token wherever their distributions agree (GEARBX 10.1).
+A drafter writes a few tokens that may follow a text; the loop (loop.py) verifies them. A new one, such as heads that
+predict several tokens, is a class with the two methods of `Drafter`. A draft leaves no trace: neither in the text's KV
+cache, nor in the random numbers. A token is drafted with the random numbers that will choose at its place.
 
-The entropy of a token says whether the draft goes on. To read it is to wait for the device, which has nothing to do
-until the next step is queued. So steps may be queued ahead, as mlx-lm queues one: each takes the token before it as an
-array that is still computed. Where the draft turns out to be over, the steps beyond its end are thrown away. They cost
-passes, and change nothing.
+Where MLX computes, the steps of a draft are queued one behind the other, and nobody waits for them: each takes the
+token before it as an array that is still computed. The native kernels of a CPU return a token as soon as it is there.
+There nothing waits, and the margin by which a token won may end a draft early.
 
 The head of a draft looks twice: its best few tokens get their logits from the top gear's rows of the head. Many drafts
 fail where the head is rounded, although what it reads would have chosen the right token: on SmolLM2 that is one token
@@ -18,16 +16,16 @@ twice; a text that the low gear writes itself is its own.
 
 import contextlib
 import functools
-import itertools
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models.cache import KVCache
 
 from ..compat.arrays import same_random_numbers
 from ..formats.block import NativeDraft, PassParts, begin_draft, pass_parts
@@ -39,16 +37,15 @@ from ..gears.ladder import Gear
 from ..gears.sharding import sharding_of
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import ALONE, Agreement
-from ..routing.acceptance import MOST_DRAFTED, DraftRule, longest_draft, margin_worth
-from ..routing.lookup import Lookup
-from ..routing.rounds import Rounds, reads_margins
-from .caches import Snapshot
-from .draft_plans import DraftPlan
-from .response import DRAFT, LOOKUP, Step
+from .caches import Cache, Snapshot
+from .response import DRAFT
 from .sampling import Chooser, GumbelSampler, LogitsReader
 
-Following = Callable[[int, int], tuple[int, float, float]]
-"""From a token, and its place in a draft from 0 on, to the next token, the entropy of all (bits), and its margin."""
+Following = Callable[[int, int], tuple[int, float]]
+"""From a token, and its place in a draft from 0 on, to the next token and the margin by which it won."""
+
+GoesOn = Callable[[Sequence[float]], bool]
+"""From the margins of a draft so far to whether one more token pays."""
 
 HEAD = "lm_head"
 SEEN_TWICE = 4  # with more, hardly another token wins
@@ -57,83 +54,286 @@ RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a h
 
 
 @dataclass
-class Writer:
-    """A text in a round, and how far it may be drafted.
+class Text:
+    """A text in the making.
 
-    token: its last one, whose pass is the next one. room: the most tokens that may follow. ends: whether a token ends
-    the text; asked once for each token, in order. text: with `token`; logits processors alone ask for it. lookup: of
-    this text, if it may propose tokens.
+    Args:
+        tokens: of the prompt, and what was written after it.
+        ends: tokens that end the text.
+        room: how many tokens may still be written; infinite without a limit.
     """
 
-    chooser: Chooser
-    token: int
-    room: float
-    ends: Callable[[int], bool]
-    text: Sequence[int] = ()
-    lookup: Lookup | None = None
+    tokens: list[int]
+    ends: frozenset[int]
+    room: float = math.inf
 
     def __post_init__(self) -> None:
-        self.tokens: list[int] = []
-        """What is proposed."""
-        self.source = DRAFT
-        self.entropies: list[float] = []
-        """Entropies of drafted tokens, bits."""
-        self.margins: list[float] = []
-        """Their margins (acceptance.LearnedAgreement), if they are known."""
-        self.goes_on = self.room > 0 and not self.ends(self.token)
+        self.prompt = len(self.tokens)
+        """Tokens of the prompt."""
 
     @property
-    def drafts(self) -> bool:
-        """Whether the low gear may draft one more token."""
-        return self.goes_on and self.source == DRAFT
+    def last(self) -> int:
+        """The token that the next pass reads."""
+        return self.tokens[-1]
 
-    def take(self, token: int) -> None:
-        """Add a token to what is proposed."""
+    @property
+    def goes_on(self) -> bool:
+        """True until a token ends the text, or there is no room."""
+        written = len(self.tokens) > self.prompt
+        return self.room > 0 and not (written and self.last in self.ends)
+
+    def ends_with(self, count: int) -> bool:
+        """True if the text has ended, and so many tokens were written."""
+        return not self.goes_on and len(self.tokens) == self.prompt + count
+
+    def add(self, token: int) -> None:
         self.tokens.append(token)
-        self.goes_on = len(self.tokens) < self.room and not self.ends(token)
+        self.room -= 1
 
-    def draft(self, token: int, bits: float, margin: float | None) -> None:
-        """Add a drafted token, with its entropy, and its margin if that is known."""
-        self.take(token)
-        self.entropies.append(bits)
-        if margin is not None:
-            self.margins.append(margin)
+    def until_end(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens up to the first one that ends the text, which is among them."""
+        last = next((place for place, token in enumerate(tokens, 1) if token in self.ends), len(tokens))
+        return list(tokens[:last])
 
-    def look_up(self, rounds: Rounds) -> None:
-        """Take what the text itself proposes, as far as that is likely enough."""
-        if self.lookup is None or not self.goes_on:
-            return
-        found = self.lookup.proposed(int(min(self.room, MOST_DRAFTED)))
-        for token in found[: rounds.looked_up(self.lookup.run, len(found))]:
-            if self.goes_on:
-                self.source = LOOKUP
-                self.take(token)
-
-    def context(self) -> mx.array | None:
-        """The text for its logits processors, if it has any."""
-        return mx.array([*self.text], mx.uint32) if self.chooser.processors else None
+    def array(self) -> mx.array:
+        return mx.array(self.tokens, mx.uint32)
 
 
 @dataclass
-class Proposals:
-    """What may follow a text. steps: of the draft gear, which took `seconds`; discarded: those beyond its end."""
+class Proposal:
+    """Tokens that may follow a text.
 
-    writer: Writer
+    Attributes:
+        source: DRAFT or LOOKUP.
+        tokens: (k,), which the device may still compute.
+        margins: (k,), by how much each token's logit won; None where that is not known.
+        gear: of the ladder, that drafted them, if one did.
+        steps: passes of the drafter.
+        weight_bytes: what they read.
+        seconds: that they took; None where they were queued, and nobody waited for them.
+        margins_read: the margins, once they are read.
+    """
+
+    source: str
+    tokens: mx.array
+    margins: mx.array | None = None
+    gear: Gear | None = None
     steps: int = 0
-    discarded: int = 0
-    seconds: float = 0.0
+    weight_bytes: int = 0
+    seconds: float | None = None
+    margins_read: list[float] = field(default_factory=list)
 
-    def note(self, plan: DraftPlan, tokens: int) -> None:
-        """Tell a plan how many tokens of text came of these proposals, with the one that was not proposed."""
-        if not self.steps:
-            return
-        plan.rounds.note_drafts(self.steps, tokens, self.discarded)
-        if plan.agreement is not None:
-            plan.agreement.add(self.writer.margins, tokens - 1)
+    @property
+    def count(self) -> int:
+        return self.tokens.size
 
-    def row(self) -> list[int]:
-        """The tokens of the pass that verifies, the last one of the text first."""
-        return [self.writer.token, *self.writer.tokens]
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow a text."""
+
+    def read(self, tokens: mx.array) -> None:
+        """Read a part (n,) of the prompt. Its last token is never read."""
+
+    def reads_early(self, cache: Cache) -> bool:
+        """True if margins are known one by one, so that they may end a draft."""
+
+    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+        """Draft up to `most` tokens, one at least. The text's KV cache is afterwards as it was.
+
+        Args:
+            goes_on: to be asked after each token, where its margin is known at once.
+        """
+
+    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+        """Take note that a proposal, of whomever, was verified, and what was accepted of it is in the text."""
+
+
+def queued_draft(
+    chooser: Chooser,
+    reader: LogitsReader,
+    agreement: Agreement,
+    logits_after: Callable[[mx.array], mx.array],
+    text: Text,
+    first: mx.array,
+    most: int,
+) -> tuple[mx.array, mx.array | None]:
+    """Queue the steps of a draft, without waiting: tokens (k,), and their margins (k,) if the chooser knows them.
+
+    Args:
+        logits_after: tokens (1, n) to the logits (1, V) after the last of them.
+        first: tokens (n,) that are read to draft the first one.
+    """
+    context = text.array() if chooser.processors else None
+    inputs, tokens, margins = first, list[mx.array](), list[mx.array]()
+    for _ in range(most):
+        logits = chooser.processed(context, logits_after(inputs[None]))
+        token, margin = chooser.drafted(logits, reader)
+        (token,) = agreement.arrays(token.reshape(1).astype(mx.uint32))
+        mx.async_eval(token)
+        tokens.append(token)
+        if margin is not None:
+            margins.append(margin.reshape(1))
+        inputs = token
+        context = None if context is None else mx.concatenate([context, token])
+    return mx.concatenate(tokens), mx.concatenate(margins) if margins else None
+
+
+@dataclass
+class LowGear:
+    """Drafts in a low gear of the model, whose KV cache it borrows.
+
+    Args:
+        gear: that drafts; it may be engaged after a draft.
+        agreement: of the ranks that share the model.
+    """
+
+    gearbox: Gearbox
+    gear: Gear
+    chooser: Chooser
+    reader: LogitsReader
+    agreement: Agreement = ALONE
+
+    def __post_init__(self) -> None:
+        self.parts = self._parts_of_gear()
+        """What native drafts have of the gear; they run beside the gear that verifies."""
+
+    def read(self, tokens: mx.array) -> None:
+        """The low gear uses the KV cache of the text, which the top gear fills."""
+
+    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+        with rewound(self.chooser):
+            native = self._native(cache)
+            if native is not None:
+                return self._natively(native, text, most, goes_on)
+            with contextlib.ExitStack() as drafting:
+                self.gearbox.shift(self.gear)
+                drafting.enter_context(Snapshot(cache).borrowed())
+                drafting.enter_context(looking(self.second))
+                first = mx.array([text.last], mx.uint32)
+                steps = self.chooser, self.reader, self.agreement, lambda x: self.gearbox.model(x, cache=cache)[:, -1]
+                tokens, margins = queued_draft(*steps, text, first, most)
+        return self._proposal(tokens, margins)
+
+    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+        """The low gear has nothing of its own that follows the text."""
+
+    def reads_early(self, cache: Cache) -> bool:
+        return self.parts is not None and type(cache[0]) is KVCache and self.chooser.tells_margins
+
+    def _parts_of_gear(self) -> PassParts | None:
+        """Engage the gear, and return what native drafts need of it; None where there can be none."""
+        if self.agreement is not ALONE:
+            return None
+        self.gearbox.shift(self.gear)
+        return pass_parts(self.gearbox.model, None if self.second is None else self.second.top)
+
+    def _proposal(self, tokens: mx.array, margins: mx.array | None, seconds: float | None = None) -> Proposal:
+        read = tokens.size * self.gearbox.weight_bytes_per_token(self.gear)
+        return Proposal(DRAFT, tokens, margins, self.gear, tokens.size, read, seconds)
+
+    def _native(self, cache: Cache) -> NativeDraft | None:
+        """Return what drafts in one call a token, without MLX's graph; None where that is not to be had."""
+        draft = None if self.parts is None else begin_draft(self.parts, cache)
+        if draft is None and self.parts is not None:  # memory of its modules may have been given up
+            self.parts = self._parts_of_gear()
+            draft = None if self.parts is None else begin_draft(self.parts, cache)
+        return draft
+
+    def _natively(self, native: NativeDraft, text: Text, most: int, goes_on: GoesOn) -> Proposal:
+        """Draft until a token ends the text, or one more does not pay."""
+        following, early = natively(native, self.chooser, text, self.reader), self.chooser.tells_margins
+        token, tokens, margins, start = text.last, list[int](), list[float](), time.perf_counter()
+        for place in range(min(most, native.room)):
+            token, margin = following(token, place)
+            tokens.append(token)
+            margins.append(margin)
+            if token in text.ends or (early and not goes_on(margins)):
+                break
+        seconds = time.perf_counter() - start
+        told = mx.array(margins, mx.float32) if early else None
+        return self._proposal(mx.array(tokens, mx.uint32), told, seconds)
+
+    @functools.cached_property
+    def second(self) -> "SecondHead | None":
+        """The head that looks twice; asked for once both gears are made."""
+        return second_head(self.gearbox, self.gear)
+
+
+@dataclass
+class OtherModel:
+    """Drafts with another, smaller model of the same tokenizer, which has a KV cache of its own.
+
+    Args:
+        cache: of the draft model; like the text's, all but the last token are in it.
+        weight_bytes: that one of its passes reads.
+
+    Raises:
+        GearbxError: a cache that drafts cannot be taken back from.
+    """
+
+    model: nn.Module
+    cache: list[Any]
+    chooser: Chooser
+    reader: LogitsReader
+    weight_bytes: int
+    agreement: Agreement = ALONE
+
+    def __post_init__(self) -> None:
+        self.known = 0
+        """Tokens of the text that are in the cache."""
+
+    def read(self, tokens: mx.array) -> None:
+        self.model(tokens[None], cache=self.cache)
+        mx.eval([part.state for part in self.cache])
+        self.known += tokens.size
+
+    def reads_early(self, cache: Cache) -> bool:
+        return False
+
+    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+        unread = text.tokens[self.known :]
+        with rewound(self.chooser):
+            steps = self.chooser, self.reader, self.agreement, lambda x: self.model(x, cache=self.cache)[:, -1]
+            tokens, margins = queued_draft(*steps, text, mx.array(unread, mx.uint32), most)
+        self.known = len(text.tokens) + most - 1  # the last drafted token was not read
+        return Proposal(DRAFT, tokens, margins, None, most, most * self.weight_bytes)
+
+    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+        """Take back what it read beyond the text."""
+        right = len(text.tokens) - 1  # all but the last token, which the top gear chose, may have been drafted
+        if self.known > right:
+            for part in self.cache:
+                part.trim(self.known - right)
+            self.known = right
+
+
+def natively(draft: NativeDraft, chooser: Chooser, text: Text, reader: LogitsReader) -> Following:
+    """Return what drafts the next token in one native call, or from the logits of one."""
+    sampler = chooser.sampler
+    if chooser.has_kernel and not isinstance(sampler, GumbelSampler):
+        return lambda token, place: draft.best(token, place)[::2]
+    if chooser.has_kernel and isinstance(sampler, GumbelSampler):
+        kept = (sampler.top_p, sampler.min_p, sampler.top_k)
+        return lambda token, place: draft.sampled(token, place, sampler.temp, *kept, key=chooser.next_key())[::2]
+    written = list(text.tokens)
+
+    def following(token: int, place: int) -> tuple[int, float]:
+        if place:
+            written.append(token)
+        context = mx.array(written, mx.uint32) if chooser.processors else None
+        chosen, margin = chooser.drafted(chooser.processed(context, draft.logits(token, place)), reader)
+        return np.array(chosen).item(), math.inf if margin is None else np.array(margin).item()
+
+    return following
+
+
+@contextlib.contextmanager
+def rewound(chooser: Chooser) -> Iterator[None]:
+    """Random numbers that a text draws in the block will be drawn again after it."""
+    # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
+    draws = not chooser.greedy or chooser.processors
+    with same_random_numbers() if draws else contextlib.nullcontext():
+        yield
 
 
 @dataclass
@@ -148,178 +348,6 @@ class SecondHead:
     holder: nn.Module
     name: str
     look: "SecondLook | None" = None
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """Proposes tokens of a text, and says what that took.
-
-    Args:
-        gear: that drafts; it may be engaged after a draft.
-        ahead: steps that are queued beyond the one whose entropy is read.
-        agreement: of the ranks that share the model.
-    """
-
-    gearbox: Gearbox
-    gear: Gear
-    reader: LogitsReader
-    ahead: int = 0
-    agreement: Agreement = ALONE
-    parts: list[PassParts] = field(default_factory=list)
-    """What the gear has of it, if native drafts have some."""
-
-    def propose(self, writer: Writer, cache: Any, plan: DraftPlan) -> Proposals:
-        """What the text itself proposes, or else the low gear; perhaps nothing."""
-        writer.look_up(plan.rounds)
-        if not writer.drafts or not plan.rounds.drafts(plan.stretches.tries_rounds):
-            return Proposals(writer)
-        proposals = self.draft(writer, cache, plan.rule, MOST_DRAFTED)
-        plan.rounds.costs.add_draft(proposals.seconds, proposals.steps)
-        return proposals
-
-    def draft(self, writer: Writer, cache: Any, rule: DraftRule, most: int) -> Proposals:
-        """What the low gear writes after the text, `most` tokens at most."""
-        rule.begin()
-        start = time.perf_counter()
-        native = self._native(cache)
-        most = min(most, longest_draft(rule), most if native is None else native.room)
-        following = None if native is None else natively(native, writer.chooser)
-        if following is not None:
-            with rewound(writer.chooser):
-                return write(writer, following, rule, most)
-        with contextlib.ExitStack() as drafting:
-            if native is None:
-                self.gearbox.shift(self.gear)
-                drafting.enter_context(Snapshot(cache).borrowed())
-                drafting.enter_context(looking(self.second))
-            drafting.enter_context(rewound(writer.chooser))
-            # Nothing is queued beyond an end that is known.
-            steps = itertools.islice(self._steps(writer, self._logits(native, cache), reads_margins(rule)), most)
-            queued = deque(itertools.islice(steps, 1 + self.ahead))
-            drafted = 0
-            while queued:
-                drafted += 1
-                if not self._take(writer, *queued.popleft(), rule):
-                    break
-                queued.extend(itertools.islice(steps, 1))
-        return Proposals(writer, drafted, len(queued), time.perf_counter() - start)
-
-    def _native(self, cache: Any) -> NativeDraft | None:
-        """What drafts in one call a token, without MLX's graph.
-
-        The gear is engaged for the first draft. Its parts then run beside the gear that verifies.
-        """
-        if self.ahead or self.agreement is not ALONE:
-            return None
-        draft = begin_draft(self.parts[0], cache) if self.parts else None
-        if draft is None:
-            self.gearbox.shift(self.gear)
-            better = None if self.second is None else self.second.top
-            self.parts[:] = filter(None, [pass_parts(self.gearbox.model, better)])
-            draft = begin_draft(self.parts[0], cache) if self.parts else None
-        return draft
-
-    def _logits(self, native: NativeDraft | None, cache: Any) -> Callable[[mx.array], mx.array]:
-        """A token (1,) to the logits (1, V) after it: by the model in the gear that is engaged, or natively."""
-        if native is None:
-            return lambda inputs: self.gearbox.model(inputs[:, None], cache=cache)[:, -1]
-        places = itertools.count()
-        return lambda inputs: native.logits(np.array(inputs).item(), next(places))
-
-    @functools.cached_property
-    def second(self) -> SecondHead | None:
-        """The head that looks twice; asked for once both gears are made."""
-        return second_head(self.gearbox, self.gear)
-
-    def _steps(
-        self, writer: Writer, logits_after: Callable[[mx.array], mx.array], margins: bool
-    ) -> Iterator[tuple[mx.array, mx.array, mx.array | None]]:
-        """The tokens (1,) that follow, without end, the entropies (bits) of their distributions, and perhaps margins.
-
-        The device still computes them; processors get the tokens so far as such an array too, as from mlx-lm.
-        """
-        chooser, context = writer.chooser, writer.context()
-        inputs = mx.array([writer.token], mx.uint32)
-        while True:
-            logprobs = self.reader.normalized(chooser.processed(context, logits_after(inputs)))
-            sampled, entropy = self.agreement.arrays(chooser.sample(logprobs), self.reader.entropy(logprobs))
-            margin = self.reader.margins(logprobs) if margins else None
-            mx.async_eval(sampled, entropy, [] if margin is None else margin)
-            yield sampled, entropy, margin
-            inputs = sampled.reshape(-1)
-            context = None if context is None else mx.concatenate([context, inputs.astype(mx.uint32)])
-
-    @staticmethod
-    def _take(writer: Writer, sampled: mx.array, entropy: mx.array, margin: mx.array | None, rule: DraftRule) -> bool:
-        """Add a step to the draft; returns whether another one pays."""
-        token, bits = np.array(sampled).item(), np.array(entropy).item()
-        won = None if margin is None else np.array(margin).item()
-        known = won is not None and writer.chooser.greedy
-        writer.draft(token, bits, won if known else None)
-        reading = bits if won is None else won if known else margin_worth(bits)
-        return rule.goes_on(reading) and writer.drafts
-
-    def steps_of(self, proposals: Proposals, noise: mx.array | None = None) -> Iterator[Step]:
-        """How each token comes about that a verification may make, its own one after all proposed ones.
-
-        The passes of the round, and what was read in them, stand with the first token. `noise` says how much rounding
-        may move a logit in the verification.
-        """
-        gearbox, writer = self.gearbox, proposals.writer
-        ran = {gearbox.ladder.top: 1}
-        read = gearbox.weight_bytes_per_token(gearbox.ladder.top, len(proposals.row()))
-        if proposals.steps:  # else the gear may not have been made yet, and to count its bytes takes long
-            ran[self.gear] = proposals.steps + proposals.discarded
-            read += ran[self.gear] * gearbox.weight_bytes_per_token(self.gear)
-        counted = {"drafted": len(writer.entropies), "discarded": proposals.discarded}
-        counted["looked_up"] = len(writer.tokens) - len(writer.entropies)
-        for place, token in enumerate([*writer.tokens, None]):
-            passes = tuple(0 if place else ran.get(gear, 0) for gear in gearbox.ladder)
-            of_round: dict[str, Any] = (
-                {} if place else {"entropies": (*writer.entropies,), "weight_bytes": read, **counted}
-            )
-            of_round |= {"proposed": token, "proposer": writer.source, "drafts": self.gear}
-            yield Step(gearbox.ladder.top, passes=passes, noise=noise, **of_round)
-
-
-def steps_ahead() -> int:
-    """How many steps to queue ahead: on a CPU none, since the device that waits is the one that would queue them.
-
-    On a GPU one, as mlx-lm does: it hides the wait after every token, and costs one pass of the draft gear in a draft.
-    """
-    return 0 if on_cpu() else 1
-
-
-def natively(draft: NativeDraft, chooser: Chooser) -> Following | None:
-    """A function that drafts the next token in one native call; None for a chooser without a kernel."""
-    sampler = chooser.sampler
-    if not chooser.has_kernel:
-        return None
-    if not isinstance(sampler, GumbelSampler):
-        return draft.best
-    kept = (sampler.top_p, sampler.min_p, sampler.top_k)
-    return lambda token, place: draft.sampled(token, place, sampler.temp, *kept, key=chooser.next_key())
-
-
-def write(writer: Writer, following: Following, rule: DraftRule, most: int) -> Proposals:
-    """Draft as far as a rule wants to, `most` tokens at most; nothing is ahead of what is read."""
-    token, place, wants, start = writer.token, 0, True, time.perf_counter()
-    by_margin = reads_margins(rule)
-    while wants and place < most:
-        token, bits, margin = following(token, place)
-        writer.draft(token, bits, margin)
-        wants = rule.goes_on(margin if by_margin else bits) and writer.drafts
-        place += 1
-    return Proposals(writer, place, seconds=time.perf_counter() - start)
-
-
-@contextlib.contextmanager
-def rewound(chooser: Chooser) -> Iterator[None]:
-    """Random numbers that a text draws in the block will be drawn again after it."""
-    # A greedy text draws nothing; to put numbers back for each of its drafts would only make MLX's graph longer.
-    draws = not chooser.greedy or chooser.processors
-    with same_random_numbers() if draws else contextlib.nullcontext():
-        yield
 
 
 def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:

@@ -1,255 +1,49 @@
 """Mode lossless: a low gear drafts, the top gear verifies; the text is the top gear's (self-speculative decoding).
 
-mlx-lm runs a `LosslessModel` like any other, and gets the top gear's logits. When it asks for one token, the model
-proposes the next few (drafting.py) and computes the top gear's logits for all of them in one pass. As long as mlx-lm
-then samples the tokens that were proposed, the model answers from these logits. So sampling, logits processors, stop
-tokens and lengths stay mlx-lm's own, and a wrong draft costs time and changes nothing.
-
-Both gears use one KV cache. What the low gear wrote there is undone before the top gear writes. What the top gear wrote
-for tokens that mlx-lm does not have yet is hidden (rows.py).
+The mode is its settings; loop.py writes the text, drafters.py proposes tokens, policy.py says how many.
 """
 
+import contextlib
 import math
 import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, GenerationResponse, maybe_quantize_kv_cache, wired_limit
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..errors import GearbxError, GearbxWarning, one_line
+from ..compat.arrays import dtype_name
+from ..compat.names import generation_stream
+from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..routing.acceptance import MOST_DRAFTED, USUAL_LENGTH, DraftRule, FixedLength
+from ..kernels.dispatch import is_tuning
+from ..ranks.agreement import agreement_of
 from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
-from ..routing.lookup import Lookup
-from ..routing.rounds import Rounds
+from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchGenerator, BatchText, SharedMode
-from .caches import gears_of
-from .draft_plans import DraftPlan, drafting_gear, fixed_costs, plan_of
-from .draft_trials import few_pass_times
-from .drafting import Drafter, Proposals, Writer, steps_ahead
+from .drafters import Drafter, LowGear, OtherModel, Text
 from .governor import Governor
-from .mode import encoded, refuse_draft_model, vocabulary_of
-from .response import GearResponse, Step, single_pass
-from .rows import Rows, Verifier, warn_of_other_paths
-from .sampling import Chooser, geared_responses, sampled
-from .wrapper import ModelWrapper
+from .loop import UNLIMITED, Loop
+from .mode import encoded, vocabulary_of
+from .pair import bytes_read
+from .policy import MOST_DRAFTED, USUAL_LENGTH, Chooses, Fixed, Policy, draft_share
+from .response import GearResponse
+from .rows import warn_of_other_paths
+from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
 
-
-@dataclass
-class Verified:
-    """A token and what is proposed after it, verified in one pass; of `cache` mlx-lm has got as many rows as are shown.
-
-    tokens: of the pass. steps: how each of its rows came about.
-    """
-
-    tokens: list[int]
-    proposals: Proposals
-    rows: Rows
-    steps: Iterator[Step]
-    cache: list[Any]
-
-    def continued_by(self, token: int, cache: Any) -> bool:
-        """Whether the next row is what the model computes for this token."""
-        place = self.rows.rows
-        return (
-            place < len(self.tokens)
-            and self.tokens[place] == token
-            and len(cache) == len(self.cache)
-            and all(a is b for a, b in zip(cache, self.cache))  # else mlx-lm has begun to quantize it, say
-            and self.rows.untouched()
-        )
-
-
-class LosslessModel(ModelWrapper):
-    """A model that computes the top gear's logits, those of a whole draft in one pass.
-
-    Args:
-        gearbox: of the model; of one gear, the text alone proposes tokens.
-        plan: where to look up tokens, where to work in rounds, and when a draft ends. A rule stands for rounds
-            everywhere, which always draft and look nothing up; without either, drafts are of always the same length.
-        draft: the gear that drafts; the lowest if not given.
-        sampler, logits_processors: the text's, so that drafts are what it will choose; greedy without.
-        stop_tokens: tokens after which nothing is drafted.
-        prompt_tokens: how many tokens the prompt has.
-        max_tokens: how many will be generated; -1: no limit.
-        draft_ahead: steps of a draft that are queued beyond the one whose entropy is read.
-
-    Raises:
-        GearbxError: a draft gear that is the top one of several.
-    """
-
-    def __init__(
-        self,
-        gearbox: Gearbox,
-        plan: DraftPlan | DraftRule | None = None,
-        *,
-        draft: Gear | str | int | None = None,
-        sampler: Callable[[mx.array], mx.array] | None = None,
-        logits_processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
-        stop_tokens: Collection[int] = (),
-        prompt_tokens: int = 0,
-        max_tokens: int = -1,
-        draft_ahead: int = 0,
-    ):
-        super().__init__(gearbox)
-        self.top = gearbox.ladder.top
-        self.draft = drafting_gear(gearbox, draft)
-        warn_of_other_paths(gearbox)
-        if not isinstance(plan, DraftPlan):
-            plan = DraftPlan(plan or FixedLength(USUAL_LENGTH), Rounds(fixed_costs(gearbox, self.draft), 0))
-        self.plan, rounds = plan, plan.rounds
-        self.plan.stretches.begin()  # a prompt of one token looks like any token
-        self.stop_tokens = frozenset(stop_tokens)
-        self.prompt_tokens = prompt_tokens
-        self.max_tokens = math.inf if max_tokens < 0 else max_tokens
-        self._chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors))
-        self._lookup = Lookup(rounds.agreement) if rounds.most_looked_up else None
-        self._history = History(counted_only=not self._chooser.processors and self._lookup is None)
-        self._verifier = Verifier(gearbox, self.top)
-        self._drafter = Drafter(gearbox, self.draft, self.reader, draft_ahead, self.agreement)
-        self._drafting = True
-        self._verified: Verified | None = None
-
-    def __call__(
-        self, inputs: mx.array, cache: Any = None, input_embeddings: mx.array | None = None, **kwargs: Any
-    ) -> mx.array:
-        kwargs = self.model_keywords(input_embeddings, kwargs)
-        self._history.add(inputs, cache)
-        stretches = self.plan.stretches
-        if inputs.size != 1 or cache is None or kwargs:
-            self._verified = None
-            stretches.begin()
-            return self._alone(inputs, cache, **kwargs)
-        known = None
-        if stretches.in_rounds:
-            token, known = np.array(inputs).item(), self._verified
-            if known is not None and not known.continued_by(token, cache):
-                known = None
-            stretches.token(begins_round=known is None)
-        else:
-            stretches.token()  # nothing waits for the token that is to be read
-        if known is not None:
-            known.rows.show(known.rows.rows + 1)
-        else:
-            alone = not stretches.in_rounds
-            if stretches.over:
-                stretches.turn()
-            if not stretches.in_rounds:
-                return self._alone(inputs, cache)
-            if alone:
-                token = np.array(inputs).item()
-                stretches.waited()
-            self._count_round()
-            known = self._verified = self._round(token, cache)
-        self.step = next(known.steps)
-        return known.rows.logits[:, known.rows.rows - 1 : known.rows.rows]
-
-    def _alone(self, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:
-        """The top gear's logits (B, N, V), which may still be computed: mlx-lm runs ahead."""
-        self._count_round()
-        self.step = single_pass(self.gearbox, self.top)
-        return self.run(self.top, inputs, cache, **kwargs)
-
-    def _count_round(self) -> None:
-        """Tell the rounds what became of the last draft."""
-        done, self._verified = self._verified, None
-        if done is not None:
-            done.proposals.note(self.plan, done.rows.rows)
-
-    def _round(self, token: int, cache: Any) -> Verified:
-        """What may follow a token, and the pass that verifies it.
-
-        A text must not end where only a draft has failed: in a server, that would end the thread. Without drafts the
-        top gear goes on as mlx-lm would alone.
-        """
-        if self._drafting:
-            try:
-                if self.gearbox.make(self.draft):
-                    self.plan.stretches.begin()  # the time that this took belongs to no token
-                start = time.perf_counter()
-                proposals = self._drafter.propose(self._writer(token, cache), cache, self.plan)
-                return self._verify(proposals, cache, start + proposals.seconds)
-            except GearbxError:
-                raise
-            except Exception as error:
-                self._drafting = False
-                said = f"mode 'lossless' cannot draft for this model ({one_line(error)}); the top gear goes on alone"
-                warnings.warn(said, GearbxWarning, stacklevel=4)
-        alone = Proposals(Writer(self._chooser, token, 0, self.stop_tokens.__contains__))
-        return self._verify(alone, cache, time.perf_counter())
-
-    def _writer(self, token: int, cache: Any) -> Writer:
-        """The text, which may be drafted to its end, and not before it begins."""
-        made = len(self._history) - self.prompt_tokens + 1  # tokens, the one of this step included
-        gears = gears_of(cache)
-        in_prompt = made < 1 or (gears is not None and gears.in_prompt)
-        room = 0 if in_prompt else self.max_tokens - made
-        text = () if self._history.counted_only else self._history.tokens()
-        if self._lookup is not None:
-            self._lookup.follow(text, self.prompt_tokens)
-        return Writer(self._chooser, token, room, self.stop_tokens.__contains__, text, self._lookup)
-
-    def _verify(self, proposals: Proposals, cache: Any, start: float) -> Verified:
-        """The pass that verifies, measured where its time is wanted: mlx-lm would wait for it a little later.
-
-        All that a round does beside its draft counts: `start` is when it began, and the draft took no time.
-        """
-        tokens, costs = proposals.row(), self.plan.rounds.costs
-        wanted = costs.wants_verification(len(tokens))
-        if wanted and proposals.discarded:
-            begun = time.perf_counter()
-            mx.synchronize()  # steps that were thrown away do not count in this pass's time
-            start += time.perf_counter() - begun
-        rows = self._verifier.rows(mx.array([tokens]), cache)
-        if wanted:
-            mx.eval(rows.logits)
-            costs.add_verification(len(tokens), time.perf_counter() - start)
-        noise = self.reader.noise(rows.logits).max() if len(tokens) > 1 else None
-        return Verified(tokens, proposals, rows, self._drafter.steps_of(proposals, noise), list(cache))
-
-
-class History:
-    """The tokens that a model was called with since the text began: for logits processors, and to look up proposals in.
-
-    A text begins with another cache, or with several tokens (a prompt) after the single ones of the text before.
-
-    Args:
-        counted_only: nothing will ask for the tokens themselves.
-    """
-
-    def __init__(self, counted_only: bool):
-        self.counted_only = counted_only
-        self._tokens: list[int] = []
-        self._new: list[mx.array] = []  # which may still be computed
-        self._count = 0
-        self._cache: Any = None
-        self._decoding = False
-
-    def add(self, inputs: mx.array, cache: Any) -> None:
-        """Take the tokens of a call; `cache` is the one that it was called with."""
-        if cache is not self._cache or (self._decoding and inputs.size > 1):
-            self._tokens, self._new, self._count = [], [], 0
-        self._cache, self._decoding = cache, inputs.size == 1
-        if not self.counted_only:
-            self._new.append(inputs.reshape(-1))
-        self._count += inputs.size
-
-    def __len__(self) -> int:
-        return self._count
-
-    def tokens(self) -> list[int]:
-        """The tokens, in the same list as long as the text is the same; it grows at its end."""
-        for part in self._new:
-            self._tokens += np.array(part).tolist()
-        self._new = []
-        return self._tokens
+PREFILL_STEP = 2048  # tokens of a prompt at once, as in mlx-lm
+OTHERS_SHARE = 0.25  # of a token of the model that one of a draft model takes, before either is measured
+MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
 
 
 @dataclass(frozen=True)
@@ -257,18 +51,17 @@ class Lossless(SharedMode):
     """Write the top gear's text, and read fewer bytes of weights for it.
 
     Args:
-        draft: name or bits of the gear that drafts; the lowest if not given.
+        draft: name or bits of the gear that drafts; the lowest if not given. A `draft_model` drafts in its place.
         draft_length: a fixed number of tokens to draft. Without it drafts are as long as saves time here, by how often
             tokens of a margin are accepted and by the seconds of passes, both of which are learned while texts are
-            written and kept for the next start; where drafts lose, the top gear goes on without. Texts do not depend on
-            it. Where nothing may be measured (ranks that share the model, GEARBX_TUNE=0), drafts have 3 tokens.
-        rule: a DraftRule of your own, in place of a length.
+            written; where drafts lose, the top gear goes on without. Texts do not depend on it. Where nothing may be
+            measured (ranks that share the model, GEARBX_TUNE=0), drafts have 3 tokens.
         lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
-            (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
+            (prompt lookup); 0: none. Without it 15, and none with a draft_length.
         window: tokens in the rolling mean that responses show.
 
     Raises:
-        GearbxError: both a draft_length and a rule, or a number that does not exist.
+        GearbxError: a number that does not exist.
     """
 
     name: ClassVar[str] = "lossless"
@@ -276,7 +69,6 @@ class Lossless(SharedMode):
         "passes",
         "weight_bytes",
         "drafted",
-        "discarded",
         "from_draft",
         "looked_up",
         "source",
@@ -285,16 +77,13 @@ class Lossless(SharedMode):
 
     draft: str | int | None = None
     draft_length: int | None = None
-    rule: DraftRule | None = None
     lookup_tokens: int | None = None
     window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
-        if self.draft_length is not None and self.rule is not None:
-            raise GearbxError("draft_length and rule exclude each other; give one")
-        if self.draft_length is not None:
-            FixedLength(self.draft_length)
-        most = self.lookup_tokens
+        length, most = self.draft_length, self.lookup_tokens
+        if length is not None and (type(length) is not int or not 1 <= length <= MOST_DRAFTED):
+            raise GearbxError(f"draft length is {length!r}; give 1 to {MOST_DRAFTED} tokens")
         if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
             raise GearbxError(f"lookup_tokens is {most!r}; give 0 to {MOST_DRAFTED}")
 
@@ -303,32 +92,15 @@ class Lossless(SharedMode):
         """The most tokens that the text itself may propose at once."""
         if self.lookup_tokens is not None:
             return self.lookup_tokens
-        return MOST_DRAFTED if self.rule is None and self.draft_length is None else 0
+        return MOST_DRAFTED if self.draft_length is None else 0
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        refuse_draft_model(self.name, kwargs)
-        prompt = encoded(tokenizer, prompt)
-        sampler, processors = kwargs.get("sampler"), kwargs.get("logits_processors") or ()
-        has_kernel = Chooser(sampler or greedy_sampler, processors).has_kernel
-        plan, gear = self.plan(gearbox, has_kernel), drafting_gear(gearbox, self.draft)
-        if plan.stretches.in_rounds:
-            gearbox.make(gear)  # and not in the middle of the text
-        ahead = 0 if isinstance(plan.rule, FixedLength) or gear == gearbox.ladder.top else steps_ahead()
-        wrapped = LosslessModel(
-            gearbox,
-            plan,
-            draft=gear,
-            sampler=sampler,
-            logits_processors=processors,
-            stop_tokens=tokenizer.eos_token_ids,
-            prompt_tokens=len(prompt),
-            max_tokens=kwargs.get("max_tokens", -1),
-            draft_ahead=ahead,
-        )
-        source = sampled(wrapped, tokenizer, prompt, lambda: wrapped.step, wrapped.reader, **kwargs)
-        return keeping(plan, geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window)))
+        warn_of_other_paths(gearbox)
+        tokens = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
+        source = responses(self, gearbox, tokenizer, tokens, **kwargs)
+        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window))
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -341,15 +113,36 @@ class Lossless(SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def plan(self, gearbox: Gearbox, has_kernel: bool = True) -> DraftPlan:
-        """How to draft with a gearbox. Raises GearbxError for a gear that cannot draft.
+    def drafter(
+        self, gearbox: Gearbox, chooser: Chooser, draft_model: nn.Module | None, cache: list[Any]
+    ) -> Drafter | None:
+        """Who drafts: a draft model if there is one, else a low gear; None where there is one gear alone.
 
         Args:
-            has_kernel: whether native kernels may choose the tokens.
+            cache: of the draft model; empty: none yet.
+
+        Raises:
+            GearbxError: the top gear; a draft model whose cache cannot be cut.
         """
-        rule = self.rule if self.draft_length is None else FixedLength(self.draft_length)
+        reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
+        if draft_model is not None:
+            own = cache or make_prompt_cache(draft_model)
+            return OtherModel(draft_model, own, chooser, reader, bytes_read(draft_model), agreement)
         gear = drafting_gear(gearbox, self.draft)
-        return plan_of(gearbox, gear, rule, self.most_looked_up, few_pass_times, has_kernel)
+        if gear == gearbox.ladder.top:
+            return None
+        gearbox.make(gear)  # and not in the middle of the text
+        return LowGear(gearbox, gear, chooser, reader, agreement)
+
+    def learned(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> "Learned":
+        """What decides how much to propose with a gearbox.
+
+        Where nothing may be measured, drafts have always the same length: with ranks, whose clocks differ, and with
+        GEARBX_TUNE=0.
+        """
+        if self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None:
+            return Learned(Fixed(self.draft_length or USUAL_LENGTH), LookupAgreement())
+        return learned(gearbox, drafter, chooser)
 
     def about(self) -> str:
         looked_up = f"up to {self.most_looked_up} tokens at once" if self.most_looked_up else "nothing"
@@ -360,29 +153,208 @@ class Lossless(SharedMode):
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         verifications = list(tally.passes.values())[-1]  # by the top gear
-        drafts = draft_summary(tally, verifications) | {"discarded": tally.discarded}
-        return drafts | lookup_summary(tally) | {"near_ties": tally.near_ties}
+        return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
 
 
-def keeping(plan: DraftPlan, responses: Iterator[GearResponse]) -> Iterator[GearResponse]:
-    """The responses; when the text ends, what was learned with it is kept."""
-    try:
-        yield from responses
-    finally:
-        plan.keep()
+@dataclass
+class Learned:
+    """What is learned while texts are written: how much to draft, and how often the text itself proposes right.
+
+    Attributes:
+        keep: writes what is known down for the next start.
+        written: tokens since then.
+    """
+
+    policy: Chooses
+    lookup: LookupAgreement
+    keep: Callable[[Mapping[str, float]], None] = lambda state: None
+    written: int = 0
+
+    def note(self, tokens: int) -> None:
+        """Take a text of so many tokens."""
+        self.written += tokens
+        if self.written >= MUCH_WRITTEN:
+            self.written = 0
+            self.keep(self.policy.state)
+
+
+LEARNED: WeakKeyDictionary[Gearbox, dict[str, Learned]] = WeakKeyDictionary()  # nothing here may refer to the gearbox
+
+
+def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Learned:
+    """Return what is learned with a gearbox; what earlier starts on this machine learned begins it.
+
+    Drafts of a sampler without a kernel take longer and know no margins, so that what is learned with either says
+    nothing about the other.
+    """
+    known, name = LEARNED.setdefault(gearbox, {}), name_of(gearbox, drafter, chooser)
+    if name not in known:
+        cache = gearbox.kernel_choices.tuner.cache
+        kept = {} if gearbox.kernels.again else cache.times.get(name, {})
+        share = OTHERS_SHARE
+        if isinstance(drafter, LowGear):
+            share = draft_share(drafter.gear.bits, gearbox.ladder.top.bits)
+
+        def keep(state: Mapping[str, float]) -> None:
+            cache.keep(name, dict(state))
+            cache.save_soon()
+
+        known[name] = Learned(Policy(kept, share), LookupAgreement(), keep)
+    return known[name]
+
+
+def measured_seconds(gearbox: Gearbox | Observer) -> dict[str, float]:
+    """Return the fields of a summary that say what a token took in rounds and by the top gear alone, in this process.
+
+    They are left out where too few of either were seen.
+    """
+    found: dict[str, float] = {}
+    for known in LEARNED.get(gearbox, {}).values() if isinstance(gearbox, Gearbox) else ():
+        rounds, alone = known.policy.round_seconds, known.policy.alone_seconds
+        if rounds is not None and alone is not None:
+            found = {"seconds_in_rounds": rounds, "seconds_alone": alone}
+    return found
 
 
 def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How the text's speed compares with the top gear's alone, as a line of a table, where both ways were seen."""
-    alone, rounds = summary.get("seconds_alone"), summary.get("seconds_in_rounds")
-    if not alone or not rounds or not summary.get("tokens_per_second"):
+    """Compare rounds with the top gear alone as a line of a table, where this run has seen both."""
+    rounds, alone = summary.get("seconds_in_rounds"), summary.get("seconds_alone")
+    if not rounds or not alone or not summary.get("drafted"):
         return []
-    times = f"{summary['tokens_per_second'] * alone:.2f} times that of the top gear alone"
-    if summary.get("alone_at_earlier_start"):
-        times += " at an earlier start"
-    if rounds > alone:
-        times += f"; drafts do not pay on this machine: {1000 * rounds:.3g} ms a token, {1000 * alone:.3g} without"
-    return [("speed", times)]
+    times = f"{1000 * rounds:.3g} ms a token in rounds, {1000 * alone:.3g} by the top gear alone in between"
+    return [("speed", f"{alone / rounds:.2f} times as fast with drafts: {times}")]
+
+
+def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
+    """What times of drafts depend on beside the machine, as a key of the cache."""
+    kernels = "native" if gearbox.kernels.native else "mlx"
+    if gearbox.base:
+        kernels += ", calibrated,"
+    if gearbox.kernels.x_bits:
+        kernels += f" with activations of {gearbox.kernels.x_bits} bits"
+    how = f"{gearbox.format.name}, {dtype_name(gearbox.compute_dtype)}, {kernels} kernels"
+    if not chooser.has_kernel:
+        how += ", another sampler"
+    by = "another model" if drafter is not None else "the text"
+    if isinstance(drafter, LowGear):
+        by = f"{drafter.gear.bits} bits"
+    return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
+    """The gear that drafts, the lowest if none is named; of one gear that one, and then the text alone proposes tokens.
+
+    Raises:
+        GearbxError: the top one of several.
+    """
+    gear = gearbox.ladder[0] if draft is None else gearbox.ladder.find(draft)
+    if gear == gearbox.ladder.top and len(gearbox.ladder) > 1:
+        raise GearbxError(f"gears {gearbox.ladder}: the top gear cannot draft for itself; give a lower one too")
+    return gear
+
+
+def responses(
+    mode: Lossless,
+    gearbox: Gearbox,
+    tokenizer: Any,
+    prompt: list[int],
+    max_tokens: int = 256,
+    *,
+    sampler: Sampler | None = None,
+    logits_processors: Sequence[Processor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    max_kv_size: int | None = None,
+    prefill_step_size: int = PREFILL_STEP,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    input_embeddings: mx.array | None = None,
+    draft_model: nn.Module | None = None,
+    num_draft_tokens: int | None = None,
+) -> Sampled:
+    """Yield mlx-lm's responses for a text, and what the sampler saw of each; keywords as in mlx-lm's stream_generate.
+
+    Args:
+        prompt: tokens.
+        num_draft_tokens: the most tokens that a draft model drafts at once.
+
+    Raises:
+        GearbxError: a gear that cannot draft; a draft model whose KV cache cannot be cut.
+    """
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    if input_embeddings is not None and not prompt:
+        prompt = [0] * len(input_embeddings)  # the model reads no tokens then
+    if not prompt:
+        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+    layers = len(gearbox.model.layers)
+    given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
+    cache, beside = (given, []) if draft_model is None else (given[:layers], given[layers:])
+    chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
+    drafter = mode.drafter(gearbox, chooser, draft_model, beside)
+    text = Text(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
+    in_fewer_bits = partial(
+        maybe_quantize_kv_cache,
+        quantized_kv_start=quantized_kv_start,
+        kv_group_size=kv_group_size,
+        kv_bits=kv_bits,
+    )
+    known = mode.learned(gearbox, drafter, chooser)
+    loop = Loop(
+        gearbox,
+        cache,
+        text,
+        chooser,
+        known.policy,
+        reader_of(gearbox),
+        drafter,
+        Lookup(known.lookup) if mode.most_looked_up else None,
+        mode.most_looked_up,
+        agreement_of(gearbox.model),
+        quantize=in_fewer_bits,
+        quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
+        keeps_cache=prompt_cache is not None,
+        stream=generation_stream(),
+        prefill_step=prefill_step_size,
+        told=prompt_progress_callback or (lambda read, tokens: None),
+        embeddings=input_embeddings,
+    )
+    return spoken(loop, tokenizer, known)
+
+
+def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:
+    """Yield the tokens of a loop as mlx-lm's stream_generate does, and what the sampler saw of each."""
+    text, detokenizer = loop.text, tokenizer.detokenizer
+    with contextlib.ExitStack() as writing:
+        writing.callback(lambda: known.note(len(text.tokens) - text.prompt))
+        writing.enter_context(wired_limit(loop.gearbox.model, [loop.stream]))
+        tokens = writing.enter_context(contextlib.closing(loop.write()))
+        start = time.perf_counter()
+        for count, written in enumerate(tokens, 1):
+            if count == 1:
+                prompt_tps = text.prompt / (time.perf_counter() - start)
+                start = time.perf_counter()
+            stopped, over = written.token in text.ends, text.ends_with(count)
+            if not stopped:
+                detokenizer.add_token(written.token)
+            if over:
+                detokenizer.finalize()
+                next(tokens, None)  # the loop leaves the cache as mlx-lm would
+            response = GenerationResponse(
+                text=detokenizer.last_segment,
+                token=written.token,
+                logprobs=written.logprobs,
+                from_draft=False,
+                prompt_tokens=text.prompt,
+                prompt_tps=prompt_tps,
+                generation_tokens=count,
+                generation_tps=count / (time.perf_counter() - start),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if stopped else "length") if over else None,
+            )
+            yield response, written.seen

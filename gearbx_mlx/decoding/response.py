@@ -1,6 +1,6 @@
 """What is known of every token: how its logits came about, and the response that comes out for it."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -15,45 +15,43 @@ MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: th
 
 @dataclass(frozen=True)
 class Step:
-    """How the logits of one token came about.
+    """How one token came about.
 
-    gear: computed them. entropies: of the distributions that decided about the gear, bits, in order. proposed: a token
-    for the top gear to verify, by a `proposer`, DRAFT in the gear `drafts` or LOOKUP. noise: how much rounding may move
-    a logit, where several positions were computed in one pass. source: of the token, once it is known. entropy: of the
-    distribution that is sampled, bits, where the model has computed it already. All others: as in `Seen`, of this step.
+    Attributes:
+        gear: computed it; of a drafted token that was accepted, the gear that drafted it.
+        entropies: of the distributions that decided about the gear, bits, in order.
+        entropy: of the distribution that is sampled, bits, where the model has computed it already.
+        passes, weight_bytes, drafted, looked_up, source, kv_bytes, kv_caches: as in `Seen`, of this step.
     """
 
     gear: Gear
     entropies: tuple[float, ...] = ()
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
-    proposed: int | None = None
-    proposer: str = DRAFT
-    drafts: Gear | None = None
     drafted: int = 0
-    noise: mx.array | None = None
-    source: str = MODEL
-    entropy: mx.array | None = None
     looked_up: int = 0
-    discarded: int = 0
+    source: str = MODEL
     kv_bytes: dict[int, int] = field(default_factory=dict)
     kv_caches: dict[int, int] = field(default_factory=dict)
-
-    def with_token(self, token: int) -> "Step":
-        """The step once its token is known. A token that was drafted and accepted counts as the draft gear's."""
-        if self.proposed != token:
-            return self
-        gear = self.drafts if self.drafts is not None and self.proposer == DRAFT else self.gear
-        return replace(self, gear=gear, source=self.proposer)
+    entropy: mx.array | None = None
 
 
 @dataclass(frozen=True)
 class SampledToken:
     """What the sampler saw of one token: its entropy in bits, its step, and whether rounding might have decided it."""
 
-    entropy: mx.array
+    entropy: float | mx.array
     step: Step
-    near_tie: mx.array | None = None
+    near_tie: bool = False
+
+
+@dataclass(frozen=True)
+class Written:
+    """A token of a text, the log-probabilities (V,) that it was sampled from, and what the sampler saw."""
+
+    token: int
+    logprobs: mx.array
+    seen: SampledToken
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
@@ -75,8 +73,6 @@ class Seen:
         made several tokens stand with the first of them.
     weight_bytes: what these passes read.
     drafted: tokens drafted since the token before.
-    discarded: lossless: steps that the draft gear computed beyond the end of a draft since the token before. They are
-        in `passes` and `weight_bytes`, and not in `drafted`.
     looked_up: lossless: tokens that the text itself proposed since the token before (prompt lookup).
     source: lossless: who proposed this token, which the top gear then accepted: `draft`, the low gear; `lookup`, the
         text; `model`, the top gear alone. Other modes: `model`.
@@ -100,7 +96,6 @@ class Seen:
     passes: tuple[int, ...] = ()
     weight_bytes: int = 0
     drafted: int = 0
-    discarded: int = 0
     looked_up: int = 0
     source: str = "model"
     near_tie: bool = False
@@ -129,7 +124,7 @@ class BatchGearResponse(Seen, GenerationBatch.Response):
     error: Exception | None = None
 
 
-OF_STEP = ("passes", "weight_bytes", "drafted", "discarded", "looked_up", "source", "kv_bytes", "kv_caches")
+OF_STEP = ("passes", "weight_bytes", "drafted", "looked_up", "source", "kv_bytes", "kv_caches")
 
 
 def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:

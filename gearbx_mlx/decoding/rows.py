@@ -1,19 +1,17 @@
 """A pass over several tokens, and the KV cache as it was after any of them.
 
-mlx-lm gets the logits of one token after the other, and at each of them its cache has to be as if there had been no
-further tokens. It may stop there, save the cache, or go on with another token.
+Those tokens are proposed ones, of which the text keeps the first few. Afterwards the cache has to be as if there had
+been no others.
 
-- A cache that only appends is shown shorter than it is.
+- A cache that only appends is cut.
 - A sliding window loses its last entries. The pass has kept all that the first of its tokens still sees. Its mask lets
   each token see what it would see alone: what is in the cache, the first tokens if they stay there (attention sinks,
   `--max-kv-size`), and the latest ones. For several tokens, mlx-lm's mask slides over the sinks too, and a few models
   ask for a window that is wider than their cache.
-- A recurrent layer has the state after the last token alone. The state after an earlier one is computed from the state
-  before the pass and the outputs of the linear layers. A linear layer computes every token alone. So the outputs of a
-  pass over K tokens contain those of a pass over the first n of them, whether the layer was given all tokens at once or
-  one after the other. This reads no weights of theirs. It is computed when the cache is first used: mlx-lm says
-  nothing when a text ends, and its cache has to be complete for what saves it or goes on from it. Most often it is not
-  computed at all, since the next token was accepted too.
+- A recurrent layer has the state after the last token alone. The state after an earlier one is computed again, from the
+  state before the pass and the outputs of the linear layers. A linear layer computes every token alone. So the outputs
+  of a pass over K tokens contain those of a pass over the first n of them, whether the layer was given all tokens at
+  once or one after the other. This reads no weights of theirs.
 """
 
 import contextlib
@@ -26,11 +24,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
-from ..compat.caches import cut_window, is_unsettled, settle_later, settled
+from ..compat.caches import cut_window
 from ..compat.classes import modules_of, of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
 from ..compat.versions import is_tested
@@ -39,8 +36,7 @@ from ..formats.block import pass_logits
 from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from .caches import APPENDING, Cache, PartState, Snapshot, parts
-from .mode import turn
+from .caches import APPENDING, Cache, Snapshot, parts
 
 UNMASKED = {"mlx_lm.models.phi3small"}  # adds its mask of booleans to the scores, so that tokens see later ones
 
@@ -50,11 +46,6 @@ class Verifier:
 
     def __init__(self, gearbox: Gearbox, gear: Gear):
         self.gearbox, self.gear = gearbox, gear
-
-    def rows(self, tokens: mx.array, cache: Cache) -> "Rows":
-        """The pass over tokens (1, K)."""
-        self.gearbox.shift(self.gear)
-        return Rows(self, tokens, cache)
 
     def run(self, tokens: mx.array, cache: Cache) -> mx.array:
         """Logits (1, K, V)."""
@@ -81,19 +72,22 @@ class Verifier:
 
 
 class Rows:
-    """One pass over K tokens. Afterwards the cache is as after the first of them.
+    """One pass over K tokens.
 
     Args:
-        verifier: runs the pass; its gear is engaged.
+        verifier: runs the pass, in its gear.
         tokens: (1, K).
         cache: of the model.
 
-    `logits` (1, K, V) belong to all tokens; `rows` is how many of them the cache shows.
+    Attributes:
+        logits: (1, K, V), after each of the tokens.
+        kept: how many of the tokens the cache holds: all, until `keep` says otherwise.
     """
 
     def __init__(self, verifier: Verifier, tokens: mx.array, cache: Cache):
-        self._verifier, self._tokens = verifier, tokens
-        self.count = tokens.shape[1]
+        self._verifier, self._tokens, self._cache = verifier, tokens, cache
+        self.kept = self.count = tokens.shape[1]
+        verifier.gearbox.shift(verifier.gear)
         self._before = Snapshot(cache)
         has_states = any(not loses_entries(part.kind) for part in self._before.parts)
         self._outputs = LayerOutputs(verifier.linear_layers, self.count) if has_states and self.count > 1 else None
@@ -105,58 +99,35 @@ class Rows:
         except BaseException:
             self._before.restore()
             raise
-        # Caches of mlx-lm's simplest class, which most models have, are asked at each token: no states are kept.
-        plain = all(type(part) is KVCache for part in cache)
-        self._ends = [(part, part.keys, part.offset) for part in cache] if plain else []
-        self._after = [] if plain else [PartState.of(part.part) for part in self._before.parts]
-        if self._outputs is None:
-            del self._before  # else old windows stay in memory
-        self.show(1)
 
-    def show(self, rows: int) -> None:
-        """Put the cache as it was after the first `rows` tokens, 1 to K."""
-        self.rows, dropped = rows, self.count - rows
-        for part, _, end in self._ends:
-            part.offset = end - dropped
-        for after in self._after:
-            self._show(after, dropped)
-        self._shown = [attributes(after.part) for after in self._after]
-
-    def _show(self, after: PartState, dropped: int) -> None:
-        if dropped and not loses_entries(after.kind):
-            settle_later(after.part, after.kind, self._settle)
+    def keep(self, rows: int) -> None:
+        """Leave the cache as it is after the first `rows` tokens, at most as many as it holds."""
+        dropped, self.kept = self.kept - rows, rows
+        if not dropped:
             return
-        settled(after.part, after.kind)
-        after.restore()
-        if dropped and after.kind is RotatingKVCache:
-            cut_window(after.part, dropped)
-        elif dropped:
-            after.part.trim(dropped)
+        if not rows:
+            self._before.restore()
+        elif self._outputs is not None:
+            self._before.restore()
+            self._again(rows)
+        else:
+            for part in self._before.parts:
+                drop(part.part, part.kind, dropped)
 
-    def untouched(self) -> bool:
-        """Whether the cache is as it was shown, so that the next row may be shown too."""
-        dropped = self.count - self.rows
-        return all(
-            part.keys is keys and part.offset == end - dropped and type(part) is KVCache
-            for part, keys, end in self._ends
-        ) and all(same(attributes(after.part), shown) for after, shown in zip(self._after, self._shown))
-
-    def _settle(self) -> None:
-        """Compute the states after the rows that are shown."""
+    def _again(self, rows: int) -> None:
+        """Compute the states after the first tokens, from what the linear layers made of them."""
         assert self._outputs is not None
-        gearbox, cache = self._verifier.gearbox, self._before.second()
-        with turn(gearbox):
-            engaged = gearbox.gear
-            gearbox.shift(self._verifier.gear)
-            try:
-                with gearbox.compiled.aside(), self._outputs.noted_by(recalling):
-                    self._verifier.run(self._tokens[:, : self.rows], cache)
-            finally:
-                gearbox.shift(engaged)
-        for after, part in zip(self._after, parts(cache)):
-            if not loses_entries(after.kind):
-                settled(after.part, after.kind)
-                vars(after.part).update(vars(part))
+        verifier = self._verifier
+        with verifier.gearbox.compiled.aside(), self._outputs.noted_by(recalling):
+            verifier.run(self._tokens[:, :rows], self._cache)
+
+
+def drop(part: Any, kind: type, entries: int) -> None:
+    """Drop the last entries of the cache of one layer."""
+    if kind is RotatingKVCache:
+        cut_window(part, entries)
+    else:
+        part.trim(entries)
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:
@@ -183,21 +154,6 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
 def loses_entries(kind: type) -> bool:
     """Whether the last entries can be dropped from a cache after a pass over several tokens: it has them all then."""
     return kind in (*APPENDING, ChunkedKVCache) or (kind is RotatingKVCache and is_tested())
-
-
-def attributes(part: Any) -> list[Any]:
-    """What changes if the cache of a layer is written to, or if one is used that is to be settled."""
-    if is_unsettled(part):
-        return [is_unsettled]
-    if type(part) in APPENDING:
-        return [part.keys, *(arrays[0] for arrays in getattr(part, "planes", ())), part.offset]
-    return [leaf for _, leaf in tree_flatten(vars(part))]
-
-
-def same(now: list[Any], before: list[Any]) -> bool:
-    return len(now) == len(before) and all(
-        a is b or not (isinstance(a, mx.array) or isinstance(b, mx.array) or a != b) for a, b in zip(now, before)
-    )
 
 
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:

@@ -112,10 +112,11 @@ class LogitsReader:
         if self._extremes is not None:
             best = self._extremes(logprobs)
             return best[..., 0] - best[..., 1]
-        if logprobs.shape[-1] == 1:
-            return mx.full(logprobs.shape[:-1], mx.inf)
-        best = mx.topk(logprobs, 2, axis=-1).astype(mx.float32)
-        return mx.abs(best[..., 0] - best[..., 1])
+        # Two maxima: to sort takes a GPU a dozen launches.
+        place = mx.argmax(logprobs, axis=-1, keepdims=True)
+        others = mx.put_along_axis(logprobs, place, mx.array(-mx.inf, logprobs.dtype), axis=-1)
+        best = mx.take_along_axis(logprobs, place, axis=-1)[..., 0]
+        return best.astype(mx.float32) - others.max(axis=-1).astype(mx.float32)
 
 
 readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each
@@ -170,6 +171,10 @@ class GumbelSampler:
         kernel = fused_kernel("sampled") if alone else None
         if kernel is not None:
             return kernel(logprobs, next_key(), self.temp, self.top_p, self.min_p, self.top_k)
+        return mx.argmax(self.scores(logprobs), axis=-1)
+
+    def scores(self, logprobs: mx.array) -> mx.array:
+        """Log-probabilities (B, V) over temperature, with noise: the largest one is the token."""
         if 0 < self.top_p < 1:
             logprobs = apply_top_p(logprobs, self.top_p)
         if self.min_p > 0:
@@ -180,7 +185,7 @@ class GumbelSampler:
         if 0 < self.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, self.top_k)
         noise = mx.random.gumbel(logprobs.shape, key=next_key())
-        return mx.argmax(logprobs * (1 / self.temp) + noise, axis=-1)
+        return logprobs * (1 / self.temp) + noise
 
     @property
     def is_native(self) -> bool:
@@ -247,6 +252,11 @@ class Chooser:
         return self.sampler is greedy_sampler
 
     @property
+    def tells_margins(self) -> bool:
+        """True if it is known by how much a token won (`drafted`)."""
+        return self.greedy or isinstance(self.sampler, GumbelSampler)
+
+    @property
     def has_kernel(self) -> bool:
         """Whether native kernels may choose its tokens."""
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
@@ -256,6 +266,17 @@ class Chooser:
         """A token (1,) from log-probabilities (1, V)."""
         with self._numbers():
             return self.sampler(logprobs)
+
+    def drafted(self, logits: mx.array, reader: LogitsReader) -> tuple[mx.array, mx.array | None]:
+        """A token (1,) from logits (1, V), and how much its logit could lose (1,); None for a sampler that hides it."""
+        if self.greedy:
+            return mx.argmax(logits, axis=-1), reader.margins(logits)
+        logprobs = reader.normalized(logits)
+        if not isinstance(self.sampler, GumbelSampler):
+            return self.sample(logprobs), None
+        with self._numbers():
+            scores = self.sampler.scores(logprobs)
+        return mx.argmax(scores, axis=-1), self.sampler.temp * reader.margins(scores)
 
     def next_key(self) -> np.ndarray:
         """The key (2,) of its next token."""
@@ -359,18 +380,15 @@ def sampled(
     tokens: deque[SampledToken] = deque()
 
     def sample(logprobs: mx.array) -> mx.array:
-        latest, near_tie = step(), None
+        latest = step()
         if gears is not None:
             gears.end_prompt()
             read, caches = gears.meter.take()
             latest = replace(latest, kv_bytes=read, kv_caches=caches)
         entropy = reader.entropy(logprobs) if latest.entropy is None else latest.entropy
-        if latest.noise is not None:
-            near_tie = reader.near_ties(logprobs, latest.noise)
-            mx.async_eval(near_tie)
         token, entropy = agreement.arrays(sampler(logprobs), entropy)
         mx.async_eval(entropy)
-        tokens.append(SampledToken(entropy, latest, near_tie))
+        tokens.append(SampledToken(entropy, latest))
         return token
 
     responses = loops.stream_generate(reader.logsumexp)(model, tokenizer, prompt, sampler=sample, **kwargs)
@@ -401,14 +419,14 @@ def geared_responses(
             # What a caller does between two tokens is not the machine's speed.
             seconds = None if before is None else clock() - start
             decision = None if controller is None else controller.after(token.step, seconds)
-            entropy, step = float(token.entropy), token.step.with_token(response.token)
+            entropy, step = float(token.entropy), token.step
             check_finite(response.logprobs, entropy, gearbox, token.step.gear)
             reading = monitor.update(entropy)
             if gate is not None:
                 gear = gearbox.ladder[gate.update(reading)]
                 gearbox.shift(gear)
                 gearbox.prepare(gearbox.ladder[gate.peek(reading.forecast)])
-            shown = vars(response) | seen_of(step, entropy, reading.mean, before, bool(token.near_tie))
+            shown = vars(response) | seen_of(step, entropy, reading.mean, before, token.near_tie)
             shown["from_draft"] |= response.from_draft
             yield GearResponse(**shown, decision=decision)
             if gear is not None:

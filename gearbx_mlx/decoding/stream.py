@@ -30,8 +30,8 @@ from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
-from .draft_plans import seconds_of_ways
 from .governor import Governor
+from .lossless import measured_seconds
 from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
 from .modes import mode_class
 from .pair import Pair, bytes_read
@@ -438,7 +438,7 @@ def summary_of(
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):
         further["streaming"] = stream.summary(tally.tokens)
-    further |= kv_summary(tally, len(gearbox.model.layers)) | seconds_of_ways(gearbox)
+    further |= kv_summary(tally, len(gearbox.model.layers)) | measured_seconds(gearbox)
     return summarize(
         tally,
         model=name,

@@ -22,7 +22,6 @@ class Tally:
     weight_bytes: int = 0
     recomputed: int = 0
     drafted: int = 0
-    discarded: int = 0
     accepted: int = 0
     looked_up: int = 0
     from_lookup: int = 0
@@ -45,7 +44,6 @@ class Tally:
         self.weight_bytes += response.weight_bytes
         self.recomputed += sum(response.passes) > 1
         self.drafted += response.drafted
-        self.discarded += response.discarded
         self.accepted += response.from_draft
         self.looked_up += response.looked_up
         self.from_lookup += response.source == "lookup"
@@ -112,10 +110,9 @@ def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The same as a line of a table: label and figures."""
     if "drafted" not in summary:
         return []
-    ties, discarded = summary.get("near_ties"), summary.get("discarded")
+    ties = summary.get("near_ties")
     figures = f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
     figures += f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else "")
-    figures += f", {discarded} steps thrown away" if discarded else ""
     return [("drafted", figures)]
 
 

@@ -59,7 +59,6 @@ class Token(Protocol):
     passes: tuple[int, ...]
     weight_bytes: int
     drafted: int
-    discarded: int
     from_draft: bool
     looked_up: int
     source: str

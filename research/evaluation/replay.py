@@ -16,12 +16,12 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.rows import Verifier
-from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, log_softmax
+from gearbx_mlx.decoding.policy import MOST_DRAFTED
+from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.evaluation.metrics import log_softmax
 from gearbx_mlx.evaluation.predictions import Begun, Recording, TextPrediction, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, DraftRule
 
 
 def after_prompts(gearbox: Gearbox, prompts: Sequence[Sequence[int]], gear: Gear) -> Begun:
@@ -115,7 +115,7 @@ def drafted(
     windows: Sequence[Sequence[int]],
     low: Gear,
     top: Gear,
-    rule: DraftRule,
+    length: int,
     begun: Begun | None = None,
 ) -> Iterator[TextPrediction]:
     """The predictions of lossless mode along the windows.
@@ -128,16 +128,16 @@ def drafted(
         cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         place, last = 0, len(window) - 1  # nothing follows the last token
         while place < last:
-            most = min(MOST_DRAFTED, last - place - 1)  # the verification reads one token more than the draft
+            most = min(length, last - place - 1)  # the verification reads one token more than the draft
             gearbox.shift(low)
             with Snapshot(cache).borrowed():
-                drafts = draft(gearbox, window[place : place + most], cache, rule)
+                drafts = draft(gearbox, window[place : place + most], cache)
             read = mx.array([window[place : place + len(drafts) + 1]])
-            rows = verifier.rows(read, cache)
+            rows = Rows(verifier, read, cache)
             verified = logprobs_of(rows.logits)
             same = (int(row.argmax()) == token for row, token in zip(verified, drafts))
             kept = sum(itertools.takewhile(bool, same)) + 1
-            rows.show(kept)
+            rows.keep(kept)
             passes = [0] * len(gearbox.ladder)
             passes[low.index] += len(drafts)
             passes[top.index] += 1
@@ -147,13 +147,6 @@ def drafted(
             place += kept
 
 
-def draft(gearbox: Gearbox, tokens: Sequence[int], cache: object, rule: DraftRule) -> list[int]:
-    """The engaged gear's most likely token after each of the tokens, until the rule stops the draft."""
-    rule.begin()
-    drafts: list[int] = []
-    for token in tokens:
-        logprobs = next_logprobs(gearbox.model, [token], cache)[0]
-        drafts.append(int(logprobs.argmax()))
-        if not rule.goes_on(float(entropy_of_logprobs(log_softmax(logprobs)))):
-            break
-    return drafts
+def draft(gearbox: Gearbox, tokens: Sequence[int], cache: object) -> list[int]:
+    """Return the engaged gear's most likely token after each of the tokens."""
+    return [int(next_logprobs(gearbox.model, [token], cache)[0].argmax()) for token in tokens]

@@ -21,7 +21,6 @@ from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear, Ladder
-from gearbx_mlx.routing.acceptance import FixedLength
 
 from .policies import PolicyRow, Setting, make_policy
 from .replay import Reference, after_prompts, best_length, drafted, sequences_of, targets_of
@@ -101,7 +100,7 @@ class Runs:
         costs = [self.gearbox.costed_in(pair).weight_bytes_per_token(gear) for gear in pair]
         length = best_length(sequences_of(recorded), *costs)
         begun = after_prompts(self.gearbox, self.prompts, top)
-        return drafted(self.gearbox, self.windows, low, top, FixedLength(length), begun), length
+        return drafted(self.gearbox, self.windows, low, top, length, begun), length
 
     def _in_top_gear(self) -> Iterator[TextPrediction]:
         return self._driven(StaticPolicy(self.gearbox.ladder.top), self.gearbox.ladder.top)

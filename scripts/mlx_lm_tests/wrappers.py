@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from gearbx_mlx import Gearbox, GearedModel, LosslessModel
+from gearbx_mlx import Gearbox, GearedModel
 from gearbx_mlx.gears.gearbox import attached
 
 PLAIN = "mlx-lm"  # the model itself
@@ -46,5 +46,4 @@ WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "mid gear": in_gear("mid"),
     "high gear": in_gear("high"),
     "GearedModel": lambda model: GearedModel(gearbox_of(model)),
-    "LosslessModel": lambda model: LosslessModel(gearbox_of(model)),
 }
