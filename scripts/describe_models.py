@@ -23,7 +23,7 @@ from gearbx_mlx.decoding.caches import parts
 from gearbx_mlx.loading import DEMO_MODEL
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # where the instances are
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # where the instances are
 
 from architectures import GROUP, UNBUILDABLE, as_initialised, installed, tiny, why_not  # noqa: E402
 from architectures.expected import BYTES  # noqa: E402

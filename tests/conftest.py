@@ -41,6 +41,12 @@ from gearbx_mlx.kernels.bit_planes import plane_shifts, unpack_mlx_codes
 from gearbx_mlx.kernels.compiler import Unavailable, find_compiler, instructions
 from gearbx_mlx.loading import DEMO_MODEL
 
+# Where programs that a test starts find what tests share. The folders here have the names of packages, such as lm_eval,
+# and must not be taken for one that is not installed.
+TESTS = Path(__file__).parent
+PATHS = [str(TESTS), str(TESTS / "helpers")]
+sys.path.remove(PATHS[0])
+
 # The hundreds of commands that tests start compile the package once, not each time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -59,7 +65,7 @@ os.environ["GEARBX_TUNE"] = "0"
 if "GEARBX_TEST_LISTS" not in os.environ:  # else a worker, which has these from the process that started it
     os.environ["GEARBX_TEST_LISTS"] = tempfile.mkdtemp(prefix="gearbx-lists-")
     atexit.register(shutil.rmtree, os.environ["GEARBX_TEST_LISTS"], ignore_errors=True)
-    paths = [str(Path(__file__).with_name("startup")), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(TESTS / "startup"), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 # Bases that were calibrated on this machine would change what drafts choose.
 os.environ["GEARBX_BASES"] = tempfile.mkdtemp(prefix="gearbx-bases-")
@@ -92,7 +98,7 @@ def up_to(vectors: int) -> int:
     return min(vectors, dispatch.MOST_VECTORS or vectors)
 
 
-# One of each kind that has a cache of keys and values and no state; tests/architectures has all classes.
+# One of each kind that has a cache of keys and values and no state; tests/helpers/architectures has all classes.
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gemma3", "phi3", "mixtral", "gpt_neox")
 
 
@@ -399,5 +405,5 @@ def command(monkeypatch, capsys):
 @pytest.fixture(scope="session")
 def held_out() -> list[dict]:
     """Problems of the GSM8K test set (MIT), which the demo model never saw."""
-    file = Path(__file__).parent / "data" / "gsm8k_held_out.jsonl"
+    file = TESTS / "data" / "gsm8k_held_out.jsonl"
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]

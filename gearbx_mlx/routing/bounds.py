@@ -104,7 +104,7 @@ def rest_at_least(least: float, most: float, most_each: float) -> float:
 def rest_at_most(least: float, most: float, others: int) -> float:
     """The most bits of a mass between `least` and `most`: `others` tokens alike; r log2(n / r) is largest at n / e."""
     mass = min(max(others * PEAK, least), most)
-    return mass * math.log2(others / mass) if mass > 0 else 0.0
+    return mass * (math.log2(others) - math.log2(mass)) if mass > 0 else 0.0
 
 
 def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Rounding) -> None:

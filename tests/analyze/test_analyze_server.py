@@ -1,0 +1,367 @@
+"""analyze --server: bounds, gears and files from a server's answers; after a failure, one line and what came so far."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import time
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from documents import described_fields
+from fake_server import (
+    HTML,
+    Answer,
+    answer,
+    chat_answer,
+    chat_entry,
+    chatting,
+    fake_server,
+    refused,
+    slowly,
+    whole,
+)
+from servers import free_port, llama_python, llama_server, mlx_lm_server
+
+from gearbx_mlx import analyze, stream_generate
+from gearbx_mlx.decoding.route import TelemetryOnly
+from gearbx_mlx.decoding.sampling import entropy_bits
+from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.routing.bounds import SINGLE, bits
+from gearbx_mlx.telemetry.report import PICTURES
+
+ROOT = str(Path(__file__).parents[2])
+PROMPTS = "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n"
+PAIR = [math.log(0.9), math.log(0.05)]
+VOCABULARY = {"vocab_size": 64}
+
+
+@pytest.fixture
+def asked(command, tmp_path):
+    """Run analyze on two prompts: the command's result, its records and its summary."""
+    file, out = tmp_path / "prompts.txt", tmp_path / "out"
+    file.write_text(PROMPTS, encoding="utf-8")
+
+    def run(url: str, *flags: object):
+        result = command("analyze", "--server", url, "--prompts", file, "--out", out, "--max-tokens", 8, *flags)
+        trace, summary = out / "trace.jsonl", out / "summary.json"
+        result.records = [json.loads(line) for line in trace.read_text().splitlines()] if trace.exists() else None
+        result.summary = json.loads(summary.read_text()) if summary.exists() else None
+        result.files = sorted(path.name for path in out.iterdir()) if out.exists() else []
+        return result
+
+    return run
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.err.splitlines() if line.startswith("error:")]
+
+
+@pytest.mark.slow
+def test_it_writes_trace_summary_and_pictures(asked):
+    with fake_server(chatting(lambda body: chat_answer(PAIR, PAIR, PAIR), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1")
+    assert result.status == 0
+    assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
+    assert [(record["prompt"], record["index"]) for record in result.records] == [*itertools.product((0, 1), range(3))]
+    low, high = result.records[0]["entropy_low"], result.records[0]["entropy_high"]
+    assert low == pytest.approx(2 * bits(0.05) + bits(0.9), abs=5e-3)
+    assert high == pytest.approx(bits(0.05) + bits(0.9) + 0.05 * math.log2(62 / 0.05), abs=5e-3)
+    assert result.summary["mean_entropy_low_bits"] == pytest.approx(low)
+    assert result.summary["mean_entropy_high_bits"] == pytest.approx(high)
+    assert (result.summary["vocab_size"], result.summary["vocab_size_source"]) == (64, "the server")
+    assert f"{low:.2f} to {high:.2f} bits" in result.err
+
+
+@pytest.mark.slow
+def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked):
+    """A shift acts two tokens later, as in mode route."""
+    with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 6), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1", "--thresholds", "0.7", "--gears", "4,16", "--initial-gear", "low")
+        wide = asked(fake.url + "/v1", "--thresholds", "5", "--gears", "4,16", "--initial-gear", "low")
+        flags = "--thresholds", "0.7", "--gears", "4,16", "--min-gear-duration", 1, "--initial-gear", "low"
+        soon = asked(fake.url + "/v1", *flags)
+    assert [record["gear"] for record in soon.records[:6]] == ["low", "low"] + 4 * ["undecided"]
+    assert [record["gear_low"] for record in soon.records[:6]] == 6 * ["low"]
+    assert [record["gear_high"] for record in soon.records[:6]] == ["low", "low"] + 4 * ["high"]
+    assert [record["shifted"] for record in soon.records[:6]] == [False, False, True, False, False, False]
+    assert soon.summary["undecided_share"] == pytest.approx(4 / 6)
+    assert (soon.summary["shifts_low"], soon.summary["shifts_high"]) == (0, 2)
+    assert soon.summary["gear_tokens"] == {"low": 4, "high": 0, "undecided": 8}
+    assert "undecided 67%" in soon.err
+    assert result.summary["undecided_share"] == pytest.approx(1 / 6)
+    assert wide.summary["undecided_share"] == 0
+
+
+@pytest.fixture(scope="module")
+def greedy(demo):
+    """The greedy text of the demo model, the record of mode telemetry-only, and all log-probabilities."""
+    prompt = demo.tokenizer.encode("Once upon a time there was a king")
+    mode = TelemetryOnly(initial_gear="low")
+    return list(stream_generate(demo.model, demo.tokenizer, prompt, 24, mode=mode))
+
+
+def normalised(logprobs: mx.array) -> list[float]:
+    exact = logprobs.astype(mx.float32)
+    return sorted((exact - mx.logsumexp(exact)).tolist(), reverse=True)
+
+
+@pytest.mark.slow
+def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
+    """Every token is listed, so that both bounds are the entropy; the gears are those of mode route."""
+    names = [f"t{i}" for i in range(4096)]
+    entries = [chat_entry(normalised(response.logprobs), names) for response in greedy]
+    with fake_server(chatting(lambda body: answer(whole(entries)), {"vocab_size": 4096})) as fake:
+        result = asked(fake.url + "/v1", "--max-tokens", 24, "--initial-gear", "low", "--num-prompts", 1)
+    assert result.status == 0, result.err
+    assert [record["gear"] for record in result.records] == [response.gear for response in greedy]
+    assert len({response.gear for response in greedy}) > 1
+    rounding = SINGLE * (math.log2(4096) + 2)  # p log2 p changes by p (log2 p + 1.44) where log p changes by 1
+    for record, response in zip(result.records, greedy):
+        assert record["entropy_low"] == pytest.approx(response.entropy, abs=rounding)
+        assert record["entropy_high"] == pytest.approx(response.entropy, abs=rounding)
+        assert record["mean_entropy_low"] == pytest.approx(response.mean_entropy, abs=rounding)
+    assert result.summary["undecided_share"] == 0
+
+
+@pytest.mark.slow
+def test_every_field_is_described(asked):
+    with fake_server(chatting(lambda body: chat_answer(PAIR), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1")
+    assert set(result.records[0]) == described_fields("Analysis of a server")
+    assert set(result.summary) == described_fields("Analysis of a server", table=1)
+
+
+@pytest.mark.slow
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("reply", "words", "came"),
+    [
+        (lambda: chat_answer(PAIR, [-0.1, -0.1]), "prompt 2, token 2: the probabilities add up to 1.81", 2),
+        (lambda: chat_answer(PAIR, PAIR, [0.7, -1.0]), "token 3: 0.7 is not a log-probability", 3),
+        (lambda: chat_answer(PAIR, [math.nan, -1.0]), "token 2: nan is not a log-probability", 2),
+        (lambda: chat_answer(PAIR, [-7.1] * 20), "token 2: the probabilities leave 0.983 to 44 other tokens", 2),
+        (lambda: chat_answer(PAIR, [-5.0] * 70), "token 2: there are 70 log-probabilities for a vocabulary of 64", 2),
+        (lambda: answer(whole([chat_entry(PAIR), {"token": "b"}])), "token 2: there are no log-probabilities", 2),
+        (lambda: answer(whole([], "bare")), "gives no log-probabilities for m", 1),
+        (lambda: Answer([b'{"choices": [{']), "not JSON", 1),
+        (lambda: answer({"error": {"message": "out of memory"}}), "reports an error: out of memory", 1),
+        (lambda: answer({"choices": [{"logprobs": {"content": 3}}]}), "content is 3, not a list", 1),
+        (lambda: Answer([b"{"], length=1000), "cut its answer short", 1),
+        (lambda: refused("overloaded", 503), "answers 503 (overloaded); look at the server's log", 1),
+    ],
+)
+def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(asked, reply, words, came):
+    replies = itertools.chain([chat_answer(PAIR)], iter(reply, None))
+    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1")
+    (line,) = errors(result)
+    assert result.status == 2
+    assert words in line
+    assert fake.url in line
+    assert len(result.records) == came
+    assert (result.summary["complete"], result.summary["error"]) == (False, line.removeprefix("error: "))
+    assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
+
+
+@pytest.mark.slow
+def test_pictures_of_an_earlier_run_go_and_every_prompt_that_was_asked_counts(asked):
+    """The server fails at the first prompt, so there is nothing to draw."""
+    replies = itertools.chain([chat_answer(PAIR)] * 2, iter(lambda: refused("busy", 503), None))
+    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
+        first, second = asked(fake.url + "/v1"), asked(fake.url + "/v1")
+    assert (first.status, first.summary["prompts"], set(PICTURES) <= set(first.files)) == (0, 2, True)
+    assert (second.status, second.summary["prompts"], second.records) == (2, 1, [])
+    assert second.files == ["summary.json", "trace.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "words"),
+    [
+        (lambda body: refused("kaput", 500), "answers 500 (kaput); look at the server's log"),
+        (lambda body: Answer([b"<html>gone</html>"], 502, HTML), "answers 502 (no reason given)"),
+        (lambda body: Answer([b"<html>hello</html>"], 200, HTML), "answers what is not of this API"),
+        (lambda body: Answer([], 302), "answers 302"),
+        (lambda body: answer({"choices": 3}), "answers without choices"),
+        (lambda body: answer([1]), "is [1], not an object"),
+        (lambda body: None, "answers 404"),
+    ],
+)
+def test_a_server_that_cannot_answer_is_one_line_and_no_picture(asked, reply, words):
+    with fake_server(chatting(reply)) as fake:
+        result = asked(fake.url + "/v1")
+    assert result.status == 2
+    assert words in errors(result)[0]
+    assert fake.url in errors(result)[0]
+    assert (result.files, result.records) == (["summary.json", "trace.jsonl"], [])
+
+
+def test_a_server_that_is_down(asked):
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    result = asked(url, "--server-model", "m")
+    assert result.status == 2
+    assert f"error: {url}: no connection (" in errors(result)[0]
+    assert "start the server, or check --server" in errors(result)[0]
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("noise", [b"", b"x"])
+def test_a_server_that_never_ends_its_answer(asked, noise):
+    endless = Answer(slowly(itertools.repeat(noise), 0.02))
+    replies = iter([chat_answer(PAIR), endless])
+    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
+        started = time.monotonic()
+        result = asked(fake.url + "/v1", "--server-timeout", 0.5)
+    assert (result.status, len(result.records)) == (2, 1)
+    assert "no token for 0.5 s; give it more time with --server-timeout" in errors(result)[0]
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.slow
+def test_an_interrupt_keeps_what_came(asked):
+    """Ctrl-C comes while the second prompt is answered."""
+
+    def parts():
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from slowly([b" "] * 50, 0.1)
+
+    replies = iter([chat_answer(PAIR, PAIR), Answer(parts())])
+    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1")
+    assert (result.status, len(result.records), result.summary["complete"]) == (130, 2, False)
+
+
+def test_no_more_tokens_are_read_than_were_asked_for(asked):
+    with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 50), VOCABULARY)) as fake:
+        result = asked(fake.url + "/v1")
+    assert (result.status, len(result.records)) == (0, 16)
+
+
+@pytest.mark.slow
+def test_an_unknown_vocabulary_is_assumed_large_and_said(asked):
+    with fake_server(chatting(lambda body: chat_answer(PAIR))) as fake:
+        assumed = asked(fake.url + "/v1")
+        given = asked(fake.url + "/v1", "--vocab-size", 1000)
+    assert "262144 is assumed" in assumed.err
+    assert (assumed.summary["vocab_size"], assumed.summary["vocab_size_source"]) == (262144, "assumed")
+    assert "assumed" not in given.err
+    assert given.records[0]["entropy_high"] < assumed.records[0]["entropy_high"]
+    assert given.records[0]["entropy_low"] == assumed.records[0]["entropy_low"]
+
+
+@pytest.mark.slow
+def test_the_key_of_the_environment_is_sent_and_in_no_file(asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-environment")
+    with fake_server(chatting(lambda body: chat_answer(PAIR))) as fake:
+        result = asked(fake.url + "/v1")
+        asked(fake.url + "/v1", "--server-api-key", "sk-flag")
+    keys = [headers.get("Authorization") for headers in fake.headers]
+    assert set(keys) == {"Bearer sk-environment", "Bearer sk-flag"}
+    assert "sk-" not in result.out + result.err + json.dumps(result.summary)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--model", "x"), "--model is for a model that is loaded here"),
+        (("--dtype", "float32"), "--dtype is for a model that is loaded here"),
+        (("--max-tokens", "-1"), "--max-tokens is -1"),
+        (("--ignore-chat-template", "--system-prompt", "x"), "--system-prompt goes into the chat template"),
+        (("--server-timeout", "nan"), "--server-timeout is nan"),
+        (("--vocab-size", "1"), "--vocab-size is 1"),
+        (("--thresholds", "1,2,3"), "3 gears need 2 thresholds"),
+        (("--gears", "5,4"), "gears must ascend"),
+    ],
+)
+def test_flags_that_do_not_go_with_a_server(asked, flags, words):
+    result = asked("http://127.0.0.1:9/v1", *flags)
+    assert result.status == 2
+    assert words in errors(result)[0]
+
+
+def test_flags_of_a_server_need_one(command, tmp_path):
+    result = command("analyze", "--prompts", tmp_path / "p.txt", "--server-model", "m")
+    assert result.status == 2
+    assert "--server-model is for a server; name it with --server" in result.err
+
+
+@pytest.mark.slow
+def test_the_function_takes_the_same_settings(tmp_path):
+    (tmp_path / "p.txt").write_text("Hello\n")
+    with fake_server(chatting(lambda body: chat_answer(PAIR), VOCABULARY)) as fake:
+        summary = analyze(tmp_path / "p.txt", server=fake.url + "/v1", out=tmp_path / "out")
+    assert (summary["tokens"], summary["server"]) == (1, fake.url + "/v1")
+
+
+@pytest.fixture(scope="module")
+def mlx_lm_url():
+    with mlx_lm_server() as url:
+        yield url
+
+
+class TestMlxLmServer:
+    """The demo model, which lists 11 log-probabilities in bfloat16."""
+
+    @pytest.mark.slow
+    def test_bounds_bracket_the_entropies_of_the_same_text(self, asked, command, mlx_lm_url, tmp_path):
+        flags = "--ignore-chat-template", "--max-tokens", 40, "--initial-gear", "low"
+        remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
+        assert remote.status == 0, remote.err
+        prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
+        assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
+        local = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
+        same = list(itertools.takewhile(lambda pair: pair[0]["token"] == pair[1]["token"], zip(remote.records, local)))
+        assert len(same) >= 40
+        for seen, known in same:
+            assert seen["entropy_low"] <= known["entropy"] <= seen["entropy_high"]
+            assert seen["mean_entropy_low"] <= known["mean_entropy"] <= seen["mean_entropy_high"]
+        assert remote.summary["top_logprobs"] == 11
+        assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
+
+    @pytest.mark.slow
+    def test_chats_are_answered_too(self, asked, mlx_lm_url):
+        result = asked(mlx_lm_url + "/v1", "--vocab-size", 4096)
+        assert result.status == 0, result.err
+        assert len(result.records) == 16
+        assert all(record["entropy_low"] <= record["entropy_high"] for record in result.records)
+
+
+@pytest.fixture(scope="module")
+def llama_url(tmp_path_factory):
+    """llama-cpp-python's server with the demo model."""
+    python = llama_python()
+    if python is None:
+        pytest.skip("LLAMA.CPP'S SERVER WAS NOT CHECKED: no llama_cpp; GEARBX_LLAMA_SERVER names a Python that has it")
+    pytest.importorskip("gguf")
+    from research.llama_cpp import write_gguf
+
+    file = tmp_path_factory.mktemp("llama") / "demo.gguf"
+    write_gguf(mlx_lm.load(str(DEMO_MODEL))[0], file, "F32", 256, DEMO_MODEL / "tokenizer.json")
+    with llama_server(python, file) as url:
+        yield url
+
+
+class TestLlamaCppServer:
+    """The demo model in float32, with 20 log-probabilities."""
+
+    def test_bounds_bracket_the_entropies_of_the_same_text(self, asked, fresh_demo, llama_url):
+        flags = "--ignore-chat-template", "--vocab-size", 4096, "--num-prompts", 1
+        result = asked(llama_url + "/v1", *flags)
+        assert result.status == 0, result.err
+        assert (result.summary["top_logprobs"], len(result.records)) == (20, 8)
+        prompt = PROMPTS.splitlines()[0]
+        before = fresh_demo.tokenizer.encode(prompt)
+        whole = fresh_demo.tokenizer.encode(prompt + "".join(record["text"] for record in result.records))
+        assert (whole[: len(before)], len(whole)) == (before, len(before) + 8)
+        fresh_demo.model.set_dtype(mx.float32)
+        known = entropy_bits(fresh_demo.model(mx.array([whole]))[0]).tolist()[len(before) - 1 : -1]
+        for record, entropy in zip(result.records, known):
+            assert record["entropy_low"] <= entropy <= record["entropy_high"]
+
+    def test_chats_are_answered_too(self, asked, llama_url):
+        result = asked(llama_url + "/v1", "--vocab-size", 4096, "--num-prompts", 1)
+        assert result.status == 0, result.err
+        assert len(result.records) == 8

@@ -1,0 +1,284 @@
+"""Layers reduced one at a time: what is not computed again, what is measured, and what a killed run leaves."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from conftest import ARCHITECTURES, VOCABULARY, save_model, tiny_model
+from refusals import assert_refused
+
+from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.bit_selection.precision import read_precision
+from gearbx_mlx.bit_selection.sensitivity import Cost, ExactSensitivity, first_order, intercepted
+from gearbx_mlx.files.journal import Journal
+
+BITS = (3, 8)
+
+
+def windows(count: int = 2, length: int = 12) -> list[list[int]]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, VOCABULARY, length + i).tolist() for i in range(count)]
+
+
+def exact_of(model, format: str = "affine", **change) -> ExactSensitivity:
+    return ExactSensitivity(Gearbox(model, "3,8,16", format=format, **change), windows())
+
+
+class TestExact:
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    def test_what_is_given_again_is_what_would_be_computed(self, architecture):
+        exact = exact_of(tiny_model(architecture))
+        for layer in exact.in_order():
+            assert exact.measure(layer, 3) == exact.measure_caps({layer.path: 3}), layer.path
+        assert sum(exact.measure(layer, 3).kl > 0 for layer in exact.in_order()) > len(exact.layers) / 2
+
+    @pytest.mark.parametrize("format", ["planes", "rowwise"])
+    def test_of_any_format(self, format):
+        bits = 3 if format == "planes" else 4
+        exact = ExactSensitivity(Gearbox(tiny_model(), f"{bits},8,16", format=format), windows())
+        for layer in exact.in_order():
+            assert exact.measure(layer, bits) == exact.measure_caps({layer.path: bits})
+
+    def test_a_tied_head_is_a_layer_of_its_own(self):
+        exact = exact_of(tiny_model(tie_word_embeddings=True))
+        head = exact.in_order()[-1]
+        assert head.path == "model.embed_tokens"
+        before = exact.cost.calls
+        assert exact.measure(head, 3) == exact.measure_caps({head.path: 3})
+        assert exact.cost.calls - before == 2  # windows: only the head is computed
+
+    @pytest.mark.slow
+    def test_costs_half_of_full_passes(self):
+        exact = exact_of(tiny_model(num_hidden_layers=8))
+        for layer in exact.in_order():
+            for bits in BITS:
+                exact.measure(layer, bits)
+        shares = exact.cost.shares()
+        assert shares["blocks"] <= 0.5
+        assert shares["layer_calls"] <= 0.55  # the head is computed every time
+        # 57 layers, 2 widths and 2 windows, all of whose 57 layers a full pass computes.
+        assert exact.cost.full_calls == 2 * 2 * 57 * 57
+        assert exact.cost.full_blocks == 2 * 2 * 57 * 8
+
+    def test_counts_what_is_computed(self):
+        exact = exact_of(tiny_model())
+        by_path = exact.layers
+        exact.measure(by_path["model.layers.1.mlp.down_proj"], 3)
+        recorded = 2 * 7  # windows and layers of the block, once
+        assert exact.cost.calls == recorded + 2 * 2  # itself and the head
+        exact.measure(by_path["model.layers.1.self_attn.v_proj"], 3)
+        assert exact.cost.calls == recorded + 2 * 2 + 2 * (1 + 1 + 3 + 1)  # v, o, the MLP, the head
+
+    def test_kl_and_perplexity_are_what_they_are_called(self):
+        exact = exact_of(tiny_model())
+        layer = exact.layers["lm_head"]
+        logits = {}
+        for bits in (16, 3):
+            exact.gearbox.cap({layer.path: bits})
+            logits[bits] = [
+                np.array(exact.gearbox.model(mx.array([window[:-1]]))[0]).astype(np.float64) for window in windows()
+            ]
+        exact.gearbox.cap({})
+        kl, nll, reference = [], [], []
+        for full, low, window in zip(logits[16], logits[3], windows()):
+            p, q = (z - np.log(np.exp(z).sum(-1, keepdims=True)) for z in (full, low))
+            kl += (np.exp(p) * (p - q)).sum(-1).tolist()
+            nll += [-q[i, token] for i, token in enumerate(window[1:])]
+            reference += [-p[i, token] for i, token in enumerate(window[1:])]
+        found = exact.measure(layer, 3)
+        assert found.kl == pytest.approx(np.mean(kl), rel=1e-4)
+        change = 100 * (np.exp(np.mean(nll)) / np.exp(np.mean(reference)) - 1)
+        assert found.perplexity_change == pytest.approx(change, rel=1e-4)
+        assert exact.perplexity == pytest.approx(np.exp(np.mean(reference)), rel=1e-5)
+
+    def test_the_model_is_left_as_it_was(self):
+        model = tiny_model()
+        exact = exact_of(model)
+        kinds = {path: type(module) for path, module in model.named_modules()}
+        before = model(mx.array([windows()[0]]))
+        exact.measure(exact.in_order()[3], 3)
+        assert {path: type(module) for path, module in model.named_modules()} == kinds
+        assert mx.array_equal(model(mx.array([windows()[0]])), before).item()
+
+    def test_a_call_that_fails_leaves_the_classes(self):
+        model = tiny_model()
+        kind = type(model.model.norm)
+
+        def fail(*_):
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt), intercepted({0: model.model.norm}, fail):
+            model(mx.array([[1, 2]]))
+        assert type(model.model.norm) is kind
+
+
+class TestJournal:
+    def test_goes_on_after_the_last_whole_line(self, tmp_path):
+        file = tmp_path / "journal"
+        Journal(file, {"model": "a"}).add("layer", [1.0, 2.0])
+        with file.open("a") as opened:
+            opened.write('{"part": "half')
+        journal = Journal(file, {"model": "a"})
+        assert journal.parts == {"layer": [1.0, 2.0]}
+        journal.add("other", 3)
+        assert Journal(file, {"model": "a"}).parts == {"layer": [1.0, 2.0], "other": 3}
+
+    def test_of_other_inputs_is_refused(self, tmp_path):
+        Journal(tmp_path / "journal", {"bits": [3, 4]})
+        with pytest.raises(GearbxError, match=r"bits \[3, 4\], and now it is \[4\]; choose another --out"):
+            Journal(tmp_path / "journal", {"bits": [4]})
+
+
+class TestFast:
+    def test_is_mlx_lms_estimate_and_leaves_the_model(self):
+        model = tiny_model(dtype=mx.bfloat16)
+        found = first_order(model, windows(), 4, 5, 64)
+        assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
+        assert all(np.isfinite(value) for value in found.values())
+        assert model.lm_head.weight.dtype == mx.bfloat16
+
+
+SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--manage", "attention")
+
+
+class TestCommand:
+    @pytest.mark.slow
+    def test_writes_a_manifest(self, command, tmp_path):
+        out = tmp_path / "m.json"
+        result = command("sensitivity", *SMALL, "--out", out)
+        assert result.status == 0, result.err
+        assert result.out.split() == [str(out)]
+        content = json.loads(out.read_text())
+        assert len(content["layers"]) == 24
+        assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
+        assert "of the multiplications of 24 x 3 full passes" in result.err
+        assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
+
+    @pytest.mark.slow
+    def test_a_smaller_accuracy_threshold_asks_for_more_bits(self, command, tmp_path):
+        found = {}
+        for percent in ("0.5", "0.001"):
+            out = tmp_path / f"{percent}.json"
+            assert command("sensitivity", *SMALL, "--accuracy-threshold", percent, "--out", out).status == 0
+            found[percent] = read_precision(out)
+        loose, strict = (found[percent].layers for percent in ("0.5", "0.001"))
+        assert found["0.001"].accuracy_threshold == 0.001
+        assert all(strict[path].min_bits >= loose[path].min_bits for path in loose)
+        assert sum(strict[path].min_bits for path in loose) > sum(layer.min_bits for layer in loose.values())
+        for layer in strict.values():
+            lower = [bits for bits in layer.kl if bits < layer.min_bits]
+            assert all(layer.perplexity_change[bits] >= 0.001 or bits < 4 for bits in lower)
+
+    @pytest.mark.parametrize("percent", ["0", "-1", "nan"])
+    def test_an_accuracy_threshold_is_a_percentage_above_zero(self, command, percent):
+        done = command("sensitivity", "--accuracy-threshold", percent)
+        assert done.status == 2
+        assert done.err.startswith("error: --accuracy-threshold is ")
+        assert done.err.count("\n") == 1
+
+    @pytest.mark.slow
+    def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
+        out, own, measured = tmp_path / "m.json", ExactSensitivity.measure, []
+
+        def until(most):
+            def measure(self, layer, bits):
+                if len(measured) == most:
+                    raise KeyboardInterrupt
+                measured.append(layer.path)
+                return own(self, layer, bits)
+
+            monkeypatch.setattr(ExactSensitivity, "measure", measure)
+
+        until(8)  # two layers at three widths, and a part of a third
+        assert command("sensitivity", *SMALL, "--out", out).status == 130
+        assert [path.name for path in tmp_path.iterdir()] == ["m.json.journal"]
+        done, measured[:] = {*measured[:6]}, []
+        until(-1)
+        assert command("sensitivity", *SMALL, "--out", out).status == 0
+        assert len(measured) == 3 * (24 - 2)
+        assert not done & {*measured}
+        assert len(json.loads(out.read_text())["layers"]) == 24
+        assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
+
+    @pytest.mark.slow
+    def test_a_run_that_goes_on_reports_what_all_runs_computed(self, command, tmp_path, monkeypatch):
+        assert command("sensitivity", *SMALL, "--out", tmp_path / "once.json").status == 0
+        cost = json.loads((tmp_path / "once.json").read_text())["cost"]
+        out = tmp_path / "m.json"
+        own, left = ExactSensitivity.measure, iter(range(8))
+
+        def measure(self, layer, bits):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return own(self, layer, bits)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ExactSensitivity, "measure", measure)
+            assert command("sensitivity", *SMALL, "--out", out).status == 130
+        result = command("sensitivity", *SMALL, "--out", out)
+        assert result.status == 0, result.err
+        assert json.loads(out.read_text())["cost"] == cost
+        assert f"computed {cost['blocks']:.3f} of the blocks" in result.err
+
+    @pytest.mark.slow
+    def test_prints_how_far_it_is_where_there_is_no_terminal(self, command, tmp_path, monkeypatch):
+        monkeypatch.setattr("gearbx_mlx.cli.terminal.SHORT", 0.0)
+        monkeypatch.setattr("gearbx_mlx.cli.terminal.BETWEEN_LINES", 0.0)
+        result = command("sensitivity", *SMALL, "--out", tmp_path / "m.json")
+        lines = result.err.splitlines()
+        assert [f"layers: {done} of 24" for done in range(1, 25)] == [x for x in lines if x.startswith("layers:")]
+
+    @pytest.mark.parametrize("flags", [(), ("--fast",)])
+    def test_refuses_a_format_that_has_certain_gears_alone(self, command, tmp_path, flags):
+        result = command("sensitivity", *SMALL, *flags, "--format", "exact", "--out", tmp_path / "m.json")
+        assert_refused(result, "--format exact: ", "--format planes or affine", folder=tmp_path)
+
+    @pytest.mark.slow
+    def test_fast(self, command, tmp_path):
+        result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
+        assert result.status == 0, result.err
+        content = json.loads((tmp_path / "m.json").read_text())
+        assert (content["method"], content["perplexity"]) == ("first order", None)
+        assert len(content["layers"]) == 24
+        for layer in content["layers"].values():
+            assert layer["kl"]["4"] == pytest.approx(4 * layer["kl"]["5"]) == pytest.approx(256 * layer["kl"]["8"])
+        assert any(layer["kl"]["4"] > 0 for layer in content["layers"].values())
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            (("--bits", "4,16"), "16 is full precision"),
+            (("--bits", "4,3"), "gears must ascend"),
+            (("--num-samples", 0), "--num-samples is 0"),
+            (("--sequence-length", 4096), "made for 512"),
+            (("--data", "nowhere.txt"), "nowhere.txt"),
+            (("--out", ""), "--out is empty"),
+            (("--model", ""), "--model is empty"),
+            (("--data", ""), "--data is empty"),
+            (("--out", "a" * 300), "cannot be written (File name too long)"),
+            (("--out", "a" * 250), "cannot be written (File name too long)"),
+            (("--model", "a" * 300), "no such model directory"),
+            (("--data", "a" * 300), "cannot be read as text"),
+        ],
+    )
+    def test_is_told_in_one_line(self, command, arguments, told, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert_refused(command("sensitivity", *arguments), told)
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("how", [[], ["--fast"]])
+    def test_bits_below_the_floor_of_a_router(self, command, tmp_path, how):
+        save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
+        flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
+        words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
+        assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
+        assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
+
+
+def test_what_was_computed_is_a_share_of_passes_that_compute_everything():
+    cost = Cost(blocks=1.5, calls=2, multiplications=30, full_blocks=3, full_calls=8, full_multiplications=40)
+    assert cost.shares() == {"blocks": 0.5, "layer_calls": 0.25, "multiplications": 0.75}

@@ -1,0 +1,396 @@
+"""Every mistake gets one clear line and a non-zero exit, without a traceback; nothing is left behind."""
+
+import json
+import os
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm.models
+import pytest
+from conftest import save_model, tiny_model
+from refusals import assert_refused
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+
+@pytest.fixture
+def copied(tmp_path) -> Path:
+    return Path(shutil.copytree(DEMO_MODEL, tmp_path / "copied"))
+
+
+def test_missing_model_directory(command, tmp_path):
+    assert_refused(command("generate", "--model", tmp_path / "none"), tmp_path / "none", "no such model directory")
+    assert_refused(command("generate", "--model", "none"), "none", "no such model directory")
+
+
+def test_a_hub_name_without_a_network(command, monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert_refused(
+        command("generate", "--model", "nobody/nothing-4bit"), "nobody/nothing-4bit", "connect to the network"
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (("generate", "--trace"), "model.safetensors"),
+        (("generate", "--summary"), "config.json"),
+        (("generate", "--summary"), "tokenizer_config.json"),
+        (("calibrate", "--out"), "config.json"),
+        (("calibrate", "--mode", "kickdown", "--out"), "tokenizer.json"),
+        (("sensitivity", "--out"), "generation_config.json"),
+        (("generate", "--trace"), "model-00002.safetensors"),  # which mlx-lm would load from then on
+    ],
+)
+@pytest.mark.parametrize("linked", [False, True])
+def test_an_output_never_takes_the_place_of_a_file_of_the_model(flags, name, linked, command, copied, tmp_path):
+    before = {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()}
+    out = copied / name
+    if linked:
+        out = tmp_path / "link"
+        out.symlink_to(copied / name)
+    assert_refused(command(*flags, out, "--model", copied), out, f"is a file of the model in {copied}; choose another")
+    assert {path.name: path.read_bytes() for path in copied.iterdir() if path.is_file()} == before
+
+
+def test_an_output_of_another_name_may_stand_beside_the_model(command, copied):
+    assert command("generate", "-m", 2, "--model", copied, "--summary", copied / "summary.json").status == 0
+    assert json.loads((copied / "summary.json").read_text())["tokens"] == 2
+
+
+def test_truncated_safetensors(command, copied, tmp_path):
+    file = copied / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    result = command("generate", "--model", copied, "--summary", tmp_path / "s.json")
+    assert_refused(result, file, "damaged or truncated")
+    assert not (tmp_path / "s.json").exists()
+
+
+def test_corrupt_safetensors(command, copied):
+    (copied / "model.safetensors").write_bytes(b"\xff" * 5000)
+    assert_refused(command("generate", "--model", copied), "model.safetensors", "damaged or truncated")
+
+
+def test_a_config_without_weights(command, copied):
+    (copied / "model.safetensors").unlink()
+    assert_refused(command("generate", "--model", copied), copied, "no model*.safetensors")
+
+
+def test_weights_without_a_config(command, copied):
+    (copied / "config.json").unlink()
+    assert_refused(command("generate", "--model", copied), copied / "config.json", "missing")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
+def test_a_config_that_is_no_json_object(command, copied, content):
+    (copied / "config.json").write_text(content)
+    assert_refused(command("generate", "--model", copied), copied / "config.json")
+
+
+def edit_tokenizer(copied: Path, **change: object) -> None:
+    file = copied / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+@pytest.mark.parametrize("longest", ["", [512]])
+def test_a_longest_text_that_is_no_number(command, copied, longest):
+    edit_tokenizer(copied, model_max_length=longest)
+    result = command("generate", "--model", copied)
+    assert_refused(result, copied / "tokenizer_config.json", f"model_max_length is {json.dumps(longest)}, not a number")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("sensitivity", "--bits", "4", "--num-samples", 1, "--sequence-length", 8),
+        ("evaluate", "--tokens", 8, "--context", 8),
+    ],
+    ids=str,
+)
+def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_path, flags):
+    """A tokenizer with one token more than the model: NumPy or MLX would read beyond the array."""
+    edit_tokenizer(copied, eos_token=" ")
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a small house on a hill, and a dog lived in it.")
+    result = command(*flags, "--data", text, "--model", copied, "--out", tmp_path / "out")
+    assert result.status == 2
+    assert result.err.splitlines()[-1] == f"error: {text} has token 4096, and the model knows 0 to 4095"
+
+
+def edit(copied: Path, **change: object) -> None:
+    config = json.loads((copied / "config.json").read_text()) | change
+    (copied / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}])
+def test_a_config_that_does_not_fit(command, copied, change):
+    edit(copied, **change)
+    assert_refused(command("generate", "--model", copied), copied, "cannot load")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 7}, "Missing 9 parameters: model.layers.6."),
+        ({"num_hidden_layers": 5}, "Received 9 parameters not in model: model.layers.5."),
+        ({"hidden_size": 320}, "Expected shape (4096, 320) but received shape (4096, 256)"),
+        ({"intermediate_size": 64}, "Expected shape (64, 256)"),
+        ({"vocab_size": 4095}, "Expected shape (4095, 256)"),
+    ],
+    ids=str,
+)
+def test_a_config_of_other_layers_than_the_weights_have(command, copied, change, words):
+    edit(copied, **change)
+    assert_refused(command("generate", "--model", copied), copied, words, "config.json is not that of these weights")
+
+
+@pytest.mark.parametrize("kind", ["steam-engine", "base", "../llama", 3, None])
+def test_a_type_of_model_that_mlx_lm_does_not_know(command, copied, kind):
+    edit(copied, model_type=kind)
+    words = f"model_type is {json.dumps(kind)}, which mlx-lm cannot load", "update mlx-lm"
+    assert_refused(command("generate", "--model", copied), copied / "config.json", *words)
+
+
+def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
+    """mlx_lm.models.olmo ends the process like this where a package is missing."""
+    (tmp_path / "needy.py").write_text("print('needs a package:\\n pip install it')\nraise SystemExit(1)\n")
+    monkeypatch.setattr(mlx_lm.models, "__path__", [*mlx_lm.models.__path__, str(tmp_path)])
+    edit(copied, model_type="needy")
+    result = command("generate", "--model", copied)
+    assert_refused(
+        result, copied / "config.json", '"needy", which mlx-lm cannot load (needs a package: pip install it)'
+    )
+    assert result.out == ""
+
+
+def test_a_model_without_a_linear_layer(command, tmp_path):
+    save_model(tiny_model("talkie", num_hidden_layers=0, vocab_size=4096), tmp_path / "none")
+    result = command("generate", "--model", tmp_path / "none")
+    assert (result.status, result.out) == (2, "")
+    assert (
+        result.err.splitlines()[-1] == "error: no layer can change gear: a matrix that class Model multiplies by itself"
+    )
+
+
+def test_a_checkpoint_that_lacks_weights(command, copied):
+    """mlx-lm lists them on separate lines; here they are on one line."""
+    arrays = mx.load(str(copied / "model.safetensors"))
+    missing = ["model.layers.3.mlp.up_proj.weight", "model.norm.weight"]
+    kept = {name: array for name, array in arrays.items() if name not in missing}
+    mx.save_safetensors(str(copied / "model.safetensors"), kept, {"format": "mlx"})
+    assert_refused(command("generate", "--model", copied), str(copied), *missing)
+
+
+def test_a_file_as_model(command, copied):
+    assert_refused(command("generate", "--model", copied / "config.json"), "is a file")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model", "--adapter-path", "--draft-model", "--small-model", "--trace", "--summary"]
+)
+def test_a_name_that_is_empty(command, flag):
+    result = command("generate", flag, " ")
+    assert_refused(result, f"{flag} is empty; name something, or leave the flag out")
+
+
+@pytest.mark.parametrize("prompt", ["", "  ", "\\n"])
+def test_an_empty_prompt(command, prompt):
+    assert_refused(command("generate", "--prompt", prompt), "the prompt is empty")
+
+
+@pytest.mark.parametrize("count", [0, -2, -100])
+def test_max_tokens(command, count):
+    assert_refused(command("generate", f"--max-tokens={count}"), f"--max-tokens is {count}")
+
+
+@pytest.mark.parametrize(("gears", "word"), [("16,8,4", "ascend"), ("4,7", "not supported"), ("a", "whole numbers")])
+@pytest.mark.parametrize("name", ["generate", "calibrate"])
+def test_gears(command, name, gears, word):
+    assert_refused(command(name, "--gears", gears), word)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "word"),
+    [
+        ("3,1", "ascend"),
+        ("1,1", "ascend"),
+        ("nan,1", "finite"),
+        ("1,inf", "finite"),
+        ("1", "need 2 thresholds"),
+        ("nowhere.json", "nowhere.json"),
+        ("", "--thresholds is empty"),
+    ],
+)
+def test_thresholds(command, thresholds, word):
+    assert_refused(command("generate", "--thresholds", thresholds), word)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"vocab_size": 32000}, "vocabulary of 32000, this model has 4096"),
+        ({"schema": "something else"}, "schema"),
+        ({"version": 99}, "has version 99, and this gearbx-mlx reads 1"),
+        ({"thresholds": [2.0, 1.0]}, "ascend"),
+        ({"thresholds": [1.0]}, "need 2 thresholds"),
+        ({"thresholds": [1.0, float("nan")]}, "finite"),
+        ({"thresholds": [10**400, 2.0]}, "finite"),
+        ({"thresholds": "1,2"}, 'thresholds is "1,2", not a list'),
+        ({"window": "wide"}, 'window is "wide", not a whole number'),
+        ({"window": 0}, "window is 0"),
+    ],
+)
+def test_a_thresholds_file_that_does_not_fit(command, tmp_path, change, word):
+    file = tmp_path / "thresholds.json"
+    content = {
+        "schema": "gearbx-mlx thresholds",
+        "version": 1,
+        "vocab_size": 4096,
+        "thresholds": [1.0, 2.0],
+        "model": "demo",
+        "method": "share",
+        "gears": [4, 8, 16],
+        "tokens": 100,
+        "window": 3,
+        "hysteresis": 0.1,
+        "min_gear_duration": 4,
+    }
+    file.write_text(json.dumps(content | change))
+    assert_refused(command("generate", "--thresholds", file, "-m", 5), file, word)
+
+
+def test_a_thresholds_file_that_is_no_json(command, tmp_path):
+    (tmp_path / "t.json").write_text("1.0 2.0")
+    assert_refused(command("generate", "--thresholds", tmp_path / "t.json"), "t.json", "thresholds file")
+
+
+@pytest.mark.parametrize("flag", ["--summary", "--trace"])
+def test_an_output_that_cannot_be_written(command, tmp_path, flag):
+    assert_refused(command("generate", flag, tmp_path / "no" / "s.json"), "there is no directory", folder=tmp_path)
+    assert_refused(command("generate", flag, tmp_path), "is a directory", folder=tmp_path)
+    if Path("/proc").is_dir():
+        assert_refused(command("generate", flag, "/proc/s.json"), "/proc/s.json", "cannot be written")
+    if os.geteuid():
+        tmp_path.chmod(0o500)
+        assert_refused(command("generate", flag, tmp_path / "s.json"), "cannot be written")
+
+
+def test_a_prompt_longer_than_the_context(command, tmp_path):
+    result = command("generate", "-p", "king " * 600, "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl")
+    assert_refused(result, "the prompt is 6", "context 512", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--window", 0), "window is 0"),
+        (("--hysteresis=-0.1",), "hysteresis is -0.1"),
+        (("--min-gear-duration", 0), "duration is 0"),
+        (("--initial-gear", "reverse"), "no gear 'reverse'"),
+        (("--format", "groupwise"), "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
+        (
+            ("--format", "rowwise", "--gears", "3,16"),
+            "format 'rowwise' has no gear of 3 bits; choose from 2, 4, 6, 8, 16",
+        ),
+        (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
+        (("--chat-template-config", "{"), "not JSON"),
+        (("--chat-template-config", "[]"), "it is [], not an object"),
+        (("--chat-template-config", '{"tokenize": true}'), "chat template refuses"),
+        (("--seed=-1",), "--seed is -1"),
+        (("--temp=-1",), "--temp is -1.0; give 0 to 1000"),
+        (("--temp", "1e300"), "--temp is 1e+300; give 0 to 1000"),
+        (("--temp", "1e-300"), "--temp is 1e-300; give 0 for greedy, or 0.001 to 1000"),
+        (("--temp", "nan"), "--temp is nan"),
+        (("--top-p", 1.5), "--top-p is 1.5; give 0 to 1"),
+        (("--min-p", 2), "--min-p is 2.0; give 0 to 1"),
+        (("--top-k", 999999), "--top-k is 999999"),
+        (("--xtc-probability", 2), "--xtc-probability is 2.0"),
+        (("--max-kv-size", 0), "--max-kv-size is 0; give 1 or more"),
+        (("--prefill-step-size", 0), "--prefill-step-size is 0"),
+        (("--kv-bits", 7), "--kv-bits is 7; choose from"),
+        (("--kv-group-size", 5), "--kv-group-size is 5; choose from"),
+        (("--num-draft-tokens=-1",), "--num-draft-tokens is -1"),
+        (("--hysteresis", "inf"), "hysteresis is inf"),
+        (("--window", 10**20), "--window is 100000000000000000000"),
+        (("--extra-eos-token", "nosuchtoken"), '--extra-eos-token "nosuchtoken": is not in'),
+        (("--extra-eos-token", "\n"), '--extra-eos-token "\\n": is not in'),
+        (("--extra-eos-token", 4096), '--extra-eos-token "4096": is not in'),
+        (("--extra-eos-token=-1",), '--extra-eos-token "-1": is not in'),
+        (("--ignore-chat-template", "--prefill-response", "It"), "--prefill-response goes into the chat template"),
+        (("--ignore-chat-template", "--system-prompt", "Be brief."), "--system-prompt goes into the chat template"),
+        (("--kv-bits", 4, "--kv-group-size", 128), "--kv-group-size is 128, and the model's heads have 64 numbers"),
+        (("--model", "x" * 300), "no such model directory"),
+        (("--model", "foo/bar--baz"), "foo/bar--baz"),
+        (("--summary", "s" * 300), "cannot be written"),
+        (("--prompt", "\udcff"), "not UTF-8"),
+        (("--temp=--",), "--temp is --; give a value"),
+    ],
+)
+def test_other_settings(command, arguments, word):
+    assert_refused(command("generate", *arguments), word)
+
+
+def test_prompts_files(command, tmp_path):
+    for count in (0, -1):
+        assert_refused(command("analyze", "--prompts", "p.txt", "--num-prompts", count), f"--num-prompts is {count}")
+    empty, broken, strange = tmp_path / "e.txt", tmp_path / "b.jsonl", tmp_path / "s.jsonl"
+    empty.write_text("\n \n")
+    broken.write_text('{"question": "one"}\n\n{"question"')
+    strange.write_text('{"riddle": "one"}')
+    for file, words in [
+        (empty, "has no prompt"),
+        (broken, "line 3: not JSON"),
+        (strange, "line 1: no field"),
+        (tmp_path / "none.txt", "cannot be read"),
+    ]:
+        assert_refused(command("analyze", "--prompts", file, "--out", tmp_path / "out"), file, words)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
+    (tmp_path / "s.json").write_text("before")
+    assert_refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
+    assert (tmp_path / "s.json").read_text() == "before"
+
+
+def test_trace_and_summary_need_two_files(command, tmp_path):
+    file = tmp_path / "same.json"
+    assert_refused(command("generate", "--trace", file, "--summary", file), "both --trace and --summary")
+
+
+def test_a_prompt_cache_of_another_model(command, tmp_path, demo):
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    file = tmp_path / "cache.safetensors"
+    cache = make_prompt_cache(demo.model)
+    demo.model(mx.array([[1, 2, 3]]), cache=cache)
+    save_prompt_cache(str(file), cache, {"model": "somebody/else", "tokenizer_config": "{}"})
+    assert_refused(command("generate", "--model", DEMO_MODEL, "--prompt-cache-file", file), file, "somebody/else")
+
+
+@pytest.mark.slow
+def test_a_prompt_and_its_cache_together_longer_than_the_context(command, tmp_path, demo):
+    from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
+
+    file = tmp_path / "cache.safetensors"
+    cache = make_prompt_cache(demo.model)
+    demo.model(mx.array([[5] * 450]), cache=cache)
+    save_prompt_cache(str(file), cache, {"model": str(DEMO_MODEL), "tokenizer_config": "{}"})
+    result = command("generate", "--prompt-cache-file", file, "-p", "king " * 100)
+    assert_refused(result, "the prompt is 5", "context 512")
+
+
+def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "resolve", broken)
+    result = command("generate")
+    assert (result.status, result.err.splitlines()) == (
+        1,
+        ["error: ZeroDivisionError: a bug (GEARBX_TRACEBACK=1 shows where)"],
+    )

@@ -1,0 +1,210 @@
+"""Geared checkpoints of quantized models: the top gear has their codes, and mlx-lm runs the lowest."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from conftest import PROMPT, save_model, tiny_model
+from gguf_files import Q8_0, tiny_as, write
+from mlx_lm.utils import quantize_model, save_config
+
+import gearbx_mlx
+from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
+from gearbx_mlx.conversion.converter import Converter
+from gearbx_mlx.formats.base import dense_weight
+from gearbx_mlx.formats.tied import linear_of
+
+MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "mixtral": {}, "gpt_neox": {}, "mistral4": {}}
+
+
+def save_quantized(path, architecture="llama", bits=8, group_size=32, predicate=None, **change):
+    """A tiny model as mlx_lm.convert writes it."""
+    name = "llama" if architecture == "tied" else architecture
+    experts = architecture in ("mixtral", "qwen3_moe", "mistral4")  # MLX has no products in half precision on a CPU
+    change = {"dtype": mx.float32 if experts else mx.bfloat16, **MODELS.get(architecture, {}), **change}
+    model = tiny_model(name, **change)
+    config = vars(model.args)
+    model, config = quantize_model(model, dict(config), group_size, bits, quant_predicate=predicate)
+    save_model(model, path)
+    save_config(config, path / "config.json")
+    return path
+
+
+@pytest.fixture
+def convert(command, tmp_path):
+    """A quantized model, converted: (source, flags) -> the checkpoint's directory."""
+
+    def run(source, *flags):
+        out = tmp_path / "geared"
+        done = command("convert", "--model", source, "--mlx-path", out, *flags)
+        assert done.status == 0, done.err
+        return out
+
+    return run
+
+
+def loaded(path, ladder=None, **keywords):
+    return Gearbox(gearbx_mlx.load(path)[0], ladder, **keywords)
+
+
+@pytest.mark.some(5)
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "4,6"), (8, "3,5,8")])
+def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder):
+    source = save_quantized(tmp_path / "quantized", architecture, bits)
+    out = convert(source, "--gears", ladder)
+    stock, expected = mlx_lm.load(str(source))[0], loaded(source, ladder, kernels="mlx")
+    gearbox = loaded(out, kernels="mlx")
+    assert str(gearbox.ladder) == ladder
+    assert gearbox.gear == gearbox.ladder[0]
+    assert gearbox.fingerprint == expected.fingerprint
+    for gear in (*gearbox.ladder, *reversed(gearbox.ladder)):
+        gearbox.shift(gear)
+        expected.shift(gear)
+        assert mx.array_equal(gearbox.model(PROMPT), expected.model(PROMPT))
+    gearbox.shift(gearbox.ladder.top)
+    assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT))
+    assert gearbox.original_bytes_per_token() == gearbox.weight_bytes_per_token(gearbox.ladder.top)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("architecture", MODELS)
+def test_native_kernels_have_the_codes_too(convert, tmp_path, architecture, native):
+    source = save_quantized(tmp_path / "quantized", architecture)
+    gearbox = loaded(convert(source, "--gears", "3,5,8"), kernels="native", activations="float")
+    gearbox.shift(8)
+    stored = dict(mlx_lm.load(str(source))[0].named_modules())
+    modules = dict(gearbox.model.named_modules())
+    for layer in gearbox.layers:
+        codes, *scales = (stored[layer.path][name] for name in ("weight", "scales", "biases"))
+        expected = mx.dequantize(codes, *(array.astype(mx.float32) for array in scales), 32, 8)
+        assert mx.array_equal(dense_weight(linear_of(modules[layer.path])), expected)
+    in_place = loaded(source, "3,5,8", kernels="native", activations="float")
+    for gear in (5, 8):
+        gearbox.shift(gear)
+        in_place.shift(gear)
+        assert mx.array_equal(gearbox.model(PROMPT), in_place.model(PROMPT))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])
+def test_mlx_lm_runs_the_lowest_gear(convert, tmp_path, architecture):
+    out = convert(save_quantized(tmp_path / "quantized", architecture))
+    base, _ = mlx_lm.load(str(out))
+    assert mx.array_equal(base(PROMPT), loaded(out, kernels="mlx").model(PROMPT))
+
+
+def test_layers_of_other_bits_stay_as_they_are(convert, tmp_path):
+    def choose(path, module):
+        return {"bits": 4, "group_size": 64} if "v_proj" in path else "gate_proj" not in path
+
+    source = save_quantized(tmp_path / "quantized", predicate=choose, hidden_size=128)
+    out = convert(source)
+    stock, gearbox = mlx_lm.load(str(source))[0], loaded(out, kernels="mlx")
+    layers = {layer.path.split(".")[-1]: (layer.bits, layer.fixed) for layer in gearbox.layer_paths()}
+    assert layers["q_proj"] == ((4, 8), None)
+    assert layers["v_proj"][1] == "is quantized to 4 bits in groups of 64"
+    assert layers["gate_proj"][1] == "not quantized"
+    gearbox.shift(8)
+    assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT))
+    assert mlx_lm.load(str(out))[0](PROMPT).shape == stock(PROMPT).shape
+
+
+def test_so_do_routers_that_mlx_lm_keeps_at_8_bits(convert, tmp_path):
+    source = save_quantized(tmp_path / "quantized", "qwen3_moe", 6)
+    gearbox = loaded(convert(source), kernels="mlx")
+    told = {layer.path.split(".")[-1]: layer.fixed for layer in gearbox.layer_paths()}
+    assert told["gate"] == "is quantized to 8 bits in groups of 64"
+    gearbox.shift(6)
+    assert mx.array_equal(gearbox.model(PROMPT), mlx_lm.load(str(source))[0](PROMPT))
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("residency", ["resident", "disk"])
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+def test_come_back_after_they_were_given_up(convert, tmp_path, residency, kernels, request):
+    if kernels == "native":
+        request.getfixturevalue("native")
+    out = convert(save_quantized(tmp_path / "quantized", "tied"), "--gears", "3,5,8")
+    kept, given_up = loaded(out, kernels=kernels), loaded(out, kernels=kernels, residency=residency)
+    for gear in (8, 3, 5, 8, 3, 5):
+        kept.shift(gear)
+        given_up.shift(gear)
+        assert mx.array_equal(kept.model(PROMPT), given_up.model(PROMPT))
+
+
+def test_lossless_writes_the_text_of_the_quantized_model(convert, tmp_path):
+    source = save_quantized(tmp_path / "quantized", vocab_size=4096)
+    _, tokenizer = gearbx_mlx.load()
+    stock, _ = mlx_lm.load(str(source))
+    expected = [response.token for response in mlx_lm.stream_generate(stock, tokenizer, [1, 2, 3], 24)]
+    out = convert(source)
+    for mode in (Static(), Lossless(draft_length=3)):
+        box = loaded(out, kernels="mlx")
+        made = gearbx_mlx.stream_generate(box.model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)
+        assert [response.token for response in made] == expected
+
+
+def test_it_goes_on_where_it_stopped(convert, tmp_path, monkeypatch, command):
+    source = save_quantized(tmp_path / "quantized", "tied")
+    whole = convert(source)
+    write_one = Converter._write
+
+    def fail_at_the_third(self, *arguments):
+        if len(self.done) == 3:
+            raise KeyboardInterrupt
+        write_one(self, *arguments)
+
+    flags = "--model", source, "--mlx-path", tmp_path / "again"
+    with monkeypatch.context() as patch:
+        patch.setattr(Converter, "_write", fail_at_the_third)
+        assert command("convert", *flags).status == 130
+    assert command("convert", *flags).status == 0
+    for name in ("model.safetensors", "gears.safetensors", "gears.json", "config.json"):
+        assert (whole / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    verified = command("convert", "--verify", tmp_path / "again")
+    assert "are what was written" in verified.out
+
+
+def test_a_gguf(convert, tmp_path, own_cache):
+    source = write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0)
+    stock, _ = gearbx_mlx.load(source)
+    expected = stock(PROMPT)
+    gearbox = loaded(convert(source), kernels="mlx")
+    gearbox.shift(8)
+    assert mx.array_equal(gearbox.model(PROMPT), expected)
+
+
+@pytest.mark.parametrize(
+    ("bits", "flags", "words"),
+    [
+        (4, (), "4 bits: drafts come by lookup"),
+        (8, ("--gears", "8"), "8 bits: gears 4,8 in place"),
+        (8, ("--gears", "4,16"), "choose from 6,8, 5,8, 4,8, 3,8, 2,8, or 8 alone"),
+        (8, ("--format", "exact"), "leave out --format"),
+        (8, ("--dtype", "float16"), "leave out --dtype"),
+        (8, ("--calibrate",), "leave out --calibrate"),
+        (8, ("--embeddings", "keep"), "leave out --embeddings"),
+        (8, ("--q-group-size", "64"), "leave out --q-group-size"),
+    ],
+)
+def test_what_is_refused(command, tmp_path, bits, flags, words):
+    source = save_quantized(tmp_path / "quantized", bits=bits)
+    done = command("convert", "--model", source, "--mlx-path", tmp_path / "out", *flags)
+    assert done.status == 2
+    assert words in done.err
+    assert done.err.count("\n") == 1
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith("out")]
+
+
+def test_what_the_files_say(convert, tmp_path):
+    out = convert(save_quantized(tmp_path / "quantized", "tied", hidden_size=512, intermediate_size=1024))
+    told = json.loads((out / "gears.json").read_text())
+    assert (told["format"], told["gears"], told["stock"]) == ("codes", [4, 8], True)
+    assert "The highest gear has the codes" in (out / "README.md").read_text()
+    sizes = {name: (out / name).stat().st_size for name in ("model.safetensors", "gears.safetensors")}
+    assert sum(sizes.values()) < 1.08 * (tmp_path / "quantized" / "model.safetensors").stat().st_size
+    told["layers"]["model.embed_tokens"]["rows"] = 8
+    (out / "gears.json").write_text(json.dumps(told))
+    with pytest.raises(GearbxError, match="rows is 8"):
+        gearbx_mlx.load(out)

@@ -1,0 +1,168 @@
+"""The gear that reads the prompt, and schedules: which gear computes each token, and what the KV cache then holds."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from chats import ASKED, MORE, chat
+from conftest import on_disk, tiny_model
+from mlx_lm.models.cache import make_prompt_cache
+from refusals import assert_refused
+
+from gearbx_mlx import (
+    Gearbox,
+    GearbxWarning,
+    Kickdown,
+    Lossless,
+    Route,
+    Static,
+    batch_generate,
+    generate,
+    stream_generate,
+)
+
+TALE = "Once upon a time there was a king"
+LOW_TEXTS = [Static("low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]
+
+
+def written(demo, gearbox, mode, count=12, **keywords):
+    return list(stream_generate(demo.model, demo.tokenizer, TALE, count, mode=mode, gearbox=gearbox, **keywords))
+
+
+def by_hand(demo, gearbox, reads, writes, count):
+    """Greedy tokens: one gear reads the prompt except its last token, another gear computes everything after."""
+    tokens, cache = demo.tokenizer.encode(TALE), make_prompt_cache(demo.model)
+    gearbox.shift(reads)
+    mx.eval(demo.model(mx.array([tokens[:-1]]), cache=cache))
+    gearbox.shift(writes)
+    text = tokens[-1:]
+    for _ in range(count):
+        text.append(int(mx.argmax(demo.model(mx.array([text[-1:]]), cache=cache)[0, -1]).item()))
+    gearbox.shift("high")
+    return text[1:]
+
+
+class TestWhoReads:
+    @pytest.mark.parametrize(("asked", "reads"), [(None, "high"), ("same", "low"), (3, "low"), ("high", "high")])
+    def test_the_text_is_that_of_a_prompt_in_this_gear(self, demo, geared_demo, asked, reads):
+        found = written(demo, geared_demo, Static("low", prompt_gear=asked))
+        assert [response.token for response in found] == by_hand(demo, geared_demo, reads, "low", 12)
+        assert {response.gear for response in found} == {"low"}
+
+    @pytest.mark.parametrize("mode", LOW_TEXTS, ids=lambda mode: mode.name)
+    def test_modes_that_stay_in_the_low_gear_write_the_same_text(self, demo, geared_demo, mode):
+        found = written(demo, geared_demo, mode)
+        assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
+
+    def test_all_modes_leave_the_same_entries_of_the_prompt(self, demo, geared_demo):
+        kept = []
+        for mode in [*LOW_TEXTS, Lossless(), Static()]:
+            cache = make_prompt_cache(demo.model)
+            written(demo, geared_demo, mode, 2, prompt_cache=cache)
+            kept.append([np.array(part.keys[..., : len(demo.tokenizer.encode(TALE)) - 1, :]) for part in cache])
+        for entries in kept[1:]:
+            assert all(np.array_equal(mine, first) for mine, first in zip(entries, kept[0]))
+
+    def test_a_part_of_a_prompt_that_is_one_token_is_read_like_the_others(self, demo, geared_demo):
+        for mode in (Static("low"), Kickdown([1e3])):
+            found = written(demo, geared_demo, mode, prefill_step_size=1)
+            assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
+
+    def test_a_batch_writes_what_each_text_is_alone(self, demo, geared_demo):
+        prompts = [TALE, "There was a miller"]
+        modes = Static("low"), Static("low", prompt_gear="same")
+        for mode in modes:
+            found = batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=10, mode=mode, gearbox=geared_demo)
+            shared = {"max_tokens": 10, "mode": mode, "gearbox": geared_demo}
+            alone = [generate(demo.model, demo.tokenizer, each, **shared) for each in prompts]
+            assert found.texts == alone
+
+    def test_with_a_draft_model(self, demo, geared_demo):
+        drafted = written(demo, geared_demo, Static("low"), draft_model=tiny_model(vocab_size=4096))
+        assert [response.token for response in drafted] == by_hand(demo, geared_demo, "high", "low", 12)
+
+    def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo, tmp_path):
+        model = tiny_model()
+        gearbox = Gearbox(model, "4,16", **on_disk(model, tmp_path))
+        keywords = {"mode": Static("low"), "gearbox": gearbox, "max_tokens": 3}
+        with pytest.warns(GearbxWarning, match="prompt-gear high"):
+            list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))
+        assert "high" not in gearbox.active_memory or gearbox.shifts <= 1
+        list(stream_generate(model, demo.tokenizer, [1, 2, 3, 4], **keywords))  # said once
+
+
+class TestChat:
+    @pytest.mark.parametrize("gear", ["low", "high"])
+    def test_an_answer_in_a_low_gear_is_read_again_in_that_of_prompts(self, gear):
+        with chat(gears="3,16", gear=gear) as session:
+            asked = session.conversation.tokens(ASKED)
+            session.answer(ASKED)
+            read = session.cache.tokens
+            assert (read == asked[:-1]) == (gear == "low")
+            session.answer(MORE)
+            assert session.cache.tokens[: len(asked)] == asked
+            entries, box = session.cache.entries, session.model._geared.gearbox
+            box.shift("high")
+            whole = make_prompt_cache(box.model)
+            mx.eval(box.model(mx.array([session.cache.tokens]), cache=whole))
+            for mine, top in zip(entries, whole):
+                count = len(session.cache.tokens)
+                assert np.allclose(np.array(mine.keys[..., :count, :]), np.array(top.keys[..., :count, :]), atol=1e-3)
+
+    def test_a_mode_reads_again_what_a_lower_gear_read_and_nothing_else(self):
+        with chat(gears="3,8,16", mode="static", gear="low", prompt_gear="8") as session:
+            read = session.cache
+            session.answer(ASKED)
+            assert set(read.bits) == {8}
+            session.model.change("lossless", [])
+            session.answer(MORE)
+            assert set(read.bits) == {16}
+            top = len(read.bits)
+            session.model.change("static", [])
+            session.answer(MORE)
+            assert read.bits[:top] == [16] * top
+            assert set(read.bits[top:]) == {8}
+            asked = session.conversation.tokens(ASKED)
+            assert read.unread(asked, 16) == asked[top:]
+
+    def test_a_lossless_answer_depends_on_no_mode_before_it(self):
+        said = []
+        for flags in ({"mode": "lossless"}, {"mode": "static", "gear": "low", "prompt_gear": "8"}):
+            with chat(gears="3,8,16", **flags) as session:
+                session.answer(ASKED)
+                session.conversation.turns[-1]["content"] = "7"
+                session.model.change("lossless", [])
+                session.answer(MORE)
+                said.append(session.conversation.turns[-1]["content"])
+        assert said[0] == said[1]
+
+    def test_a_prompt_gear_waits_for_a_mode_that_uses_it(self):
+        with chat(gears="3,8,16", prompt_gear="8") as session:
+            assert session.model.coming(ASKED).reads == 16
+            session.model.hold("low")
+            assert session.model.coming(ASKED).reads == 8
+
+
+def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
+    saved = tmp_path / "kept.safetensors"
+    with chat(gears="3,16", gear="low") as session:
+        session.answer(ASKED)
+        session.save_cache(saved)
+    given = ["generate", "--gears", "3,16", "--gear", "low", "--prompt-cache-file", saved, "-p", MORE, "-m", 4]
+    assert str(saved) not in command(*given).err
+    result = command(*given, "--prompt-gear", "3")
+    assert result.status == 0
+    assert f"{saved}: was read in 16 bits" in result.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--mode", "static", "--gear", "4", "--prompt-gear", "5"], "5"),
+        (["--prompt-gear", "8"], "--prompt-gear"),
+        (["--mode", "lossless", "--prompt-gear", "8"], "--prompt-gear"),
+    ],
+)
+def test_flags_that_cannot_be(command, flags, named):
+    result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
+    assert_refused(result)
+    assert named in result.err

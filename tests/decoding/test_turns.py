@@ -1,0 +1,132 @@
+"""Several texts with one gearbox: each is the same as alone, in turns and in threads."""
+
+import subprocess
+import sys
+import textwrap
+from itertools import cycle, islice, zip_longest
+from pathlib import Path
+
+import pytest
+from conftest import PATHS, tiny_model
+
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Observer, Route, Static, TelemetryOnly, stream_generate
+
+PROMPTS = [[1, 5, 9, 2, 7], [3, 8, 4]]
+
+
+class Script:
+    """A gate that cycles through a list of gears."""
+
+    def __init__(self, gears):
+        self.gears = gears
+
+    def reset(self, gear):
+        self.left = cycle(self.gears)
+
+    def peek(self, level):
+        return 0
+
+    def update(self, reading):
+        return next(self.left)
+
+
+def routes():
+    return Route(gate=Script([0, 1, 1]), initial_gear="low"), Route(gate=Script([1, 0]), initial_gear="high")
+
+
+def modes():
+    return [
+        routes(),
+        (Static("low"), Static("high")),
+        (routes()[0], Kickdown(rule=lambda entropy, position, gear: position % 2 == 0)),
+        (Lossless(draft_length=2), routes()[1]),
+    ]
+
+
+def begun(model, tokenizer, gearbox, chosen):
+    return [
+        stream_generate(model, tokenizer, prompt, 16, mode=mode, gearbox=gearbox)
+        for prompt, mode in zip(PROMPTS, chosen)
+    ]
+
+
+def seen(response):
+    return response.token, response.gear, response.entropy
+
+
+def in_turns(texts):
+    """Each text, where tokens of both texts alternate."""
+    together = zip_longest(*(map(seen, text) for text in texts))
+    return [list(text) for text in zip(*together)]
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("number", range(4), ids=["route", "static", "kickdown", "lossless"])
+def test_texts_in_turns_are_what_they_are_alone(demo, number):
+    model = tiny_model()
+    gearbox = Gearbox(model, "3,16", kernels="mlx")
+    alone = [[seen(r) for r in text] for text in begun(model, demo.tokenizer, gearbox, modes()[number])]
+    assert alone[0] != alone[1]
+    assert in_turns(begun(model, demo.tokenizer, gearbox, modes()[number])) == alone
+
+
+def test_texts_that_are_only_observed_name_their_own_gears(demo):
+    model = tiny_model()
+    observer = Observer(model, "3,16")
+    chosen = [TelemetryOnly(**vars(mode)) for mode in routes()]
+    alone = [[seen(r) for r in text] for text in begun(model, demo.tokenizer, observer, chosen)]
+    assert in_turns(begun(model, demo.tokenizer, observer, chosen)) == alone
+
+
+def test_a_text_that_was_dropped_leaves_the_gearbox_free(demo):
+    model = tiny_model()
+    gearbox = Gearbox(model, "3,16", kernels="mlx")
+    first, second = (begun(model, demo.tokenizer, gearbox, routes())[1] for _ in range(2))
+    list(islice(first, 3))
+    del first
+    expected = [seen(r) for r in begun(model, demo.tokenizer, gearbox, routes())[1]]
+    assert [seen(r) for r in second] == expected
+
+
+IN_THREADS = """
+    import os, sys, traceback
+    from concurrent.futures import ThreadPoolExecutor
+    sys.path[:0] = {paths}
+    from test_turns import PROMPTS, modes, seen
+    import gearbx_mlx
+    from gearbx_mlx import Gearbox, stream_generate
+
+    def texts(pool):
+        jobs = [pool.submit(write, prompt, mode) for pair in modes() for prompt, mode in zip(PROMPTS, pair)]
+        return [job.result() for job in jobs]
+
+    def write(prompt, mode):
+        return [seen(r) for r in stream_generate(model, tokenizer, prompt, 16, mode=mode, gearbox=gearbox)]
+
+    status = 1
+    try:
+        model, tokenizer = gearbx_mlx.load({model!r})
+        gearbox = Gearbox(model, "4,16")
+        with ThreadPoolExecutor(4) as pool:
+            together = texts(pool)
+        alone = [write(prompt, mode) for pair in modes() for prompt, mode in zip(PROMPTS, pair)]
+        assert together == alone
+        assert len(set(map(str, alone))) > 4
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(status)  # MLX's threads may abort the process when it ends in another way
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("geared", [False, True], ids=["original", "geared checkpoint"])
+def test_texts_in_threads_are_what_they_are_alone(command, demo, tmp_path, geared):
+    model = demo.path
+    if geared:
+        model = tmp_path / "geared"
+        assert command("convert", "--model", demo.path, "--mlx-path", model, "--gears", "4,16").status == 0
+    code = textwrap.dedent(IN_THREADS).format(paths=[str(Path(__file__).parent), *PATHS], model=str(model))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,91 @@
+"""The pictures in the docs show the real output of the commands."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from research import pictures, studies
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images"
+
+
+def words(text: str) -> list[str]:
+    """The words of the terminal, without figures of time and memory, which differ in every run."""
+    text = re.sub(r"[\d.]+ (tokens/s|ms)|\d[\d.]*/s", r"\1", text)
+    text = re.sub(r"^memory .*$", lambda row: re.sub(r"[\d.]+ [kMG]?B", "", row[0]), text, flags=re.MULTILINE)
+    return text.split()
+
+
+def flags_of(shown: str) -> list[str]:
+    """The flags of the command in the first line of a terminal."""
+    return shlex.split(shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate"))
+
+
+@pytest.mark.slow
+def test_the_terminal_in_the_readme_shows_what_generate_writes():
+    shown = (IMAGES / "generate.txt").read_text(encoding="utf-8")
+    assert words(pictures.terminal_text(flags_of(shown)).plain) == words(shown)
+
+
+@pytest.mark.real
+def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
+    shown = (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
+    answer = shown.split("\n\n", 1)[1].split("\nmodel", 1)[0]
+    assert len(answer.split()) > 50
+    assert pictures.terminal_text(flags_of(shown)).plain.split("\n\n", 1)[1].startswith(answer)
+
+
+def test_the_row_of_the_summary_in_the_readme_is_the_pictures():
+    quoted = re.findall(r"^```\n(.*\n)```$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(quoted) == 1
+    assert quoted[0] in (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_chat_in_the_docs_is_what_chat_writes():
+    shown = (IMAGES / "chat.txt").read_text(encoding="utf-8")
+    assert words(pictures.recorded().plain) == words(shown)
+
+
+def test_words_leave_out_time_and_memory_alone():
+    assert words("shifts   22, 145.7 ms in all\nmemory   peak 30 MB\nread   6.33 MB") == (
+        ["shifts", "22,", "ms", "in", "all", "memory", "peak", "read", "6.33", "MB"]
+    )
+
+
+def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    shown = {name for page in pages for name in re.findall(r"images/(\w+\.png)", page.read_text(encoding="utf-8"))}
+    assert shown == {file.name for file in IMAGES.glob("*.png")}
+
+
+def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
+    listed = "\n".join(studies.listed())
+    for picture in IMAGES.glob("*.png"):
+        assert picture.name in listed or (picture.name.startswith("kl_") and "kl_*.png" in listed)
+    for page in (ROOT / "docs").glob("*.md"):
+        if "<!-- end -->" in page.read_text(encoding="utf-8"):
+            assert f"docs/{page.name}" in listed
+
+
+@pytest.mark.processes
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["rainbow"], "rainbow: no such study"),
+        (["evidence"], "the following arguments are required: results"),
+        (["figures", "--max-tokens", "1"], "--max-tokens 1: is too few"),
+        (["compare-llama-cpp", "--subjects", "speed"], "invalid choice: 'speed'"),
+    ],
+)
+def test_a_mistake_in_the_names_is_one_line(arguments, words):
+    line = [sys.executable, "-m", "research", *arguments]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.returncode == 2
+    assert words in done.stderr.splitlines()[-1]

@@ -1,0 +1,252 @@
+"""The command lines and Python blocks of README and docs, and a directory to run those of a page in.
+
+The lines of a page run in their order, because one writes what the next one reads. Short flags after a line make it
+quick.
+"""
+
+import functools
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gearbx_mlx.loading import DEMO_MODEL
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+INLINE = "inline"
+TASKS = "lm-eval downloads its tasks"
+SERVES = "a server serves until it is stopped"
+DOWNLOADS = "mlx-vlm's model has to be downloaded"
+MENTIONED = "a sentence mentions it, and files that it reads may be missing"
+PARSED_ONLY = {  # pages that say how their figures were measured
+    "docs/codebook.md": "models and texts that do not ship",
+    "docs/evidence.md": "models and texts that do not ship, and hours",
+    "docs/chat.md": "a chat waits for what is typed",
+    "docs/performance.md": "minutes of timing",
+    "docs/server.md": SERVES,
+}
+# The demo model replaces what has to be downloaded.
+STANDS_FOR_DEMO = (
+    "mlx-community/Llama-3.2-1B-Instruct-bf16",
+    "mlx-community/Llama-3.2-1B-Instruct-8bit",
+    "--model smollm2",
+    "--model Qwen3-0.6B-Q8_0.gguf",
+    "mlx-community/Qwen2.5-14B-Instruct-8bit",
+    "mlx-community/Qwen2.5-0.5B-Instruct-8bit",
+    "--small-model small",
+)
+# By the words in a command; if several fit, the longest counts.
+SHORTER = {
+    "generate": "--max-tokens 6",
+    "generate --calibrate-base": "--max-tokens 6 --calibrate-base text.txt",
+    "chat": "--max-tokens 6",
+    "analyze": "--max-tokens 6",
+    "calibrate": "--max-tokens 24 --num-prompts 1",
+    "evaluate": "--tokens 24 --context 12",
+    "convert codebook": "--manage attention",
+    "convert --calibrate": "--manage attention --calibrate text.txt",
+    "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",
+    "allocate": "--num-samples 1 --sequence-length 12 --exchanges 0",
+    "benchmark decode": "--shape 256x2 --tokens 2 --trials 1",
+}
+PROBLEMS = (ROOT / "tests" / "data" / "gsm8k_held_out.jsonl").read_text(encoding="utf-8").splitlines()
+FILES = {
+    "prompts.txt": "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n",
+    "prompts.jsonl": "\n".join(PROBLEMS[:2]) + "\n",
+    "gsm8k.jsonl": "\n".join(PROBLEMS[:3]) + "\n",
+    "math.jsonl": (ROOT / "tests" / "data" / "math_sample.jsonl").read_text(encoding="utf-8"),
+    "text.txt": "Once upon a time there was a king who had three sons. The eldest was proud, the second was clever.\n"
+    * 24,
+    "machine.jsonl": '{"seconds": 0, "thermal": "nominal"}\n{"tokens": 3, "thermal": "serious"}\n',
+}
+PROGRAMS = {
+    "python": '"{python}" "$@"',
+    "gearbx_mlx": '"{python}" -m gearbx_mlx "$@"',
+    "mlx_lm.generate": '"{python}" -m mlx_lm generate "$@"',
+    "mlx_lm.convert": '"{python}" -m mlx_lm convert "$@"',
+}
+
+
+JOINTS = re.compile(r"( && | \| )")
+
+
+@dataclass(frozen=True)
+class Block:
+    """Code in a page: its language, the number of its first line, its text; whether CI runs it itself."""
+
+    page: str
+    number: int
+    language: str
+    text: str
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One command or Python block of a page. `inline`: within a sentence."""
+
+    page: str
+    number: int
+    text: str
+    python: bool = False
+    inline: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.number}: {self.text.splitlines()[0][:60]}"
+
+
+@functools.cache
+def blocks(page: str) -> tuple[Block, ...]:
+    """Fenced and indented code, and commands within a sentence."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    fenced = re.compile(r"(<!-- command: \w+ -->\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    indented = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
+    inline = re.compile(r"`((?:gearbx_mlx |python -m gearbx_mlx\.)[a-z][^`]* -[^`]*)`")
+    found = [
+        Block(page, text.count("\n", 0, match.start(3)) + 1, match[2], match[3], match[1] is not None)
+        for match in fenced.finditer(text)
+    ]
+    outside = fenced.sub(lambda match: "\n" * match[0].count("\n"), text)
+    found += [
+        Block(page, outside.count("\n", 0, match.start()) + 1, "bash", textwrap.dedent(match[0]))
+        for match in indented.finditer(outside)
+        if re.match(r" +(python|gearbx_mlx|\w+=)", match[0])
+    ]
+    found += [
+        Block(page, outside.count("\n", 0, match.start()) + 1, INLINE, match[1].replace("\n", " "))
+        for match in inline.finditer(indented.sub(lambda match: "\n" * match[0].count("\n"), outside))
+    ]
+    return tuple(sorted(found, key=lambda block: block.number))
+
+
+def lines(page: str) -> Iterator[Line]:
+    for block in blocks(page):
+        if block.language == "python":
+            yield Line(page, block.number, block.text, python=True)
+        elif block.language in ("bash", INLINE) and not block.marked:
+            joined = block.text.replace("\\\n", "\\\0")
+            for offset, line in enumerate(joined.split("\n")):
+                number = block.number + offset + "\n".join(joined.split("\n")[:offset]).count("\0")
+                typed = re.sub(r"\s+# .*$", "", line.replace("\\\0", " ")).strip()
+                if typed and not typed.startswith("#"):
+                    yield Line(page, number, re.sub(r"\s+", " ", typed), inline=block.language == INLINE)
+
+
+ALL = [line for page in PAGES for line in lines(page)]
+
+
+def parts(line: Line) -> list[str]:
+    """The commands of a line, without what joins them."""
+    return [piece for piece in JOINTS.split(line.text) if not JOINTS.fullmatch(piece)]
+
+
+def command_of(part: str) -> tuple[str, str] | None:
+    """A command of this package and its arguments; None for another program."""
+    match = re.match(r"(?:gearbx_mlx |python -m gearbx_mlx[. ])(\w+)\s*(.*)", part)
+    return None if match is None else (match[1], match[2])
+
+
+def why_not_run(line: Line) -> str | None:
+    """The reason why a line is parsed and not run; None for one that is run."""
+    if line.inline:
+        return MENTIONED
+    if line.page in PARSED_ONLY:
+        return PARSED_ONLY[line.page]
+    if "from mlx_vlm import" in line.text:
+        return DOWNLOADS
+    commands = {(command_of(part) or ("",))[0] for part in parts(line)}
+    if "lm_eval" in commands:
+        return TASKS
+    if "server" in commands:
+        return SERVES
+    return None
+
+
+def on_the_demo_model(text: str) -> str:
+    for name in STANDS_FOR_DEMO:
+        flag, _, _ = name.rpartition(" ")
+        text = re.sub(rf"(?<![\w/-]){re.escape(name)}(?![\w/-])", f"{flag} {DEMO_MODEL}".strip(), text)
+    return text
+
+
+def shortened(part: str) -> str:
+    name, arguments = command_of(part) or ("", "")
+    words = {*arguments.split()}
+    fitting = [key for key in SHORTER if key.split()[0] == name and words.issuperset(key.split()[1:])]
+    return f"{part} {SHORTER[max(fitting, key=len)]}" if fitting else part
+
+
+Command = Callable[..., Any]
+"""The fixture `command`."""
+
+
+@dataclass
+class Directory:
+    """A directory in which a page's lines run: commands of this package in this process, the rest in programs."""
+
+    path: Path
+    command: Command
+
+    def __post_init__(self) -> None:
+        for name, text in FILES.items():
+            (self.path / name).write_text(text, encoding="utf-8")
+        (self.path / "bin").mkdir()
+        for name, body in PROGRAMS.items():
+            program = self.path / "bin" / name
+            program.write_text(f"#!/bin/sh\nexec {body.format(python=sys.executable)}\n")
+            program.chmod(0o755)
+
+    def run(self, line: Line) -> tuple[int, str]:
+        """The exit status, and what it wrote to stderr."""
+        if line.python:
+            (self.path / "block.py").write_text(on_the_demo_model(line.text), encoding="utf-8")
+            return self._typed("python block.py")
+        pieces = JOINTS.split(line.text)
+        typed = [piece if JOINTS.fullmatch(piece) else shortened(on_the_demo_model(piece)) for piece in pieces]
+        own = command_of(typed[0]) if len(typed) == 1 else None
+        if own is None:
+            return self._typed("".join(typed))
+        done = self.command(own[0], *shlex.split(own[1]))
+        return done.status, done.err
+
+    def _typed(self, line: str) -> tuple[int, str]:
+        environment = os.environ | {
+            "PATH": f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "HF_HUB_OFFLINE": "1",
+        }
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", line],
+            cwd=self.path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, done.stderr
+
+
+def is_run(line: Line) -> bool:
+    return line.python or any(command_of(part) or part.startswith("mlx_lm.") for part in parts(line))
+
+
+RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
+PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
+OTHER = [line for line in ALL if not is_run(line)]
+
+
+def described_fields(heading: str, table: int = 0, page: str = "docs/files.md") -> set[str]:
+    """The names in the first column of a table under a heading of a page."""
+    text = PAGES[page].read_text(encoding="utf-8")
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}

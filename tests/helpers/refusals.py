@@ -1,0 +1,13 @@
+"""What a refusal of a command looks like."""
+
+
+def assert_refused(result, *words, folder=None):
+    """The command ended with one line that has these words, and left no file in the folder."""
+    assert result.status == 2
+    lines = [line for line in result.err.splitlines() if line.strip()]
+    assert len(lines) == 1, result.err
+    assert lines[0].startswith("error: ")
+    for word in words:
+        assert str(word) in lines[0]
+    if folder:
+        assert not [path for path in folder.rglob("*") if path.suffix in (".part", ".json", ".jsonl", ".png")]

@@ -1,0 +1,20 @@
+"""Schemas of answers, and a prompt for them."""
+
+from gearbx_mlx.serving.grammar import JsonSchema, Schema
+
+PROMPT = "Question: Tom is 8 years old and likes milk. Who is Tom?\nAnswer:"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "likes": {"type": "array", "items": {"enum": ["milk", "tea", "a ball"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+CHOICE = {"enum": ["yes", "no", "perhaps"]}
+
+
+def format_of(schema):
+    return JsonSchema(Schema(schema, "it"))

@@ -1,0 +1,49 @@
+"""Half a minute of scripts/fuzz_commands.py, and what it reports as a failure."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+FUZZ = [sys.executable, str(SCRIPTS / "fuzz_commands.py")]
+sys.path.append(str(SCRIPTS))
+
+from fuzzing.running import Outcome  # noqa: E402
+
+
+@pytest.mark.fuzz
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not let a process fork that has loaded Metal")
+def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
+    done = subprocess.run([*FUZZ, "--minutes", "0.5", "--jobs", "2"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failures" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("outcome", "problem"),
+    [
+        (Outcome(0, "", 1), None),
+        (Outcome(2, "error: --gears 9: choose another\n", 1), None),
+        (Outcome(2, "usage: x\nx: error: no such flag\n", 1), None),
+        (Outcome(130, "", 1, late=True), None),
+        (Outcome(2, "", 1), "the error is not one line: "),
+        (Outcome(2, "error: the name\nis long\n", 1), "the error is not one line: is long"),
+        (Outcome(2, "error: one\nerror: two\n", 1), "several errors: error: two"),
+        (Outcome(2, "error: one\n", 1, left=[".out.json.x7.part"]), "left behind: .out.json.xN.part"),
+        (Outcome(0, "", 1, left=[".out.json.x7.part"]), "left behind: .out.json.xN.part"),
+        (Outcome(1, "", 1), "status 1 without a word"),
+        (Outcome(3, "", 1), "status 3"),
+        (Outcome(-11, "", 1), "ended by SIGSEGV"),
+        (Outcome(-9, "", 1, late=True), "ended by SIGKILL, late"),
+        (Outcome(0, "", 1, waiting=True), "waits for ever"),
+        (Outcome(1, "Traceback (most recent call last):\nKeyError: 7\n", 1), "Traceback: KeyError: N"),
+        (
+            Outcome(1, "error: KeyError: 'a/b' (GEARBX_TRACEBACK=1 shows where)\n", 1),
+            "unforeseen error: KeyError: PATH (GEARBX_TRACEBACK=N shows where)",
+        ),
+    ],
+)
+def test_what_is_a_failure(outcome, problem):
+    assert outcome.problem == problem

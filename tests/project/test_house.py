@@ -1,0 +1,89 @@
+"""The house: where code is, how long it is, and what is loaded before a command needs it."""
+
+import ast
+import graphlib
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import grimp
+import pytest
+
+import gearbx_mlx
+from gearbx_mlx.__main__ import COMMANDS
+
+PACKAGE = Path(gearbx_mlx.__file__).parent
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+MODULES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES |= {f"scripts/{path.relative_to(SCRIPTS).as_posix()}": path for path in sorted(SCRIPTS.rglob("*.py"))}
+PARSED = [name for name in COMMANDS if name != "lm_eval"]  # whose flags are lm-eval's own
+
+
+def functions(path: Path) -> dict[str, int]:
+    """Name of every function of a module to its number of lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    return {node.name: node.end_lineno - node.lineno + 1 for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def test_no_module_is_longer_than_800_lines():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > 800} == {}
+
+
+@pytest.mark.slow
+def test_no_function_is_longer_than_60_lines():
+    lengths = {
+        f"{name}: {function}": lines for name, path in MODULES.items() for function, lines in functions(path).items()
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
+
+
+def test_a_name_of_a_class_stands_for_one_thing():
+    places: dict[str, list[str]] = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_no_imports_go_in_a_circle():
+    graph = grimp.build_graph("gearbx_mlx")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError
+
+
+def test_only_commands_stand_at_the_top():
+    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__", "errors", "gone", "loading"}
+    assert modules | {path.parent.name for path in PACKAGE.glob("*/__main__.py")} == {*COMMANDS}
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", PARSED)
+def test_a_command_is_parsed_before_mlx_lm_is_loaded(name):
+    """So --help answers at once."""
+    code = f"import sys; sys.argv = ['x', '--help']; from gearbx_mlx.{name} import main; main()"
+    code = f"import atexit, sys; atexit.register(lambda: print('mlx_lm' in sys.modules)); {code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: python -m gearbx_mlx.{name}")
+    assert done.stdout.endswith("False\n")
+
+
+def test_every_export_is_there_and_has_a_docstring():
+    assert len(gearbx_mlx.__all__) > 20
+    for name in gearbx_mlx.__all__:
+        assert getattr(gearbx_mlx, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_main(name):
+    assert callable(import_module(f"gearbx_mlx.{name}").main)
+
+
+def test_generate_needs_no_web():
+    code = "import sys, gearbx_mlx.generate.run; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"fastapi", "starlette", "uvicorn", "pydantic"} & set(done.stdout.split())

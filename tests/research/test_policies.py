@@ -1,0 +1,101 @@
+"""The study of policies: every policy beside its controls, and the numbers of their order."""
+
+from pathlib import Path
+
+import pytest
+
+from gearbx_mlx import GearbxError
+from research.evaluation.policies import COUNTED
+from research.evaluation.report import STYLES
+from research.policies import policies
+
+HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """One run of every policy on the demo model."""
+    out = tmp_path_factory.mktemp("report")
+    return policies(HELD_OUT, out, gears="3,8,16", tokens=160, share="0.25").data | {"out": out}
+
+
+@pytest.mark.slow
+class TestReport:
+    def test_every_policy_is_in_it_with_all_its_numbers(self, report):
+        names = [row["name"] for row in report["policies"]]
+        shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "oracle")]
+        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless"])
+        for row in report["policies"]:
+            assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 160
+            assert row["perplexity_ratio"] == pytest.approx(row["perplexity"] / report["reference"]["perplexity"])
+
+    def test_bytes_of_a_token_computed_again_are_counted_twice(self, report):
+        rows = {row["name"]: row for row in report["policies"]}
+        low, top = (rows[name]["weight_bytes_per_token"] for name in ("static-3", "static-16"))
+        for name in ("kickdown-0.25", "oracle-0.25", "inverted-0.25"):
+            assert rows[name]["weight_bytes_per_token"] == pytest.approx(low + rows[name]["share_top"] * top)
+        for name in ("random-0.25", "route-0.25"):
+            share = rows[name]["share_top"]
+            assert rows[name]["weight_bytes_per_token"] == pytest.approx((1 - share) * low + share * top)
+
+    def test_oracle_kickdown_chance_and_inverted_are_in_that_order(self, report):
+        change = {
+            row["policy"]: row["against_random_same_share"]["kl_mean_change"]
+            for row in report["policies"]
+            if row["against_random_same_share"]
+        }
+        assert change["oracle"] < change["kickdown"] < -0.1
+        assert change["inverted"] > 0.05
+
+    def test_shares_are_what_was_asked_for(self, report):
+        for row in report["policies"]:
+            if row["policy"] in ("random", "kickdown", "inverted"):
+                assert row["share_top"] == pytest.approx(0.25, abs=0.04)
+
+    def test_lossless_loses_nothing_and_reads_less(self, report):
+        rows = {row["name"]: row for row in report["policies"]}
+        assert rows["lossless"]["kl_max"] < 1e-6
+        assert rows["lossless"]["top1_agreement"] == 1
+        assert rows["lossless"]["weight_bytes_per_token"] < 0.7 * rows["static-16"]["weight_bytes_per_token"]
+
+    def test_the_noise_floor_is_far_under_three_bits(self, report):
+        low = next(row for row in report["policies"] if row["name"] == "static-3")
+        assert 1e-7 < report["noise_floor"]["kl_mean"] < low["kl_mean"] / 100
+
+    def test_a_picture_in_which_policies_differ_in_shape_and_colour(self, report):
+        assert (report["out"] / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+        colors, markers, _ = zip(*STYLES.values())
+        assert len(set(markers)) == len(set(colors)) == len(STYLES)
+        assert {*STYLES} == {*COUNTED} - {"static"}
+
+
+@pytest.mark.slow
+def test_prompts_are_read_and_not_predicted(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a king who had three sons. " * 30)
+    shared = {"tokens": 60, "context": 32, "gears": "3,16", "policy": ["static"], "prompt_tokens": 16}
+    top = policies(text, tmp_path / "top", **shared).data
+    same = policies(text, tmp_path / "same", prompt_gear="same", **shared).data
+    assert top["prompt_tokens"] == same["prompt_tokens"] == 16
+    assert top["tokens"] == 60
+    kl = [{row["name"]: row["kl_mean"] for row in report["policies"]} for report in (top, same)]
+    assert kl[0]["static-16"] == pytest.approx(0, abs=1e-6)
+    assert kl[0]["static-3"] < kl[1]["static-3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"share": "half"}, "--share 'half'"),
+        ({"between": "16,4"}, "lower one first"),
+        ({"between": "5,16"}, "--between"),
+        ({"gears": "16"}, "--gears 16: one gear"),
+        ({"policy": ["hope"]}, "--policy hope: there is none; choose from static"),
+        ({"prompt_gear": "8"}, "give --prompt-tokens too"),
+        ({"prompt_tokens": 300}, "--prompt-tokens is 300, and a window has 256"),
+    ],
+)
+def test_what_cannot_be_compared(tmp_path, flags, words):
+    with pytest.raises(GearbxError, match=words):
+        policies(HELD_OUT, tmp_path / "out", **flags)
+    assert not (tmp_path / "out").exists()

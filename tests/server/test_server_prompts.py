@@ -1,0 +1,125 @@
+"""The server's prompt gear, and the KV caches from which texts continue: those of that gear and above."""
+
+import itertools
+
+import pytest
+from http_server import complete, served, text_of
+from refusals import assert_refused
+
+TALE = "A miller had three sons, a mill, a donkey and a cat. One day he"
+LOSSLESS, LOW, TOP, ROUTE, KICKDOWN = (
+    {"mode": "lossless"},
+    {"gear": 4},
+    {"gear": 16},
+    {"mode": "route"},
+    {"mode": "kickdown"},
+)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """A server with the default prompt gear."""
+    with served(gears="4,8,16", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def in_eight_bits():
+    """A server that reads prompts in 8 bits, on a GPU too, except in mode lossless, which is its default."""
+    with served(gears="4,8,16", prompt_gear="8", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(kept):
+    """The lossless text from a server without earlier requests."""
+    return fresh(kept, TALE)
+
+
+def fresh(client, prompt: str) -> str:
+    forget(client)
+    return text_of(client, prompt, gearbx=LOSSLESS)
+
+
+def forget(client) -> None:
+    client.scheduler.prompt_cache.trim_to(n_sequences=0)
+
+
+def unread(client, options: dict, prompt: str = TALE) -> int:
+    """How many tokens of a prompt a request had to read."""
+    usage = complete(client, prompt, max_tokens=4, gearbx=options)["usage"]
+    return usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_every_mode_goes_on_from_what_the_top_gear_read(kept):
+    forget(kept)
+    assert unread(kept, LOSSLESS) > 10
+    assert [unread(kept, options) for options in (LOW, ROUTE, KICKDOWN, TOP, LOSSLESS)] == [1] * 5
+
+
+def test_the_top_gear_reads_again_what_a_lower_gear_read(in_eight_bits):
+    for first, second, read_again in ((LOW, LOSSLESS, True), (ROUTE, TOP, False), (TOP, ROUTE, False)):
+        forget(in_eight_bits)
+        whole = unread(in_eight_bits, first)
+        assert unread(in_eight_bits, second) == (whole if read_again else 1)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("before", list(itertools.permutations([LOSSLESS, LOW, ROUTE])), ids=str)
+def test_a_lossless_text_depends_on_no_request_before_it(in_eight_bits, expected, before):
+    forget(in_eight_bits)
+    for options in before:
+        complete(in_eight_bits, TALE, gearbx=options)
+        assert text_of(in_eight_bits, TALE, gearbx=LOSSLESS) == expected
+        forget(in_eight_bits)
+        complete(in_eight_bits, TALE[:40], gearbx=LOSSLESS)  # so the beginning of the next text is in the top gear
+
+
+def test_a_beginning_of_the_top_gear_and_an_end_of_a_lower_one_are_not_the_top_gears(in_eight_bits):
+    forget(in_eight_bits)
+    begun = unread(in_eight_bits, LOSSLESS, TALE)
+    longer = f"{TALE} sold the mill, the donkey and the cat."
+    assert 1 < unread(in_eight_bits, LOW, longer) < begun  # reads the rest in 8 bits
+    assert unread(in_eight_bits, ROUTE, longer) == 1
+    assert unread(in_eight_bits, LOSSLESS, longer) > 1
+    text = text_of(in_eight_bits, longer, gearbx=LOSSLESS)
+    assert text == fresh(in_eight_bits, longer)
+
+
+def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
+    forget(in_eight_bits)
+    whole = unread(in_eight_bits, LOSSLESS)
+    usage = complete(in_eight_bits, TALE, max_tokens=4, gearbx=LOW, seed=1)["usage"]
+    assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == whole
+
+
+def test_what_a_lower_gear_only_used_is_still_the_top_gears():
+    with served(gears="4,8,16", prompt_gear="8", prompt_cache_size=1, log_level="ERROR") as client:
+        unread(client, LOSSLESS)
+        unread(client, LOW)  # its KV cache replaces the first one
+        assert unread(client, LOSSLESS) == 1
+
+
+@pytest.mark.slow
+def test_one_gear_of_prompts_for_all_modes():
+    with served(gears="4,8,16", prompt_gear="high", log_level="ERROR") as client:
+        assert client.get("/v1/models").json()["data"][0]["gearbx"]["mode"] == "lossless"
+        assert unread(client, LOW) > 10
+        assert unread(client, LOSSLESS) == 1
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--gears", "4,8,16", "--prompt-gear", "5"],
+        ["--gears", "4,8,16", "--mode", "lossless", "--prompt-gear", "turbo"],
+        ["--prompt-gear", "6"],
+        ["--mode", "telemetry-only", "--prompt-gear", "8"],
+        ["--small-model", "gearbx_mlx/demo_model", "--prompt-gear", "8"],
+    ],
+)
+def test_a_prompt_gear_that_cannot_be_is_refused_before_a_request(command, flags):
+    result = command("server", "--port", "0", *flags)
+    assert_refused(result)
+    assert flags[-1] in result.err or "--prompt-gear" in result.err

@@ -1,0 +1,243 @@
+import json
+
+import jsonschema
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from schemas import CHOICE, PERSON, PROMPT, format_of
+from transformers import AutoTokenizer
+
+from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
+from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.serving.grammar import (
+    AnswerForm,
+    Constraint,
+    JsonObject,
+    Text,
+    Thinking,
+    allow,
+    compiled,
+    constraint_for,
+    mask_of,
+    tokens_of,
+)
+
+END = 0  # the demo model's end of text
+
+
+def written(model, tokenizer, schema, **keywords):
+    """The responses of a text under a schema, and its constraint."""
+    constraint = constraint_for(tokenizer, format_of(schema))
+    keywords = {"prompt": PROMPT, "max_tokens": 90, "logits_processors": [constraint]} | keywords
+    return list(stream_generate(model, tokenizer, **keywords)), constraint
+
+
+def check(responses, schema):
+    assert responses[-1].finish_reason == "stop"
+    answer = json.loads("".join(response.text for response in responses))
+    jsonschema.validate(answer, schema)
+    return answer
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("schema", [PERSON, CHOICE], ids=["object", "choice"])
+@pytest.mark.parametrize("mode", ["static", "route", "kickdown", "lossless"])
+def test_an_answer_fits_its_schema(demo, geared_demo, mode, schema):
+    responses, constraint = written(demo.model, demo.tokenizer, schema, mode=mode, gearbox=geared_demo, max_tokens=200)
+    check(responses, schema)
+    assert constraint.error is None
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("mode", [Lossless(draft_length=4), Lossless(lookup_tokens=15)])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature):
+    runs = []
+    for each in ("static", mode):
+        geared_demo.shift("high")
+        mx.random.seed(7)
+        sampler = make_sampler(temperature)
+        responses, _ = written(
+            demo.model, demo.tokenizer, PERSON, mode=each, gearbox=geared_demo, sampler=sampler, max_tokens=120
+        )
+        runs.append(responses)
+    static, lossless = runs
+    assert [r.token for r in static] == [r.token for r in lossless]
+    check(lossless, PERSON)
+    assert sum(r.drafted + r.looked_up for r in lossless) > 0
+    assert any(r.source != "model" for r in lossless)
+
+
+def test_two_models_answer_under_a_schema(demo):
+    small = mlx_lm.load(str(DEMO_MODEL))[0]
+    responses, _ = written(demo.model, demo.tokenizer, PERSON, mode=Pair(small, threshold=2.0))
+    check(responses, PERSON)
+    assert {"small", "large"} == {r.gear for r in responses}
+
+
+@pytest.mark.slow
+def test_without_gears_and_with_a_draft_model_of_mlx_lm(demo):
+    model = mlx_lm.load(str(DEMO_MODEL))[0]
+    draft = mlx_lm.load(str(DEMO_MODEL))[0]
+    check(written(model, demo.tokenizer, PERSON, mode="telemetry-only")[0], PERSON)
+    drafts = {"draft_model": draft, "num_draft_tokens": 3}
+    responses, _ = written(model, demo.tokenizer, PERSON, gearbox=Gearbox(model, "4,16"), mode="route", **drafts)
+    check(responses, PERSON)
+
+
+def test_texts_of_a_batch_have_schemas_of_their_own(demo):
+    """mlx-lm's server does so: the cache has all tokens of the second prompt but two."""
+    schemas, prompts = [PERSON, CHOICE], [demo.tokenizer.encode(PROMPT), demo.tokenizer.encode("Is it?")]
+    caches = [mlx_lm.models.cache.make_prompt_cache(demo.model) for _ in prompts]
+    demo.model(mx.array([prompts[1][:-2]]), cache=caches[1])
+    generator = BatchGenerator(demo.model, stop_tokens=[[END]], max_tokens=90)
+    uids = generator.insert(
+        [prompts[0], prompts[1][-2:]],
+        caches=caches,
+        all_tokens=[[], prompts[1][:-2]],
+        logits_processors=[[constraint_for(demo.tokenizer, format_of(schema))] for schema in schemas],
+    )
+    tokens = {uid: [] for uid in uids}
+    running = set(uids)
+    while running:
+        for response in generator.next_generated():
+            tokens[response.uid].append(response.token)
+            if response.finish_reason is not None:
+                running.discard(response.uid)
+    for uid, schema in zip(uids, schemas):
+        assert tokens[uid].pop() == END
+        jsonschema.validate(json.loads(demo.tokenizer.decode(tokens[uid])), schema)
+
+
+def test_any_json_object(demo):
+    constraint = constraint_for(demo.tokenizer, JsonObject())
+    assert allowed(demo, constraint, "") == {"{"}
+    assert "}" in allowed(demo, constraint, '{"a": [1, true]')
+
+
+def test_text_has_no_constraint(demo):
+    assert constraint_for(demo.tokenizer, Text()) is None
+
+
+def allowed(demo, constraint, text, prompt=(5, 6)):
+    """The texts of the tokens that may follow a text, with None for the end."""
+    tokens = [*prompt, *demo.tokenizer.encode(text, add_special_tokens=False)]
+    constraint(mx.array(prompt), mx.zeros((1, 4096)))
+    left = constraint(mx.array(tokens), mx.zeros((1, 4096)))
+    return {demo.tokenizer.decode([t]) if t != END else None for t in np.flatnonzero(np.isfinite(np.array(left[0])))}
+
+
+def test_a_text_may_end_where_its_grammar_is_complete(demo):
+    constraint = constraint_for(demo.tokenizer, format_of({"type": "integer", "maximum": 12, "minimum": 0}))
+    assert None not in allowed(demo, constraint, "")
+    assert allowed(demo, constraint, "1") == {None, "0", "1", "2"}
+    assert allowed(demo, constraint, "12") == {None}
+
+
+def test_what_may_follow_depends_on_the_tokens_alone(demo):
+    """Calls in any order, as when drafts are dropped or texts continue from another place."""
+    random = np.random.default_rng(3)
+    texts = [
+        '{"name": "Tom", "age": 8, "likes": ["tea"]}',
+        '{"name": "Tim", "age": 81,',
+        '{ "name":\n"',
+        '{"name": "\\"',
+    ]
+    texts = [demo.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    constraint = constraint_for(demo.tokenizer, format_of(PERSON))
+    constraint(mx.array([9]), mx.zeros((1, 4096)))
+    for _ in range(60):
+        text = texts[random.integers(len(texts))]
+        text = text[: random.integers(len(text) + 1)] + [END] * int(random.integers(3) == 0)
+        fresh = constraint_for(demo.tokenizer, format_of(PERSON))
+        fresh(mx.array([9]), mx.zeros((1, 4096)))
+        ours, theirs = (each(mx.array([9, *text]), mx.zeros((1, 4096))) for each in (constraint, fresh))
+        assert mx.array_equal(ours, theirs).item()
+
+
+def test_a_token_that_does_not_fit_ends_the_text_and_may_be_taken_back(demo):
+    constraint = constraint_for(demo.tokenizer, format_of(PERSON))
+    assert allowed(demo, constraint, '{"name": "Tom", "age": 8, "likes": [] and') == {None}
+    assert "another logits processor" in constraint.error
+    assert allowed(demo, constraint, '{"name": "Tom"') == allowed(
+        demo, constraint_for(demo.tokenizer, format_of(PERSON)), '{"name": "Tom"'
+    )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("size", [1, 20, 24, 31, 40])
+def test_logits_of_other_tokens_are_minus_infinity(dtype, size):
+    """Vocabularies are padded: there may be fewer or more logits than bits in the mask."""
+    logits = mx.random.normal((1, size), key=mx.random.key(1)).astype(dtype)
+    left = allow(logits, mask_of([0, 7, 8, 19, 23], 24))
+    assert left.dtype == dtype
+    kept = [token in (0, 7, 8, 19, 23) for token in range(size)]
+    assert mx.array_equal(left, mx.where(mx.array([kept]), logits, -mx.inf)).item()
+
+
+def test_a_grammar_begins_after_the_thinking_part(demo):
+    start, end, word = 300, 301, 400
+    begun = set(left_of(constraint_of(demo, None), demo.tokenizer.encode('"', add_special_tokens=False)))
+    assert {demo.tokenizer.decode([token])[0] for token in begun} == {"y", "n", "p"}
+    for opened, before in ((True, [word, end]), (False, [start, word, word, end]), (False, [])):
+        constraint = constraint_of(demo, Thinking((start,), (end,), opened))
+        quoted = [*before, *demo.tokenizer.encode('"', add_special_tokens=False)]
+        assert set(left_of(constraint, quoted)) == begun
+        assert END not in left_of(constraint, before)
+    constraint = constraint_of(demo, Thinking((start,), (end,), False))
+    assert start in left_of(constraint, [])
+    assert len(left_of(constraint, [start, word])) == 4095  # everything except the end of the text
+    assert start not in left_of(constraint, [start, word, end])
+
+
+def constraint_of(demo, thinking):
+    matcher = compiled(tokens_of(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
+    constraint = Constraint(matcher, frozenset([END]), thinking)
+    constraint(mx.array([9]), mx.zeros((1, 4096)))
+    return constraint
+
+
+def left_of(constraint, text):
+    left = constraint(mx.array([9, *text]), mx.zeros((1, 4096)))
+    return np.flatnonzero(np.isfinite(np.array(left[0]))).tolist()
+
+
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_model_that_thinks_is_known_by_its_tokenizer(demo, opened):
+    """The tokenizer's vocabulary is larger than the logits of the demo model here, since vocabularies are padded."""
+    tokens = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    tokens.add_tokens(["<think>", "</think>"])
+    tokenizer = TokenizerWrapper(tokens)
+    constraint = constraint_for(tokenizer, format_of(CHOICE), thinking=opened)
+    prompt, word = tokenizer.encode("So"), tokenizer.encode(" why", add_special_tokens=False)
+    text = [*([] if opened else [tokenizer.think_start_id]), *word]
+    left = []
+    for said in ([], text, [*text, tokenizer.think_end_id]):
+        logits = constraint(mx.array([*prompt, *said]), mx.zeros((1, 4100)))
+        left.append(set(np.flatnonzero(np.isfinite(np.array(logits[0]))).tolist()))
+    quote = demo.tokenizer.encode('"', add_special_tokens=False)[0]
+    assert quote in left[2]
+    assert not {END, *word, tokenizer.think_start_id} & left[2]
+    assert {*word, quote} < left[1]
+    assert END not in left[1]
+    assert (set(word) < left[0]) == opened
+    assert (tokenizer.think_start_id in left[0]) or opened
+
+
+def test_a_thinking_part_may_end_with_several_tokens():
+    thinking = Thinking((1, 2), (3, 4), opened=False)
+    assert thinking.over(np.array([1, 2, 3, 3])) is None
+    assert thinking.over(np.array([1, 2, 3, 3, 4, 5])) == 5
+    assert thinking.over(np.array([5, 3, 4])) == 0
+
+
+def test_a_text_ends_where_its_grammar_takes_too_long(demo):
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
+    responses, constraint = written(demo.model, demo.tokenizer, schema, mode="telemetry-only")
+    assert responses[-1].finish_reason == "stop"
+    assert constraint.error.startswith("response_format: the answer cannot be finished (")
+    assert "\n" not in constraint.error
