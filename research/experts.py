@@ -18,11 +18,11 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, Lossless, load
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.draft_trials import DRAFTED, TimedPasses
-from gearbx_mlx.decoding.rows import Verifier
+from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.files.smollm2 import smollm2_directory
 
 from .lossless import ASSISTANT, Writer, agreeing, first_prompts, times_faster, written_in_turn
+from .shapes import DRAFTED, TimedPasses
 from .studies import HELD_OUT, TALES, Found, in_turn, ratios, spread, study, table_here
 
 CHOSEN = 2  # experts of a token
@@ -102,7 +102,7 @@ def pass_ratios(gearbox: Gearbox, text: Sequence[int]) -> dict[str, float]:
 
     def verified(rows: int) -> None:
         with before.borrowed():
-            mx.eval(verifier.rows(mx.array([text[:rows]]), passes.cache).logits)
+            mx.eval(Rows(verifier, mx.array([text[:rows]]), passes.cache).logits)
 
     def drafted() -> None:
         with before.borrowed():

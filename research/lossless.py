@@ -24,19 +24,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 from rich.progress import track
 
-from gearbx_mlx import Gearbox, Ladder, Lossless, Monitor, Static, load, make_sampler, stream_generate
+from gearbx_mlx import Gearbox, Ladder, Lossless, Static, load, make_sampler, stream_generate
 from gearbx_mlx.cli.bases import Base, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.decoding.lossless import LosslessModel
+from gearbx_mlx.decoding.policy import MOST_DRAFTED, USUAL_LENGTH
 from gearbx_mlx.decoding.response import DRAFT
-from gearbx_mlx.decoding.sampling import geared_responses, sampled
 from gearbx_mlx.decoding.wrapper import ModelWrapper
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
-from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, USUAL_LENGTH, FixedLength
 
 from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
 
@@ -68,16 +65,13 @@ class Texts:
     prompts: list[list[int]]
     texts: list[list[int]]
 
-    def lossless(self, rule: Any, label: str) -> dict[str, Any]:
-        """What lossless mode reads and drafts, and how many of its texts are the top gear's."""
-        gearbox, tokenizer, most = self.gearbox, self.tokenizer, self.max_tokens
-        monitor, stop = Monitor(vocabulary(gearbox.model)), tokenizer.eos_token_ids
+    def lossless(self, length: int, label: str) -> dict[str, Any]:
+        """What drafts of a length read, and how many of the texts are the top gear's."""
+        gearbox, mode = self.gearbox, Lossless(self.draft.bits, draft_length=length)
         found: Counter[str] = Counter()
         for prompt, text in zip(track(self.prompts, label), self.texts):
-            lengths: dict[str, Any] = {"prompt_tokens": len(prompt), "max_tokens": most}
-            model = LosslessModel(gearbox, rule, draft=self.draft, stop_tokens=stop, **lengths)
-            source = sampled(model, tokenizer, prompt, partial(getattr, model, "step"), model.reader, max_tokens=most)
-            responses = list(geared_responses(source, gearbox, monitor))
+            how: dict[str, Any] = {"gearbox": gearbox, "mode": mode}
+            responses = list(stream_generate(gearbox.model, self.tokenizer, prompt, self.max_tokens, **how))
             found["identical"] += [r.token for r in responses] == text
             found["tokens"] += len(responses)
             found["read"] += sum(r.weight_bytes for r in responses)
@@ -147,7 +141,7 @@ def probabilities(logits, temp):
     return mx.softmax(logits.astype(mx.float32) / temp, axis=-1)
 
 
-def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
+def draw_pairs(gearbox, tokenizer, prompt, mode, temp, draws, label):
     """Draw the next two tokens in lossless mode, and compare them with the top gear's own probabilities."""
     model, sampler = gearbox.model, make_sampler(temp)
     gearbox.shift(gearbox.ladder.top)
@@ -169,13 +163,8 @@ def draw_pairs(gearbox, prompt, rule, draft, temp, draws, label):
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in track(range(draws), label):
         mx.random.seed(1_000_003 * seed + len(prompt))
-        geared = LosslessModel(gearbox, rule, draft=draft, sampler=sampler, max_tokens=2, prompt_tokens=1)
-        cache, token, drawn = copy.deepcopy(begun), last, []
-        for _ in range(2):
-            logits = geared(token, cache=cache)[:, -1]
-            token = sampler(logits - mx.logsumexp(logits, keepdims=True))[None]
-            drawn.append(int(np.array(token).item()))
-        counts[tuple(drawn)] += 1
+        how = {"gearbox": gearbox, "mode": mode, "sampler": sampler, "prompt_cache": copy.deepcopy(begun)}
+        counts[tuple(r.token for r in stream_generate(model, tokenizer, prompt[-1:], 2, **how))] += 1
     return chi_square(counts, expected, draws)
 
 
@@ -250,7 +239,7 @@ def lossless(
     for prompt in track(asked, "the top gear alone"):
         texts.append([r.token for r in mlx_lm.stream_generate(loaded, tokenizer, prompt, max_tokens)])
     whole = Texts(gearbox, tokenizer, draft, max_tokens, asked, texts)
-    fixed = {length: whole.lossless(FixedLength(length), f"drafts of {length}") for length in lengths}
+    fixed = {length: whole.lossless(length, f"drafts of {length}") for length in lengths}
     result: dict[str, Any] = {
         "model": model or "demo",
         "gears": [gear.bits for gear in gearbox.ladder],
@@ -269,9 +258,9 @@ def lossless(
         second = Gearbox(load(model)[0], gears, **settings)
         result["mlx_lm_speculative"] = {length: whole.speculative(second, length) for length in speculative}
     if draws:
-        rule = FixedLength(USUAL_LENGTH)
+        mode = Lossless(draft.bits, draft_length=USUAL_LENGTH)
         result["chi_square"] = [
-            draw_pairs(gearbox, prompt, rule, draft, temp, draws, f"draws, prompt {number}")
+            draw_pairs(gearbox, tokenizer, prompt, mode, temp, draws, f"draws, prompt {number}")
             for number, prompt in enumerate(whole.prompts[:10], 1)
         ]
     print(json.dumps(result, indent=2))

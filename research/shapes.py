@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,13 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.draft_trials import TimedPasses
-from gearbx_mlx.decoding.drafting import looking, second_head
-from gearbx_mlx.decoding.sampling import reader_of
+from gearbx_mlx.decoding.drafters import LowGear, Text, looking, second_head
+from gearbx_mlx.decoding.policy import MOST_ROWS, Policy
+from gearbx_mlx.decoding.rows import Rows, Verifier
+from gearbx_mlx.decoding.sampling import GREEDY, reader_of
+from gearbx_mlx.gears.discovery import vocabulary
+from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.dispatch import on_cpu
-from gearbx_mlx.routing.acceptance import MOST_DRAFTED, MOST_ROWS, LearnedAgreement
-from gearbx_mlx.routing.rounds import CostRule, LearnedCosts
 
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here
@@ -83,6 +85,46 @@ def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list
     return margins, agrees
 
 
+DRAFTED = 4  # tokens of a draft that is timed
+
+
+class TimedPasses:
+    """Passes over a KV cache with so many tokens, each of which returns the seconds that it took."""
+
+    def __init__(self, gearbox: Gearbox, top: Gear, draft: Gear, context: int):
+        self.gearbox, self.top = gearbox, top
+        gearbox.make(draft)
+        gearbox.shift(top)
+        self._size, self.cache = vocabulary(gearbox.model), make_prompt_cache(gearbox.model)
+        mx.eval(gearbox.model(mx.arange(context)[None] % self._size, cache=self.cache))
+        self._verifier, self._drafter = Verifier(gearbox, top), LowGear(gearbox, draft, GREEDY, reader_of(gearbox))
+
+    def drafted(self) -> float:
+        """A token of a draft that is chosen greedily."""
+        begun = time.perf_counter()
+        mx.eval(self._drafter.propose(Text([1], frozenset()), self.cache, DRAFTED, lambda margins: True).tokens)
+        return (time.perf_counter() - begun) / DRAFTED
+
+    def verified(self, rows: int) -> float:
+        """A verification."""
+        begun = time.perf_counter()
+        mx.eval(Rows(self._verifier, mx.arange(rows)[None] % self._size, self.cache).logits)
+        return time.perf_counter() - begun
+
+    def seconds(self, trials: Sequence[Callable[[], float]], count: int) -> list[list[float]]:
+        """Of each of the trials, which take turns `count` times, after one that compiles and fills caches.
+
+        The top gear is then engaged.
+        """
+        before, seconds = Snapshot(self.cache), [list[float]() for _ in trials]
+        for _ in range(count + 1):
+            for trial, found in zip(trials, seconds):
+                with before.borrowed():
+                    found.append(trial())
+        self.gearbox.shift(self.top)
+        return [found[1:] for found in seconds]
+
+
 @dataclass(frozen=True)
 class PassSeconds:
     """Seconds of a token of the top gear in mlx-lm's loop, of a drafted token, and of verifications by rows."""
@@ -108,22 +150,31 @@ class PassSeconds:
         first, token, *rows = map(statistics.median_low, seconds)
         return cls(first, token, rows)
 
+    def kept(self) -> dict[str, float]:
+        """What a policy knows at the next start, as far as it is times."""
+        rows = {f"seconds {count} rows": seconds for count, seconds in enumerate(self.rows, 1)}
+        return {"seconds drafted": self.draft, "seconds alone": self.alone, **rows}
+
     def replayed(self, drafts: Drafts) -> float:
-        """Seconds of a token in rounds, replayed on recorded drafts; a(m) learns from them."""
-        learned = LearnedAgreement()
-        rule, spent, written = CostRule(learned, LearnedCosts((self.draft, dict(enumerate(self.rows, 1))))), 0.0, 0
+        """Seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
+        policy, spent, written = Policy(self.kept()), 0.0, 0
         for margins, agrees in drafts:
             place = 0
             while place < len(margins):
-                rule.begin()
-                drafted, room = 0, min(MOST_DRAFTED, len(margins) - place - 1)
-                while drafted < room:
+                drafted, most = 0, policy.length(len(margins) - place - 1, early=True)
+                while drafted < most:
                     drafted += 1
-                    if not rule.goes_on(margins[place + drafted - 1]):
+                    if not policy.goes_on(margins[place : place + drafted]):
                         break
                 accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
-                learned.add(margins[place : place + drafted], accepted)
-                spent += drafted * self.draft + self.rows[drafted]
+                seconds, rows = drafted * self.draft + self.rows[drafted], drafted + 1
+                if drafted:
+                    how: dict[str, Any] = {"draft_seconds": drafted * self.draft, "margins": margins[place : place + drafted]}
+                    policy.add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **how)
+                else:
+                    seconds = self.alone
+                    policy.add_alone(seconds)
+                spent += seconds
                 place += accepted + 1
             written += place
         return spent / written
