@@ -19,7 +19,7 @@ from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.caches import Snapshot
-from gearbx_mlx.decoding.drafters import LowGear, Text, looking, second_head
+from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, looking, second_head
 from gearbx_mlx.decoding.policy import MOST_ROWS, Policy
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
@@ -102,7 +102,7 @@ class TimedPasses:
     def drafted(self) -> float:
         """A token of a draft that is chosen greedily."""
         begun = time.perf_counter()
-        mx.eval(self._drafter.propose(Text([1], frozenset()), self.cache, DRAFTED, lambda margins: True).tokens)
+        mx.eval(self._drafter.propose(TextSoFar([1], frozenset()), self.cache, DRAFTED, lambda margins: True).tokens)
         return (time.perf_counter() - begun) / DRAFTED
 
     def verified(self, rows: int) -> float:
@@ -169,7 +169,10 @@ class PassSeconds:
                 accepted = next((i for i in range(drafted) if not agrees[place + i]), drafted)
                 seconds, rows = drafted * self.draft + self.rows[drafted], drafted + 1
                 if drafted:
-                    how: dict[str, Any] = {"draft_seconds": drafted * self.draft, "margins": margins[place : place + drafted]}
+                    how: dict[str, Any] = {
+                        "draft_seconds": drafted * self.draft,
+                        "margins": margins[place : place + drafted],
+                    }
                     policy.add_round(drafted=drafted, accepted=accepted, rows=rows, seconds=seconds, **how)
                 else:
                     seconds = self.alone

@@ -54,7 +54,7 @@ RowsOf = Callable[[mx.array], mx.array]  # numbers (...) to rows (..., D) of a h
 
 
 @dataclass
-class Text:
+class TextSoFar:
     """A text in the making.
 
     Args:
@@ -137,14 +137,14 @@ class Drafter(Protocol):
     def reads_early(self, cache: Cache) -> bool:
         """True if margins are known one by one, so that they may end a draft."""
 
-    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+    def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         """Draft up to `most` tokens, one at least. The text's KV cache is afterwards as it was.
 
         Args:
             goes_on: to be asked after each token, where its margin is known at once.
         """
 
-    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
         """Take note that a proposal, of whomever, was verified, and what was accepted of it is in the text."""
 
 
@@ -153,7 +153,7 @@ def queued_draft(
     reader: LogitsReader,
     agreement: Agreement,
     logits_after: Callable[[mx.array], mx.array],
-    text: Text,
+    text: TextSoFar,
     first: mx.array,
     most: int,
 ) -> tuple[mx.array, mx.array | None]:
@@ -200,7 +200,7 @@ class LowGear:
     def read(self, tokens: mx.array) -> None:
         """The low gear uses the KV cache of the text, which the top gear fills."""
 
-    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+    def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         with rewound(self.chooser):
             native = self._native(cache)
             if native is not None:
@@ -214,7 +214,7 @@ class LowGear:
                 tokens, margins = queued_draft(*steps, text, first, most)
         return self._proposal(tokens, margins)
 
-    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
         """The low gear has nothing of its own that follows the text."""
 
     def reads_early(self, cache: Cache) -> bool:
@@ -239,7 +239,7 @@ class LowGear:
             draft = None if self.parts is None else begin_draft(self.parts, cache)
         return draft
 
-    def _natively(self, native: NativeDraft, text: Text, most: int, goes_on: GoesOn) -> Proposal:
+    def _natively(self, native: NativeDraft, text: TextSoFar, most: int, goes_on: GoesOn) -> Proposal:
         """Draft until a token ends the text, or one more does not pay."""
         following, early = natively(native, self.chooser, text, self.reader), self.chooser.tells_margins
         token, tokens, margins, start = text.last, list[int](), list[float](), time.perf_counter()
@@ -290,7 +290,7 @@ class OtherModel:
     def reads_early(self, cache: Cache) -> bool:
         return False
 
-    def propose(self, text: Text, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
+    def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         unread = text.tokens[self.known :]
         with rewound(self.chooser):
             steps = self.chooser, self.reader, self.agreement, lambda x: self.model(x, cache=self.cache)[:, -1]
@@ -298,7 +298,7 @@ class OtherModel:
         self.known = len(text.tokens) + most - 1  # the last drafted token was not read
         return Proposal(DRAFT, tokens, margins, None, most, most * self.weight_bytes)
 
-    def settle(self, text: Text, proposal: Proposal, accepted: int) -> None:
+    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
         """Take back what it read beyond the text."""
         right = len(text.tokens) - 1  # all but the last token, which the top gear chose, may have been drafted
         if self.known > right:
@@ -307,7 +307,7 @@ class OtherModel:
             self.known = right
 
 
-def natively(draft: NativeDraft, chooser: Chooser, text: Text, reader: LogitsReader) -> Following:
+def natively(draft: NativeDraft, chooser: Chooser, text: TextSoFar, reader: LogitsReader) -> Following:
     """Return what drafts the next token in one native call, or from the logits of one."""
     sampler = chooser.sampler
     if chooser.has_kernel and not isinstance(sampler, GumbelSampler):

@@ -32,10 +32,10 @@ from ..gears.gearbox import Gearbox
 from ..ranks.agreement import ALONE, Agreement
 from ..routing.lookup import Lookup
 from .caches import gears_of, length
-from .drafters import Drafter, Proposal, Text
+from .drafters import Drafter, Proposal, TextSoFar
 from .mode import turn
 from .policy import MOST_DRAFTED, Chooses
-from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, Written
+from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken
 from .rows import Rows, Verifier
 from .sampling import Chooser, LogitsReader
 
@@ -89,7 +89,7 @@ class Loop:
 
     gearbox: Gearbox
     cache: list[Any]
-    text: Text
+    text: TextSoFar
     chooser: Chooser
     policy: Chooses
     reader: LogitsReader
@@ -116,7 +116,7 @@ class Loop:
         self._unread = True  # whether the last token is not in the KV cache
         self._asked: int | None = None  # length of the next draft, where the policy was asked before its time
 
-    def write(self) -> Generator[Written, None, None]:
+    def write(self) -> Generator[WrittenToken, None, None]:
         """Read the prompt, and yield the tokens of the text.
 
         When it ends or is closed, the cache holds the tokens that were yielded, and nothing else.
@@ -137,7 +137,7 @@ class Loop:
             raise
         self._leave()
 
-    def _rounds(self) -> Generator[Written, None, None]:
+    def _rounds(self) -> Generator[WrittenToken, None, None]:
         yield self._first()
         while self.text.goes_on:
             start = self._now()
@@ -178,7 +178,7 @@ class Loop:
         """The keyword of the model for a part of the prompt that has embeddings."""
         return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
 
-    def _first(self) -> Written:
+    def _first(self) -> WrittenToken:
         """The token after the prompt."""
         last = self.text.prompt - 1
         inputs = mx.array([self.text.last], mx.uint32)
@@ -240,7 +240,7 @@ class Loop:
 
     # Verify.
 
-    def _verified(self, proposal: Proposal, start: float) -> Iterator[Written]:
+    def _verified(self, proposal: Proposal, start: float) -> Iterator[WrittenToken]:
         """Yield the tokens of a round that began at `start`."""
         with self._stream():
             last = mx.array([self.text.last], mx.uint32)
@@ -268,7 +268,7 @@ class Loop:
 
     # Accept.
 
-    def _accept(self, proposal: Proposal, rows: Rows) -> list[Written]:
+    def _accept(self, proposal: Proposal, rows: Rows) -> list[WrittenToken]:
         """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text."""
         logprobs, chosen, states = self._chosen(rows.logits[0], proposal)
         noise = self.reader.noise(rows.logits[0]).max()
@@ -283,7 +283,7 @@ class Loop:
         written = []
         for place, (token, step) in enumerate(zip(tokens[: accepted + 1], self._steps(proposal, accepted))):
             seen = SampledToken(bits[place], step, bool(near[place]))
-            written.append(Written(token, logprobs[place], seen))
+            written.append(WrittenToken(token, logprobs[place], seen))
             self.text.add(token)
             if not self.text.goes_on:
                 break
@@ -344,7 +344,7 @@ class Loop:
 
     # The top gear alone.
 
-    def _alone(self) -> Iterator[Written]:
+    def _alone(self) -> Iterator[WrittenToken]:
         """Write by the top gear alone, one token ahead, as long as nothing is to be proposed."""
         coming: Queued | None = self._queue(mx.array([self.text.last], mx.uint32), self._context())
         while coming is not None:
@@ -390,12 +390,12 @@ class Loop:
             mx.async_eval(chosen, packed)
         return Queued(chosen, logprobs, packed, self._single_pass(), context, ahead)
 
-    def _taken(self, coming: Queued) -> Written:
+    def _taken(self, coming: Queued) -> WrittenToken:
         """Wait for a token, and add it to the text."""
         token, bits = np.array(coming.packed)
         self.rows = None  # the cache holds no more than the text
         self.text.add(int(token))
-        return Written(int(token), coming.logprobs[0], SampledToken(float(bits.view(np.float32)), coming.step))
+        return WrittenToken(int(token), coming.logprobs[0], SampledToken(float(bits.view(np.float32)), coming.step))
 
     def _single_pass(self) -> Step:
         """The step of a token that took one pass of the top gear."""

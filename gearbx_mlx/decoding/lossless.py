@@ -31,7 +31,7 @@ from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highe
 from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchGenerator, BatchText, SharedMode
-from .drafters import Drafter, LowGear, OtherModel, Text
+from .drafters import Drafter, LowGear, OtherModel, TextSoFar
 from .governor import Governor
 from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
@@ -297,7 +297,7 @@ def responses(
     cache, beside = (given, []) if draft_model is None else (given[:layers], given[layers:])
     chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
     drafter = mode.drafter(gearbox, chooser, draft_model, beside)
-    text = Text(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
+    text = TextSoFar(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
     in_fewer_bits = partial(
         maybe_quantize_kv_cache,
         quantized_kv_start=quantized_kv_start,

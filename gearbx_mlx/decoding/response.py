@@ -46,7 +46,7 @@ class SampledToken:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenToken:
     """A token of a text, the log-probabilities (V,) that it was sampled from, and what the sampler saw."""
 
     token: int

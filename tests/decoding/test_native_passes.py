@@ -13,7 +13,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
-from gearbx_mlx.decoding.drafters import SEEN_TWICE, SecondHead, Text, largest, looking, natively, second_head
+from gearbx_mlx.decoding.drafters import SEEN_TWICE, SecondHead, TextSoFar, largest, looking, natively, second_head
 from gearbx_mlx.decoding.sampling import MLX_READER, Chooser
 from gearbx_mlx.formats.block import begin_draft, pass_logits, pass_parts
 from gearbx_mlx.formats.tied import IN_DRAFTS, QuantizedTied, linear_of
@@ -300,7 +300,7 @@ def test_samples_like_mlxs_operations(sampling, vocabulary):
         mx.random.seed(seed)
         expected = sampler.by_mlx(logits - mx.logsumexp(logits)).item()
         mx.random.seed(seed)
-        token, margin = natively(draft, Chooser(sampler), Text([3], frozenset()), MLX_READER)(3, 0)
+        token, margin = natively(draft, Chooser(sampler), TextSoFar([3], frozenset()), MLX_READER)(3, 0)
         mx.random.seed(seed)
         assert token == sampler(logits - mx.logsumexp(logits)).item() == expected
         mx.random.seed(seed)
