@@ -78,6 +78,7 @@ class Loop:
         drafter: proposes; None: the text alone does.
         lookup: of the text, which proposes up to `most_looked_up` tokens; None: it proposes nothing.
         agreement: of ranks that share the model.
+        most_drafted: the most tokens that the drafter is to propose at once.
         quantize: puts the KV cache into fewer bits once it has `quantized_from` entries, as mlx-lm does.
         keeps_cache: True if a caller goes on with the KV cache.
         stream: on which all of it is computed.
@@ -97,6 +98,7 @@ class Loop:
     lookup: Lookup | None = None
     most_looked_up: int = MOST_DRAFTED
     agreement: Agreement = ALONE
+    most_drafted: int = MOST_DRAFTED
     quantize: Callable[[list[Any]], None] = lambda cache: None
     quantized_from: int = UNLIMITED
     keeps_cache: bool = False
@@ -224,7 +226,9 @@ class Loop:
         asked, self._asked = self._asked, None
         if asked is not None:
             return asked
-        return 0 if self.drafter is None else self.policy.length(room, self.drafter.reads_early(self.cache))
+        if self.drafter is None:
+            return 0
+        return self.policy.length(min(room, self.most_drafted), self.drafter.reads_early(self.cache))
 
     def _looked_up(self, room: int) -> list[int]:
         """The tokens that the text itself proposes, as far as they are worth a verification."""

@@ -6,6 +6,7 @@ The mode is its settings; loop.py writes the text, drafters.py proposes tokens, 
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..compat.arrays import dtype_name
 from ..compat.names import generation_stream
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import is_tuning
@@ -31,6 +32,7 @@ from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highe
 from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchGenerator, BatchText, SharedMode
+from .caches import check_draftable
 from .drafters import Drafter, LowGear, OtherModel, TextSoFar
 from .governor import Governor
 from .loop import UNLIMITED, Loop
@@ -113,21 +115,15 @@ class Lossless(SharedMode):
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
-    def drafter(
-        self, gearbox: Gearbox, chooser: Chooser, draft_model: nn.Module | None, cache: list[Any]
-    ) -> Drafter | None:
-        """Who drafts: a draft model if there is one, else a low gear; None where there is one gear alone.
-
-        Args:
-            cache: of the draft model; empty: none yet.
+    def drafter(self, gearbox: Gearbox, chooser: Chooser, beside: "Beside | None" = None) -> Drafter | None:
+        """Return who drafts: a draft model if there is one, else a low gear; None where there is one gear alone.
 
         Raises:
-            GearbxError: the top gear; a draft model whose cache cannot be cut.
+            GearbxError: the top gear of several.
         """
         reader, agreement = reader_of(gearbox), agreement_of(gearbox.model)
-        if draft_model is not None:
-            own = cache or make_prompt_cache(draft_model)
-            return OtherModel(draft_model, own, chooser, reader, bytes_read(draft_model), agreement)
+        if beside is not None and beside.drafts():
+            return OtherModel(beside.model, beside.cache, chooser, reader, bytes_read(beside.model), agreement)
         gear = drafting_gear(gearbox, self.draft)
         if gear == gearbox.ladder.top:
             return None
@@ -157,6 +153,28 @@ class Lossless(SharedMode):
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
+
+
+@dataclass
+class Beside:
+    """A draft model, and its KV cache.
+
+    Attributes:
+        longest: tokens of prompt, text and a draft together.
+    """
+
+    model: nn.Module
+    cache: list[Any]
+    longest: float
+
+    def drafts(self) -> bool:
+        """Return whether drafts can be taken back from the cache throughout a text; say so where they cannot."""
+        try:
+            check_draftable(self.cache, "draft model", self.longest)
+        except GearbxError as error:
+            warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
+            return False
+        return True
 
 
 @dataclass
@@ -294,10 +312,14 @@ def responses(
         raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
     layers = len(gearbox.model.layers)
     given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
-    cache, beside = (given, []) if draft_model is None else (given[:layers], given[layers:])
-    chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
-    drafter = mode.drafter(gearbox, chooser, draft_model, beside)
     text = TextSoFar(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
+    chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
+    cache, beside = given, None
+    if draft_model is not None:
+        longest = len(prompt) + text.room + MOST_DRAFTED
+        cache, own = given[:layers], given[layers:] or make_prompt_cache(draft_model)
+        beside = Beside(draft_model, own, longest)
+    drafter = mode.drafter(gearbox, chooser, beside)
     in_fewer_bits = partial(
         maybe_quantize_kv_cache,
         quantized_kv_start=quantized_kv_start,
@@ -316,6 +338,7 @@ def responses(
         Lookup(known.lookup) if mode.most_looked_up else None,
         mode.most_looked_up,
         agreement_of(gearbox.model),
+        MOST_DRAFTED if draft_model is None else min(num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
         quantize=in_fewer_bits,
         quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
         keeps_cache=prompt_cache is not None,

@@ -138,7 +138,7 @@ def choose_mode(
         box, saved = gearbox or attached(model), saved_gears(model)
         observed = isinstance(box, Observer) or (box is None and without_gears(model))
         ladder = box.ladder if box is not None else None if saved is None else saved.manifest.ladder
-        alone = draft_model or (ladder is not None and ladder[0].dense)
+        alone = not draft_model and ladder is not None and ladder[0].dense
         if observed:
             mode = "telemetry-only"
         elif governed:

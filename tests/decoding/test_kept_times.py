@@ -24,7 +24,7 @@ class Start:
 
     def __init__(self, seed=0, chooser=GREEDY, **settings):
         self.gearbox = Gearbox(tiny_model(seed=seed), "4,16", **settings)
-        self.drafter = Lossless().drafter(self.gearbox, chooser, None, [])
+        self.drafter = Lossless().drafter(self.gearbox, chooser)
         self.known = learned(self.gearbox, self.drafter, chooser)
         self.policy = self.known.policy
 
@@ -42,7 +42,7 @@ class Start:
 
 def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
-    drafter = Lossless().drafter(gearbox, GREEDY, None, [])
+    drafter = Lossless().drafter(gearbox, GREEDY)
     assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, Policy)
     monkeypatch.setenv("GEARBX_TUNE", "0")
     assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, Fixed)

@@ -128,7 +128,7 @@ class TestWithoutAMode:
 
         gearbox = Gearbox(fresh_demo.model)
         assert mode_of(fresh_demo.model) == "lossless"
-        assert mode_of(fresh_demo.model, draft_model=load()[0]) == "static"
+        assert mode_of(fresh_demo.model, draft_model=load()[0]) == "lossless"
         assert mode_of(fresh_demo.model, controller=Governor(gearbox, 1)) == "route"
         assert mode_of(fresh_demo.model, gearbox=Gearbox(fresh_demo.model, "16")) == "static"
         observed, _ = load()
