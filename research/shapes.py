@@ -78,7 +78,7 @@ def drafts_along(box: Gearbox, prompt: list[int], text: list[int]) -> tuple[list
         with looking(second_head(box, low)):
             logits = box.model(block, cache=cache)[0]
         before.restore()
-        margins += np.array(reader.margins(logits)).tolist()
+        margins += np.array(reader.best(logits)[1]).tolist()
         agrees += np.array(mx.argmax(logits, axis=-1) == mx.array(text[start : start + BLOCK])).tolist()
         box.shift(top)
         mx.eval(box.model(block, cache=cache))

@@ -37,7 +37,7 @@ from .mode import turn
 from .policy import MOST_DRAFTED, Chooses
 from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken
 from .rows import Rows, Verifier
-from .sampling import Chooser, LogitsReader
+from .sampling import Choice, Chooser, LogitsReader, rounding_of
 
 UNLIMITED = 2**40  # entries of a KV cache
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
@@ -274,20 +274,23 @@ class Loop:
 
     def _accept(self, proposal: Proposal, rows: Rows) -> list[WrittenToken]:
         """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text."""
-        logprobs, chosen, states = self._chosen(rows.logits[0], proposal)
-        noise = self.reader.noise(rows.logits[0]).max()
-        entropies, ties = self.reader.entropy(logprobs), self.reader.near_ties(logprobs, noise)
+        logits = rows.logits[0]
+        logprobs, chosen, states = self._chosen(logits, proposal)
+        seen = self.reader.choices(logprobs if states else logits)
         margins = mx.zeros(0) if proposal.margins is None else proposal.margins
-        tokens, proposed, bits, near, proposal.margins_read = self._read(
-            chosen.astype(mx.uint32), proposal.tokens, entropies, ties.astype(mx.uint32), margins
-        )
-        accepted = agreeing(tokens, proposed)
+        magnitude = mx.abs(logits).max() if states else mx.zeros(0)
+        found, tokens, proposed, won, largest = self._read(seen, chosen, proposal.tokens, margins, magnitude)
+        proposal.margins_read = won.tolist()
+        if not states:
+            tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
+        near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
+        accepted = agreeing(tokens.tolist(), proposed.tolist())
         if states:
             set_random_state(states[accepted])
         written = []
-        for place, (token, step) in enumerate(zip(tokens[: accepted + 1], self._steps(proposal, accepted))):
-            seen = SampledToken(bits[place], step, bool(near[place]))
-            written.append(WrittenToken(token, logprobs[place], seen))
+        for place, step in enumerate(self._steps(proposal, accepted)):
+            token, bits = int(tokens[place]), float(found[place, Choice.ENTROPY])
+            written.append(WrittenToken(token, logprobs[place], SampledToken(bits, step, bool(near[place]))))
             self.text.add(token)
             if not self.text.goes_on:
                 break
@@ -297,12 +300,12 @@ class Loop:
         """Choose a token from each row of logits (K, V), one after the other.
 
         Returns their log-probabilities (K, V), the tokens (K,), and MLX's random state after each. With processors
-        there are rows up to the first token that was not proposed: a processor sees nothing but what is text.
+        there are rows up to the first token that was not proposed: a processor sees nothing but what is text. Greedily,
+        the reader of the logits finds the tokens, and no random numbers are drawn.
         """
         chooser = self.chooser
         if chooser.greedy and not chooser.processors:
-            logprobs = self.reader.normalized(logits)
-            return logprobs, chooser.sampler(logprobs), []
+            return self.reader.normalized(logits), mx.zeros(0, mx.uint32), []
         context = self._context()
         found, tokens, states = [], [], []
         for row in range(len(logits)):
@@ -318,13 +321,13 @@ class Loop:
             context = mx.concatenate([context, proposed])
         return mx.concatenate(found), mx.concatenate(tokens), states
 
-    def _read(self, *arrays: mx.array) -> list[list[Any]]:
+    def _read(self, *arrays: mx.array) -> list[np.ndarray]:
         """Read arrays of 32-bit numbers, those of rank 0 on all ranks, in one wait for the device."""
         arrays = self.agreement.arrays(*arrays)
-        flat, numbers, begin = np.array(in_one(*arrays)), list[list[Any]](), 0
+        flat, numbers, begin = np.array(in_one(*arrays)), list[np.ndarray](), 0
         for each in arrays:
-            part, begin = flat[begin : begin + each.size], begin + each.size
-            numbers.append((part.view(np.float32) if each.dtype == mx.float32 else part).tolist())
+            part, begin = flat[begin : begin + each.size].reshape(each.shape), begin + each.size
+            numbers.append(part.view(np.float32) if each.dtype == mx.float32 else part)
         return numbers
 
     def _steps(self, proposal: Proposal, accepted: int) -> Iterator[Step]:

@@ -32,7 +32,7 @@ from ..compat.classes import modules_of, of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
 from ..compat.versions import is_tested
 from ..errors import GearbxWarning
-from ..formats.block import pass_logits
+from ..formats.block import pass_logits, pass_parts
 from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -46,11 +46,13 @@ class Verifier:
 
     def __init__(self, gearbox: Gearbox, gear: Gear):
         self.gearbox, self.gear = gearbox, gear
+        gearbox.shift(gear)
+        self._parts = pass_parts(gearbox.model)  # found once: to look for them takes as long as a norm of every layer
 
     def run(self, tokens: mx.array, cache: Cache) -> mx.array:
         """Logits (1, K, V)."""
         self.gearbox.shift(self.gear)
-        logits = pass_logits(self.gearbox.model, tokens, cache)
+        logits = self._natively(tokens, cache)
         if logits is not None:
             return logits
         with ExitStack() as stack:
@@ -58,6 +60,14 @@ class Verifier:
                 stack.enter_context(windows_of_single_tokens(cache))
                 stack.enter_context(of_classes(self._short_path))
             return self.gearbox.model(tokens, cache=cache)
+
+    def _natively(self, tokens: mx.array, cache: Cache) -> mx.array | None:
+        """The logits by one native call; None where that is not to be had."""
+        logits = None if self._parts is None else pass_logits(self._parts, tokens, cache)
+        if logits is None and self._parts is not None:  # memory of its modules may have been given up
+            self._parts = pass_parts(self.gearbox.model)
+            logits = None if self._parts is None else pass_logits(self._parts, tokens, cache)
+        return logits
 
     @functools.cached_property
     def linear_layers(self) -> list[nn.Module]:

@@ -5,6 +5,7 @@ one pass are added up in another order than one; logits that are not numbers, an
 random numbers of a text's own, whatever other texts draw meanwhile.
 """
 
+import enum
 import functools
 import itertools
 import math
@@ -84,39 +85,61 @@ class LogitsReader:
 
     def __init__(self, kernels: ModuleType | None = None):
         self.entropy: Entropy = entropy_bits if kernels is None else kernels.entropy_bits
-        self._extremes = None
+        self._choices = None
         if kernels is not None:
             self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
-            self._extremes = kernels.extremes  # the two largest numbers of a row, and the largest magnitude
+            self._choices = kernels.choices
 
     def normalized(self, logits: mx.array) -> mx.array:
         """Log-probabilities of the same shape (..., V)."""
         total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)
         return logits - total
 
-    def noise(self, logits: mx.array) -> mx.array:
-        """How much rounding may move each row of logits (..., V): (...)."""
-        largest = mx.abs(logits).max(axis=-1) if self._extremes is None else self._extremes(logits)[..., 2]
-        return NOISE * mx.finfo(logits.dtype).eps * largest
+    def choices(self, logits: mx.array) -> mx.array:
+        """Return what is read of each row of logits (..., V), float32 (..., 5): `Choice` names the columns.
 
-    def near_ties(self, logprobs: mx.array, noise: mx.array) -> mx.array:
-        """Whether the two best of log-probabilities (..., V) are no further apart than rounding may move them.
-
-        Args:
-            noise: (...), of the logits; the largest of the positions that were computed together.
+        The token is the most likely one after rounding to log-probabilities, as mlx-lm chooses it.
         """
-        return self.margins(logprobs) <= noise
+        if self._choices is not None and logits.dtype == mx.float32:
+            return self._choices(logits)
+        logprobs = self.normalized(logits)
+        largest, bits = mx.abs(logits).max(axis=-1, keepdims=True), self.entropy(logprobs)[..., None]
+        token, best, next_best = best_two(logprobs)
+        return mx.concatenate([each.astype(mx.float32) for each in (token, bits, best, next_best, largest)], axis=-1)
 
-    def margins(self, logprobs: mx.array) -> mx.array:
-        """By how much the best of logits or log-probabilities (..., V) is above the next one: (...), float32."""
-        if self._extremes is not None:
-            best = self._extremes(logprobs)
-            return best[..., 0] - best[..., 1]
-        # Two maxima: to sort takes a GPU a dozen launches.
-        place = mx.argmax(logprobs, axis=-1, keepdims=True)
-        others = mx.put_along_axis(logprobs, place, mx.array(-mx.inf, logprobs.dtype), axis=-1)
-        best = mx.take_along_axis(logprobs, place, axis=-1)[..., 0]
-        return best.astype(mx.float32) - others.max(axis=-1).astype(mx.float32)
+    def best(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the largest of each row of logits (..., V), uint32 (...), and by how much it is, float32 (...)."""
+        if self._choices is not None and logits.dtype == mx.float32:
+            found = self._choices(logits)
+            return found[..., Choice.TOKEN].astype(mx.uint32), found[..., Choice.BEST] - found[..., Choice.NEXT]
+        token, best, next_best = best_two(logits)
+        return token[..., 0], (best.astype(mx.float32) - next_best.astype(mx.float32))[..., 0]
+
+
+def best_two(values: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return where the largest of each row (..., V) is, it, and the next one: each (..., 1).
+
+    By two maxima: to sort takes a GPU a dozen launches.
+    """
+    place = mx.argmax(values, axis=-1, keepdims=True)
+    others = mx.put_along_axis(values, place, mx.array(-mx.inf, values.dtype), axis=-1)
+    return place, mx.take_along_axis(values, place, axis=-1), others.max(axis=-1, keepdims=True)
+
+
+class Choice(enum.IntEnum):
+    """Columns of `LogitsReader.choices`: the token; the entropy in bits; two log-probabilities; the largest logit."""
+
+    TOKEN, ENTROPY, BEST, NEXT, MAGNITUDE = range(5)
+
+
+def rounding_of(magnitude: float, dtype: mx.Dtype) -> float:
+    """Return how much rounding may move a logit: two that are no further apart are a near-tie.
+
+    Args:
+        magnitude: the largest logit of the positions that were computed together.
+        dtype: of the logits.
+    """
+    return float(NOISE * mx.finfo(dtype).eps * magnitude)
 
 
 readers = functools.cache(LogitsReader)  # one for all models: mlx-lm's loops are copied for each
@@ -270,13 +293,13 @@ class Chooser:
     def drafted(self, logits: mx.array, reader: LogitsReader) -> tuple[mx.array, mx.array | None]:
         """A token (1,) from logits (1, V), and how much its logit could lose (1,); None for a sampler that hides it."""
         if self.greedy:
-            return mx.argmax(logits, axis=-1), reader.margins(logits)
+            return reader.best(logits)
         logprobs = reader.normalized(logits)
         if not isinstance(self.sampler, GumbelSampler):
             return self.sample(logprobs), None
         with self._numbers():
-            scores = self.sampler.scores(logprobs)
-        return mx.argmax(scores, axis=-1), self.sampler.temp * reader.margins(scores)
+            token, margin = reader.best(self.sampler.scores(logprobs))
+        return token, self.sampler.temp * margin
 
     def next_key(self) -> np.ndarray:
         """The key (2,) of its next token."""

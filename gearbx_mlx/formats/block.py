@@ -301,11 +301,10 @@ def begun(parts: PassParts, cache: Any, tokens: mx.array) -> Any:
     return parts.kernels.begin_passes(parts.chain, parts.head, keys, values, parts.second)
 
 
-def pass_logits(model: nn.Module, tokens: mx.array, cache: Any) -> mx.array | None:
+def pass_logits(parts: PassParts, tokens: mx.array, cache: Any) -> mx.array | None:
     """Logits (1, L, V) after each of the tokens (1, L), which are added to the cache; None if the model must run."""
-    parts = pass_parts(model) if cache and tokens.shape[0] == 1 else None
-    passes = None if parts is None else begun(parts, cache, tokens)
-    if parts is None or passes is None:
+    passes = begun(parts, cache, tokens) if cache and tokens.shape[0] == 1 else None
+    if passes is None:
         return None
     before = entries(cache[0])
     logits: mx.array = parts.kernels.pass_logits(passes, *parts.rows(np.array(tokens[0]).tolist()), before)

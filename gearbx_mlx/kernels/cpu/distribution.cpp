@@ -64,6 +64,25 @@ Moments joined(const Moments* pieces, int64_t count) {
   return all;
 }
 
+// Calls work(0) to work(count - 1) on several threads.
+template <class Work>
+void in_pieces(int64_t count, const Work& work) {
+  constexpr int64_t MOST = 65535;
+  for (int64_t first = 0; first < count; first += MOST) {
+    struct Part {
+      const Work* work;
+      int64_t first;
+    } const part = {&work, first};
+    share_out(
+        static_cast<int>(std::min(MOST, count - first)),
+        [](const void* context, int piece) {
+          const auto& [work, first] = *static_cast<const Part*>(context);
+          (*work)(first + piece);
+        },
+        &part);
+  }
+}
+
 // Calls done(row, its moments) for each row (rows, count).
 template <class Done>
 void read_rows(const float* x, int64_t rows, int64_t count, const Done& done) {
@@ -75,21 +94,10 @@ void read_rows(const float* x, int64_t rows, int64_t count, const Done& done) {
     int64_t count, each;
     Moments* found;
   } const job = {x, count, each, memory.data()};
-  constexpr int64_t MOST = 65535;
-  for (int64_t first = 0; first < rows * each; first += MOST) {
-    struct Part {
-      const Job* job;
-      int64_t first;
-    } const part = {&job, first};
-    share_out(
-        static_cast<int>(std::min(MOST, rows * each - first)),
-        [](const void* context, int piece) {
-          const auto& [job, first] = *static_cast<const Part*>(context);
-          const int64_t number = first + piece, row = number / job->each, at = number % job->each * PIECE;
-          job->found[number] = moments_of(job->x + row * job->count + at, std::min(PIECE, job->count - at));
-        },
-        &part);
-  }
+  in_pieces(rows * each, [&job](int64_t number) {
+    const int64_t row = number / job.each, at = number % job.each * PIECE;
+    job.found[number] = moments_of(job.x + row * job.count + at, std::min(PIECE, job.count - at));
+  });
   for (int64_t row = 0; row < rows; row++) done(row, joined(memory.data() + row * each, each));
 }
 
@@ -113,47 +121,90 @@ float plain_logsumexp(const float* row, int64_t count) {
   return highest + static_cast<float>(std::log(sum));
 }
 
+float logsumexp_of(const float* row, int64_t count, const Moments& m) {
+  if (has_no_number(row, count)) return plain_logsumexp(row, count);
+  return static_cast<float>(m.highest + std::log(m.total));
+}
+
+float entropy_of(const Moments& m, int64_t count) {
+  const double most = std::log2(static_cast<double>(count));
+  const double found = std::log2(m.total) - m.weighted / (m.total * 0.6931471805599453);
+  return static_cast<float>(found < 0 ? 0 : found > most ? most : found);
+}
+
+// The two largest numbers of a row, the place of the largest, the first of equal ones, and the largest magnitude.
+struct Best {
+  int64_t place = 0;
+  float first = -INFINITY, second = -INFINITY, magnitude = 0;
+
+  void take(float x, int64_t at) {
+    if (x > first) second = first, first = x, place = at;
+    else if (x > second) second = x;
+  }
+
+  void take(const Best& other) {  // of numbers behind these
+    const float next = other.second;
+    take(other.first, other.place);
+    take(next, other.place);
+    magnitude = std::max(magnitude, other.magnitude);
+  }
+};
+
+// Of the numbers from `begin` to `end`, less `total` each, as MLX subtracts it; the magnitude is that of the numbers.
+Best best_of(const float* row, int64_t begin, int64_t end, float total) {
+  Best best;
+  Floats magnitude = all(0);
+  int64_t i = begin;
+  for (; i + LANES <= end; i += LANES) {  // few numbers are among the two largest so far
+    const Floats x = load(row + i), less = x - all(total);
+    magnitude = larger(magnitude, larger(x, -x));
+    if (largest(less) <= best.second) continue;
+    for (int64_t lane = i; lane < i + LANES; lane++) best.take(row[lane] - total, lane);
+  }
+  best.magnitude = largest(magnitude);
+  for (; i < end; i++) {
+    best.take(row[i] - total, i);
+    best.magnitude = std::max(best.magnitude, std::abs(row[i]));
+  }
+  return best;
+}
+
 }  // namespace
 }  // namespace gearbx
 
 extern "C" void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, float* bits) {
-  const double most = std::log2(static_cast<double>(count));
-  gearbx::read_rows(logprobs, rows, count, [&](int64_t row, const gearbx::Moments& m) {
-    const double found = std::log2(m.total) - m.weighted / (m.total * 0.6931471805599453);
-    bits[row] = static_cast<float>(found < 0 ? 0 : found > most ? most : found);
-  });
+  gearbx::read_rows(logprobs, rows, count,
+                    [&](int64_t row, const gearbx::Moments& m) { bits[row] = gearbx::entropy_of(m, count); });
 }
 
 extern "C" void gearbx_logsumexp(const float* logits, int64_t rows, int64_t count, float* y) {
   gearbx::read_rows(logits, rows, count, [&](int64_t row, const gearbx::Moments& m) {
-    const float* x = logits + row * count;
-    const bool plain = gearbx::has_no_number(x, count);
-    y[row] = plain ? gearbx::plain_logsumexp(x, count) : static_cast<float>(m.highest + std::log(m.total));
+    y[row] = gearbx::logsumexp_of(logits + row * count, count, m);
   });
 }
 
-extern "C" void gearbx_extremes(const float* x, int64_t rows, int64_t count, float* y) {
+extern "C" void gearbx_choices(const float* logits, int64_t rows, int64_t count, float* y) {
   using namespace gearbx;
-  for (int64_t row = 0; row < rows; row++, x += count, y += 3) {
-    Floats first = all(-INFINITY), second = first, magnitude = all(0);
-    const auto take = [&](Floats a) {
-      a = a == a ? a : all(-INFINITY);
-      second = larger(second, -larger(-first, -a));  // the smaller of the two
-      first = larger(first, a);
-      magnitude = larger(magnitude, larger(a, -a));
-    };
-    int64_t i = 0;
-    for (; i + LANES <= count; i += LANES) take(load(x + i));
-    float best[2 * LANES], largest_one = largest(magnitude);
-    store(best, first);
-    store(best + LANES, second);
-    std::partial_sort(best, best + 2, best + 2 * LANES, std::greater<float>());
-    for (; i < count; i++) {
-      if (x[i] > best[0]) best[1] = best[0], best[0] = x[i];
-      else if (x[i] > best[1]) best[1] = x[i];
-      largest_one = std::max(largest_one, std::abs(x[i]));
-    }
-    y[0] = best[0], y[1] = best[1], y[2] = largest_one;
+  read_rows(logits, rows, count, [&](int64_t row, const Moments& m) {
+    y[5 * row] = logsumexp_of(logits + row * count, count, m);
+    y[5 * row + 1] = entropy_of(m, count);
+  });
+  const int64_t each = (count + PIECE - 1) / PIECE;
+  static thread_local std::vector<Best> memory;
+  memory.resize(static_cast<size_t>(rows * each));
+  struct Job {
+    const float *x, *y;
+    int64_t count, each;
+    Best* found;
+  } const job = {logits, y, count, each, memory.data()};
+  in_pieces(rows * each, [&job](int64_t number) {
+    const int64_t row = number / job.each, at = number % job.each * PIECE;
+    job.found[number] = best_of(job.x + row * job.count, at, std::min(at + PIECE, job.count), job.y[5 * row]);
+  });
+  for (int64_t row = 0; row < rows; row++, y += 5) {
+    Best best;
+    for (int64_t i = 0; i < each; i++) best.take(memory[static_cast<size_t>(row * each + i)]);
+    y[0] = static_cast<float>(best.place), y[2] = best.first, y[3] = best.second, y[4] = best.magnitude;
   }
 }
 

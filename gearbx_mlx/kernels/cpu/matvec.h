@@ -59,9 +59,10 @@ void gearbx_entropy_bits(const float* logprobs, int64_t rows, int64_t count, flo
 // The logarithm of the sum of exponentials of each row (rows, count): y (rows).
 void gearbx_logsumexp(const float* logits, int64_t rows, int64_t count, float* y);
 
-// Of each row (rows, count) the largest number, the second largest, and the largest magnitude: y (rows, 3). Numbers that
-// are equal count each; NaN counts as none.
-void gearbx_extremes(const float* x, int64_t rows, int64_t count, float* y);
+// Of each row of logits (rows, count): the most likely token, the entropy of all in bits, the two largest
+// log-probabilities, and the largest magnitude of a logit: y (rows, 5). Numbers that are equal count each, and the first
+// one is the token; NaN counts as none.
+void gearbx_choices(const float* logits, int64_t rows, int64_t count, float* y);
 
 // Where the `most` largest of `count` numbers are, the largest first, and of equal ones the first. There are at least as
 // many numbers. NaN is larger than none.

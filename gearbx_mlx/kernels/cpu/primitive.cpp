@@ -196,7 +196,7 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("dense_matvec", &dense_matvec, "x"_a, "weight"_a, "x_bits"_a = 0);
   m.def("entropy_bits", &reading<gearbx_entropy_bits, 0>, "logprobs"_a);
   m.def("logsumexp", &reading<gearbx_logsumexp, 1>, "logits"_a);
-  m.def("extremes", &reading<gearbx_extremes, 3>, "x"_a);
+  m.def("choices", &reading<gearbx_choices, 5>, "logits"_a);
   m.def("sampled", &sampled_token_of, "logprobs"_a, "key"_a, "temp"_a, "top_p"_a, "min_p"_a, "top_k"_a);
   bind_experts(m);
   bind_codebooks(m);
