@@ -190,21 +190,6 @@ def test_a_mixture_decodes_with_a_launch_for_each_stack_of_experts(format, launc
 
 @pytest.mark.slow
 @pytest.mark.clang
-def test_every_gear_of_planes_is_one_launch_for_a_stack_of_experts(launches):
-    native, stock = (boxed("planes", kernels, "4,8,16") for kernels in ("native", "mlx"))
-    for gear, planes in ((4, 1), (8, 2)):
-        native.shift(gear)
-        stock.shift(gear)
-        wanted = exact(stock.model(TOKEN))
-        np.testing.assert_allclose(exact(native.model(TOKEN)), wanted, atol=1e-4 * np.abs(wanted).max())
-        mixtures = of_experts(native, launches)
-        assert [len([a for a in spec["layout"]["arrays"] if a[0] == "w"]) for spec in mixtures] == (
-            [planes] * stacks_of(native)
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.clang
 @pytest.mark.parametrize("format", ["affine", "groupwise", "codebook"])
 def test_experts_whose_product_is_wrong_are_left_to_mlx(format, launches, monkeypatch):
     right, run = exact(boxed(format, "mlx").model(TOKEN)), Prepared.__call__
