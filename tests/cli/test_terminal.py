@@ -13,10 +13,8 @@ from rich.console import Console
 
 from gearbx_mlx.cli import terminal as progress_module
 from gearbx_mlx.cli.settings import human_bytes
-from gearbx_mlx.cli.tables import layers_table, summary_table
+from gearbx_mlx.cli.tables import summary_table
 from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
-from gearbx_mlx.gears.cost import LayerPath
-from gearbx_mlx.gears.ladder import Ladder
 
 
 class Clock:
@@ -68,14 +66,6 @@ class TestProgress:
             clock.now = 3
             progress.advance(task, 1.5e6)
         assert console.file.getvalue() == "converting: 1.5 MB of 4 GB\n"
-
-    def test_updates_count_and_a_task_may_have_no_total(self, clock):
-        console = log()
-        with ProgressLines(console, False, clock) as progress:
-            task = progress.add_task("tokens", total=None)
-            clock.now = 5
-            progress.update(task, completed=7)
-        assert console.file.getvalue() == "tokens: 7\n"
 
     def test_a_terminal_gets_a_bar_that_vanishes(self):
         class Tty(io.StringIO):
@@ -203,14 +193,6 @@ class TestTables:
         assert "memory peak 30 MB" in lines
         assert not [line for line in lines if "change gear" in line or line.startswith(("gears", "shifts", "layers"))]
 
-    def test_telemetry_says_what_would_happen(self):
-        lines = shown(summary_table(SUMMARY | {"mode": "telemetry-only", "compute_dtype": "bfloat16"}))
-        assert "gears it would use low (4) 75% high (16) 25%" in lines
-        assert "would shift 3 times" in lines
-        assert "weights read 5 MB per token" in lines
-        assert "memory peak 30 MB" in lines
-        assert not any(line.startswith("computed in") for line in lines)
-
     def test_a_controller_is_one_line(self):
         controller = {
             "target_tps": 15.0,
@@ -221,19 +203,6 @@ class TestTables:
         }
         moved = "caps moved 2 times, the top gear now 7.25 bits per weight; thermal fair; out of reach"
         assert f"controller target 15 tokens/s; {moved}" in shown(summary_table(SUMMARY | {"controller": controller}))
-
-    def test_layers_stand_under_their_kernels_and_the_reason(self):
-        native, plain = ("native", "8 vectors at a time"), ("mlx", "as asked")
-        layers = [LayerPath(f"model.layers.{i}.mlp", (4, 16), *native) for i in range(3)]
-        layers.append(LayerPath("lm_head", (16, 16), *plain, fixed="tied"))
-        assert shown(layers_table(Ladder.parse("4,16"), layers)) == [
-            "native kernels: 8 vectors at a time",
-            "low high layers",
-            "4 16 model.layers.0-2.mlp x 3",
-            "mlx kernels: as asked; changes no gear: tied",
-            "low high layers",
-            "16 16 lm_head",
-        ]
 
 
 @pytest.mark.parametrize(
