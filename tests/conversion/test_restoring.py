@@ -341,19 +341,13 @@ def two_shards(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_every_file_is_on_the_disk_before_the_directory_has_its_name(
-    two_shards, tmp_path, monkeypatch, restores
-):
+def test_every_file_is_on_the_disk_before_the_directory_has_its_name(two_shards, tmp_path, monkeypatch, restores):
     """Otherwise a power failure leaves empty files in a directory that looks whole."""
     synced, fsync, replace = set(), os.fsync, os.replace
     before = []
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.add(os.fstat(handle).st_ino), fsync(handle)))
     monkeypatch.setattr(os, "replace", lambda *paths: (before.append({*synced}), replace(*paths)))
-    made = (
-        {"restore": two_shards}
-        if restores
-        else {"hf_path": two_shards.with_name("original"), "gears": "4,16"}
-    )
+    made = {"restore": two_shards} if restores else {"hf_path": two_shards.with_name("original"), "gears": "4,16"}
     out = gearbx_mlx.convert(**made, mlx_path=tmp_path / "out")
     assert [file.name for file in (out, *out.iterdir()) if file.stat().st_ino not in before[-1]] == []
 
@@ -389,9 +383,7 @@ class TestOddNames:
 
 class TestFlags:
     @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
-    def test_the_revision_is_that_of_the_checkpoint(
-        self, two_shards, tmp_path, command, monkeypatch, command_flag
-    ):
+    def test_the_revision_is_that_of_the_checkpoint(self, two_shards, tmp_path, command, monkeypatch, command_flag):
         asked = []
 
         def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:

@@ -347,9 +347,7 @@ class TestLoading:
 
     @pytest.mark.slow
     def test_a_base_that_is_gone(self, broken):
-        (broken / "model.safetensors").rename(
-            broken / "model-00001-of-00001.safetensors"
-        )
+        (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
         self.refused(broken, "model.safetensors: missing")
 
     @pytest.mark.parametrize("part", [0.5, 0.001, 0])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from refusals import assert_refused
 
 from gearbx_mlx.cli import prompt
 from gearbx_mlx.cli.prompt import limited_time
@@ -46,13 +47,6 @@ def run_of(name: str, model: Path, place: Path) -> tuple:
         "analyze": ("analyze", "--model", model, "--prompts", place / "prompts.txt", "--out", place / "out"),
         "--small-model": ("generate", "--mode", "pair", "--small-model", model),
     }.get(name, ("generate", name, model))
-
-
-def assert_refused(result, *words: object) -> None:
-    assert result.status == 2
-    (line,) = result.err.splitlines()
-    for word in words:
-        assert str(word) in line
 
 
 class TestSizes:
@@ -109,31 +103,6 @@ def test_a_chat_template_without_end(command, model, monkeypatch, template, reas
     assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [(b"\xff" * 100, "damaged or truncated"), (None, "no adapters.safetensors there"), (b"", "damaged or truncated")],
-    ids=["huge header", "none", "empty"],
-)
-def test_an_adapter_with_damaged_arrays_is_named(command, tmp_path, arrays, words):
-    (tmp_path / "adapter_config.json").write_text('{"num_layers": 2, "fine_tune_type": "full"}')
-    if arrays is not None:
-        (tmp_path / "adapters.safetensors").write_bytes(arrays)
-    assert_refused(command("generate", "--adapter-path", tmp_path), tmp_path, words)
-
-
-def test_the_configuration_of_an_adapter_is_named(command, tmp_path):
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {"a": mx.zeros(2)})
-    (tmp_path / "adapter_config.json").write_text(UNREADABLE[0])
-    assert_refused(
-        command("generate", "--adapter-path", tmp_path), tmp_path / "adapter_config.json", "nested more than"
-    )
-
-
-def test_a_name_of_two_lines(command, tmp_path):
-    (tmp_path / "two\nlines").mkdir()
-    assert_refused(command("generate", "--model", tmp_path / "two\nlines"), "two\\nlines/config.json: missing")
-
-
 class TestCode:
     """Code beside a model runs only with --trust-remote-code, and the terminal never asks."""
 
@@ -160,12 +129,6 @@ class TestCode:
         assert_refused(command(*run_of(name, model, tmp_path)), model, "give --trust-remote-code")
         assert not planted.exists()
 
-    def test_is_not_run_where_mlx_lm_has_a_class_for_the_model(self, command, model, tmp_path):
-        (model / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\nclass Model: pass\n")
-        edit(model / "config.json", auto_map={"AutoConfig": "own.Model", "AutoModelForCausalLM": "own.Model"})
-        assert command("generate", "--model", model, "-m", 1).status == 0
-        assert not (tmp_path / "mark").exists()
-
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
         assert gears_of(model) is None
         assert not planted.exists()
@@ -173,3 +136,42 @@ class TestCode:
     def test_is_run_with_the_flag(self, command, model, planted):
         command("generate", "--model", model, "--trust-remote-code")
         assert planted.exists()
+
+
+LONG = "x" * 5000
+DATA = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
+
+
+@pytest.mark.some(9)
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("generate", ("--thresholds", LONG)),
+        ("generate", ("--manifest", LONG)),
+        ("generate", ("--watch-machine", LONG)),
+        ("generate", ("--summary", LONG)),
+        ("generate", ("--trace", LONG)),
+        ("generate", ("--prompt-cache-file", LONG)),
+        ("generate", ("--model", LONG)),
+        ("generate", ("--small-model", LONG)),
+        ("generate", ("--low-model", LONG)),
+        ("generate", ("--adapter-path", LONG)),
+        ("analyze", ("--prompts", LONG)),
+        ("analyze", ("--prompts", DATA, "--out", LONG)),
+        ("calibrate", ("--out", LONG)),
+        ("calibrate", ("--prompts", LONG)),
+        ("convert", ("--mlx-path", LONG)),
+        ("convert", ("--model", LONG)),
+        ("convert", ("--manifest", LONG)),
+        ("evaluate", ("--data", LONG)),
+        ("evaluate", ("--data", DATA, "--out", LONG, "--tokens", 4, "--context", 4)),
+        ("sensitivity", ("--out", LONG)),
+        ("sensitivity", ("--data", LONG)),
+        ("allocate", ("--manifest", LONG)),
+        ("benchmark", ("decode", "--json", LONG)),
+    ],
+)
+def test_are_refused_in_one_line(command, tmp_path, monkeypatch, name, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(command(name, *arguments), "x" * 100)
+    assert not list(tmp_path.iterdir())

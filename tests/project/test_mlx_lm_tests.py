@@ -1,6 +1,5 @@
 """A quick part of scripts/run_mlx_lm_tests.py, and its behaviour when something is wrong."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
 sys.path.append(str(SCRIPTS))
 
-from run_mlx_lm_tests import get_tests, outcomes_of  # noqa: E402
+from run_mlx_lm_tests import get_tests  # noqa: E402
 
 
 @pytest.fixture(scope="session")
@@ -50,16 +49,3 @@ def test_a_test_that_fails_with_a_wrapper_alone_is_named(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     assert "| test_server | 1 | 0 |" in done.stdout
     assert "test_server: test_x: LosslessModel: " in done.stdout
-
-
-def test_a_directory_without_tests_is_one_line(tmp_path):
-    done = subprocess.run([*RUN, "--tests", str(tmp_path), "--only", "server"], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "test_server.py" in done.stderr
-
-
-def test_a_name_that_passed_and_failed_has_failed():
-    records = [{"name": "test_x", "outcome": outcome, "why": "no"} for outcome in ("failed", "passed")]
-    outcomes = outcomes_of([json.dumps(record) for record in records], False)
-    assert (outcomes.passed, outcomes.failed) == (set(), {"test_x": "no"})

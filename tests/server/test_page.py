@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from http_server import chat, in_the_making
+from http_server import in_the_making
 from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
 
 from gearbx_mlx.serving.job import Batch
@@ -116,18 +116,6 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
     assert len(asked[2]["messages"]) == 1
 
 
-def test_reset_in_the_middle_of_an_answer_leaves_nothing_of_it(page, client, monkeypatch):
-    step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: time.sleep(0.1) or step(batch))
-    page.send(QUESTION)
-    page.wait(lambda: page.all(".point"))
-    page.find("#reset").click()
-    page.wait(lambda: in_the_making(client) == 0, 2)
-    page.wait(lambda: page.run("return running === null"))
-    assert page.all(".turn") == page.all(".point") == []
-    assert page.text("#problem") == ""
-
-
 def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
     scripted(chunk("One", ("low", 1.25, 1.0)), chunk(" two", ("mid", 0.5, 1.0), ("high", 3.5, 2.0)))
     page.send("Count")
@@ -142,19 +130,6 @@ def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
     assert page.text("#readout") == "token 3: high, 3.50 bits"
     page.find("#trace").send_keys("\ue012")  # left
     assert page.find("#trace").get_attribute("aria-valuetext") == "token 2: mid, 0.50 bits"
-
-
-def test_the_end_of_the_text_stays_in_sight_unless_its_reader_scrolls_up(page, scripted):
-    beyond = "return talk.scrollHeight - talk.scrollTop - talk.clientHeight"
-    scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(2000)))
-    page.send("Hello")
-    page.answer()
-    page.wait(lambda: abs(page.run(beyond)) < 2)
-    page.run("talk.scrollTop = 0")
-    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    page.run("answers[0].take({choices: [{delta: {content: ' more'.repeat(200)}}]}); follow()")
-    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert page.run("return talk.scrollTop") == 0
 
 
 def test_a_server_without_gears_is_a_plain_chat(page, scripted):
@@ -197,32 +172,6 @@ def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
     assert len(asked) == 2
     assert [turn["content"] for turn in asked[1]["messages"]] == ["Hello"]
     assert len(page.all(".turn")) == 1
-
-
-def test_lossless_has_no_thresholds_in_its_legend(page):
-    assert "threshold" in page.text("#legend")
-    page.choose("mode", "lossless")
-    assert "threshold" not in page.text("#legend")
-
-
-def test_of_another_servers_tokens_the_middle_between_the_bounds_is_shown(page, scripted):
-    told = [{"gear": "large", "entropy_low": 1.0, "entropy_high": 2.0}]
-    scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"mode": "prompt", "tokens": told}})
-    page.send("Hello")
-    page.answer()
-    assert "mean entropy 1.50 bits" in page.text(".summary")
-
-
-def test_a_model_without_a_chat_template_answers(page, client, monkeypatch):
-    def text():
-        return chat(client, QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
-
-    templated = text()
-    tokenizer = client.scheduler.provider.served.tokenizer._tokenizer  # to which the wrapper passes on what is set
-    monkeypatch.setattr(tokenizer, "has_chat_template", False)
-    page.send(QUESTION)
-    assert page.answer()["text"] == text() != templated
-    assert page.text("#problem") == ""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -41,17 +41,6 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     assert not page.find("#ask").is_displayed()
 
 
-def test_without_a_key_the_question_comes_back(page, monkeypatch):
-    ask_for_a_key(monkeypatch)
-    page.send(QUESTION)
-    page.wait(lambda: page.find("#ask").is_displayed())
-    page.find("#cancel").click()
-    page.wait(lambda: page.run("return running === null"))
-    assert page.text("#problem") == "The server asks for an API key."
-    assert page.find("#message").get_attribute("value") == QUESTION
-    assert page.all(".turn") == []
-
-
 def test_an_error_of_the_server_is_one_line(page):
     page.run("document.getElementById('message').value = 'word '.repeat(600)")
     page.send("")
@@ -71,20 +60,6 @@ def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     assert (answer["text"], len(answer["points"])) == ("Half", 1)
     assert page.text("#problem") == "The answer broke off: the server ended the connection."
     assert page.text(".summary").startswith("broken off · 1 token · ")
-
-
-def test_an_error_in_the_middle_is_shown(page, scripted):
-    scripted(chunk("Half", ("low", 1.0, 1.0)), {"error": {"message": "the server\nfailed"}}, ended=False)
-    page.send("Hello")
-    assert page.answer()["text"] == "Half"
-    assert page.text("#problem") == "the server failed"
-
-
-def test_what_is_no_json_is_one_line(page, scripted):
-    scripted("{no json")
-    page.send("Hello")
-    page.wait(lambda: page.text("#problem"))
-    assert page.text("#problem").startswith("The server sent what this page cannot read")
 
 
 def test_hostile_text_is_text(page, scripted):

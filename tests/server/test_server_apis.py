@@ -84,12 +84,6 @@ class TestResponses:
         assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
         assert read.usage.output_tokens == 16
 
-    def test_a_schema(self, ours):
-        text = {"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}}
-        answer = ours.responses.create(model="demo", input=WORD_PROBLEM, max_output_tokens=80, text=text)
-        assert answer.status == "completed"
-        jsonschema.validate(json.loads(answer.output_text), SCHEMA)
-
     def test_calls(self, caller):
         ours = openai.OpenAI(base_url=f"{caller.server.where}/v1", api_key="none", max_retries=0)
         tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
@@ -192,11 +186,6 @@ class TestSchemas:
 
     def test_with_two_models(self):
         with served(model=str(DEMO_MODEL), small_model=str(DEMO_MODEL), mode="pair", log_level="ERROR") as client:
-            answer = complete(client, response_format=FORMAT, max_tokens=80)
-        jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
-
-    def test_with_telemetry_only(self):
-        with served(mode="telemetry-only", log_level="ERROR") as client:
             answer = complete(client, response_format=FORMAT, max_tokens=80)
         jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
 
@@ -310,11 +299,6 @@ class TestMessages:
         assert message.stop_reason == "end_turn"
         jsonschema.validate(json.loads(message.content[0].text), SCHEMA)
 
-    def test_tokens_are_counted(self, theirs):
-        counted = theirs.messages.count_tokens(model="default_model", messages=MESSAGES)
-        usage = theirs.messages.create(**ASKED).usage
-        assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
-
     def test_errors_are_anthropics(self, theirs):
         with pytest.raises(anthropic.BadRequestError, match="max_tokens is 0"):
             theirs.messages.create(**ASKED | {"max_tokens": 0})
@@ -367,16 +351,6 @@ class TestMetrics:
         assert found["gearbx_time_per_token_seconds_count",] == 95
         assert found["gearbx_requests_running",] == found["gearbx_requests_waiting",] == 0
         assert found["gearbx_peak_memory_bytes",] >= found["gearbx_memory_bytes",] > 1e6
-
-    def test_prompts_that_were_cached_are_counted(self):
-        with served(gears="4,16", log_level="ERROR") as client:
-            usage = [complete(client, gearbx={"gear": "high"})["usage"] for _ in range(2)]
-            found = counted(client)
-        cached = [each["prompt_tokens_details"]["cached_tokens"] for each in usage]
-        assert cached[0] == 0 < cached[1]
-        assert found["gearbx_prompt_cached_tokens_total",] == cached[1]
-        assert found["gearbx_prompt_tokens_total",] == 2 * usage[0]["prompt_tokens"] - cached[1]
-        assert found["gearbx_prompt_cache_hits_total",] == 1
 
     def test_the_key_is_asked_for(self):
         with served(gears="4,16", log_level="ERROR", api_key="right") as client:

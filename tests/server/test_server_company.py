@@ -16,7 +16,6 @@ from gearbx_mlx.serving import job
 from gearbx_mlx.serving.requests import TextRequest, parse
 
 QUIET = {"log_level": "ERROR"}
-MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"})
 LONG = "Tom has 5 apples and buys 7 more. " * 30
 
 
@@ -36,12 +35,6 @@ def beside(client, others, **body):
     others()
     thread.join()
     return found[0]
-
-
-@pytest.mark.parametrize("top_k", [4095, 4096, 10**6])
-def test_as_many_likeliest_tokens_as_there_are_is_no_choice(client, top_k):
-    sampled = {"temperature": 1.0, "seed": 3, "gearbx": {"gear": "high"}}
-    assert text_of(client, WORD_PROBLEM, top_k=top_k, **sampled) == text_of(client, WORD_PROBLEM, **sampled)
 
 
 @pytest.mark.parametrize(("temperature", "kind"), [(0, type(greedy_sampler)), (0.7, GumbelSampler)])
@@ -76,25 +69,6 @@ def test_a_sampler_that_fails_ends_its_own_answer_alone(client, monkeypatch):
 
     assert beside(client, others, gearbx={"gear": "high"}) == alone
     assert len({text_of(client, temperature=1.0, gearbx={"gear": "high"}) for _ in range(3)}) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "gearbx", [{"gear": "high"}, {"mode": "route"}, {"mode": "lossless"}, {"mode": "kickdown"}], ids=str
-)
-@pytest.mark.parametrize(
-    "reader", [{"mode": "route"}, {"mode": "lossless"}, {"mode": "static", "gear": "low"}], ids=str
-)
-def test_others_go_on_while_a_long_prompt_is_read(client, gearbx, reader):
-    """The prompt is read in a dozen parts; between them the other requests get a token each, in their own gears."""
-    alone = text_of(client, max_tokens=120, gearbx=gearbx)
-    prompt = f"{gearbx}{reader}{LONG}"
-    expected = text_of(client, prompt, gearbx=reader, seed=1)
-    with served(gears="4,16", prefill_step_size=16, **QUIET) as fresh:
-        read = []
-        together = beside(fresh, lambda: read.append(text_of(fresh, prompt, gearbx=reader, seed=1)), gearbx=gearbx)
-    assert together == alone
-    assert read == [expected]
 
 
 @pytest.mark.slow

@@ -1,9 +1,8 @@
 """Whether the server does what its OpenAPI description says (schemathesis)."""
 
-import jsonschema
 import pytest
 import schemathesis
-from http_server import complete, served
+from http_server import served
 from hypothesis import HealthCheck, settings
 from schemathesis import checks
 
@@ -40,16 +39,6 @@ def shorten(body):
 def test_every_answer_is_as_described(client, case):
     shorten(case.body)
     case.call_and_validate(base_url=client.server.where, checks=CHECKED, timeout=20)
-
-
-def test_the_server_goes_on(client):
-    assert complete(client, "Once", max_tokens=3)["usage"]["completion_tokens"] == 3
-
-
-def test_the_description_is_served(client):
-    assert client.get("/openapi.json").json() == OPENAPI
-    assert OPENAPI["openapi"] == "3.1.0"
-    jsonschema.Draft202012Validator.check_schema({"$defs": OPENAPI["components"]["schemas"]})
 
 
 def test_every_route_is_described():

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from schemas import CHOICE, PERSON, PROMPT, format_of
 from transformers import AutoTokenizer
 
-from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
+from gearbx_mlx import Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.grammar import (
     AnswerForm,
@@ -70,23 +70,6 @@ def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature
     check(lossless, PERSON)
     assert sum(r.drafted + r.looked_up for r in lossless) > 0
     assert any(r.source != "model" for r in lossless)
-
-
-def test_two_models_answer_under_a_schema(demo):
-    small = mlx_lm.load(str(DEMO_MODEL))[0]
-    responses, _ = written(demo.model, demo.tokenizer, PERSON, mode=Pair(small, threshold=2.0))
-    check(responses, PERSON)
-    assert {"small", "large"} == {r.gear for r in responses}
-
-
-@pytest.mark.slow
-def test_without_gears_and_with_a_draft_model_of_mlx_lm(demo):
-    model = mlx_lm.load(str(DEMO_MODEL))[0]
-    draft = mlx_lm.load(str(DEMO_MODEL))[0]
-    check(written(model, demo.tokenizer, PERSON, mode="telemetry-only")[0], PERSON)
-    drafts = {"draft_model": draft, "num_draft_tokens": 3}
-    responses, _ = written(model, demo.tokenizer, PERSON, gearbox=Gearbox(model, "4,16"), mode="route", **drafts)
-    check(responses, PERSON)
 
 
 def test_texts_of_a_batch_have_schemas_of_their_own(demo):
@@ -226,13 +209,6 @@ def test_a_model_that_thinks_is_known_by_its_tokenizer(demo, opened):
     assert END not in left[1]
     assert (set(word) < left[0]) == opened
     assert (tokenizer.think_start_id in left[0]) or opened
-
-
-def test_a_thinking_part_may_end_with_several_tokens():
-    thinking = Thinking((1, 2), (3, 4), opened=False)
-    assert thinking.over(np.array([1, 2, 3, 3])) is None
-    assert thinking.over(np.array([1, 2, 3, 3, 4, 5])) == 5
-    assert thinking.over(np.array([5, 3, 4])) == 0
 
 
 def test_a_text_ends_where_its_grammar_takes_too_long(demo):

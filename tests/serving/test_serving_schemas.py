@@ -6,7 +6,7 @@ import pytest
 from schemas import format_of
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, Constraint, constraint_for
+from gearbx_mlx.serving.grammar import LARGEST_SCHEMA, constraint_for
 from gearbx_mlx.serving.requests import TextRequest, parse
 from gearbx_mlx.serving.web import Refused
 
@@ -56,12 +56,3 @@ def test_a_response_format_that_is_none_is_refused(content, said):
         parse(TextRequest, {"prompt": "x", "response_format": content})
     assert error.value.message.startswith("response_format")
     assert said in error.value.message
-
-
-def test_a_schema_is_compiled_once(demo, monkeypatch):
-    schema = format_of({"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(300)}})
-    first = constraint_for(demo.tokenizer, schema)
-    monkeypatch.setattr("gearbx_mlx.serving.grammar.LLMatcher", None)
-    again = constraint_for(demo.tokenizer, schema)
-    assert isinstance(again, Constraint)
-    assert first is not again
