@@ -8,7 +8,6 @@ import pytest
 
 from gearbx_mlx import Ladder
 from gearbx_mlx.benchmark import measuring
-from gearbx_mlx.gone import SINCE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
 from research import token
@@ -134,38 +133,3 @@ def test_decode(command, tmp_path):
     assert low["predicted_speedup"] == pytest.approx(top["weight_bytes_per_token"] / low["weight_bytes_per_token"])
     assert low["break_even_tokens"] is None or low["break_even_tokens"] > 0
     assert top["roofline_share"] > 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("decode", "--shape", "wide"), "not WIDTHxLAYERS"),
-        (("decode", "--shape", "100x2"), "multiple of 256"),
-        (("decode", "--gears", "8,4"), "ascend"),
-        (("decode", "--context", -1), "--context is -1; give 0 or more"),
-        (("decode", "--model", ""), "--model is empty"),
-        (("decode", "--json", ""), "--json is empty"),
-        (("decode", "--json", "d" * 300), "cannot be written (File name too long)"),
-        (("decode", "--model", "d" * 300), "no such model directory"),
-        (("decode", "--trials", 10**30), "give 1 to 100000"),
-        (("decode", "--shape", "65536x100000"), "--shape 65536x100000 needs at least"),
-        (("decode", "--model", DEMO_MODEL, "--gears", "4,16", "--context", 10**15), "needs at least"),
-        (("decode", "--json", "/nowhere/d.json"), "there is no directory"),
-        (("decode", "--shape", "256x1", "--context", 10**13), "--shape 256x1 --context 10000000000000 needs at least"),
-    ],
-)
-def test_bad_input_is_one_line(command, arguments, words):
-    check_refused(command("benchmark", *arguments), words)
-
-
-@pytest.mark.parametrize("name", ["kernels", "token", "server"])
-def test_a_benchmark_that_is_a_study_now_is_one_line(command, name):
-    check_refused(
-        command("benchmark", name), f"benchmark {name} is gone since gearbx-mlx {SINCE}; run python -m research"
-    )
-
-
-def check_refused(result, words: str) -> None:
-    assert result.status == 2
-    assert len(result.err.strip().splitlines()) == 1
-    assert words in result.err

@@ -164,28 +164,6 @@ class TestCommand:
 
 
 class TestBadInput:
-    @pytest.mark.parametrize(
-        ("arguments", "told"),
-        [
-            (("--bits", "4,16"), "16 is full precision"),
-            (("--bits", "4,3"), "gears must ascend"),
-            (("--num-samples", 0), "--num-samples is 0"),
-            (("--sequence-length", 4096), "made for 512"),
-            (("--data", "nowhere.txt"), "nowhere.txt"),
-            (("--out", ""), "--out is empty"),
-            (("--model", ""), "--model is empty"),
-            (("--data", ""), "--data is empty"),
-            (("--out", "a" * 300), "cannot be written (File name too long)"),
-            (("--out", "a" * 250), "cannot be written (File name too long)"),
-            (("--model", "a" * 300), "no such model directory"),
-            (("--data", "a" * 300), "cannot be read as text"),
-        ],
-    )
-    def test_is_told_in_one_line(self, command, arguments, told, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        assert_refused(command("sensitivity", *arguments), told)
-        assert not list(tmp_path.iterdir())
-
     @pytest.mark.parametrize("how", [[], ["--fast"]])
     def test_bits_below_the_floor_of_a_router(self, command, tmp_path, how):
         save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")

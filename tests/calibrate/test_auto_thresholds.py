@@ -75,18 +75,3 @@ def test_generate_says_what_it_found_and_analyze_writes_it(command, tmp_path):
     command("analyze", "--prompts", str(prompts), "--thresholds", "auto", "-m", "4", "--out", str(tmp_path / "out"))
     thresholds = json.loads((tmp_path / "out" / "summary.json").read_text())["thresholds"]
     assert ", ".join(f"{each:.3f}" for each in thresholds) in done.err
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("generate", "--mode", "kickdown"),
-        ("generate", "--small-model", "x"),
-        ("evaluate", "--data", "tests/data/gsm8k_held_out.jsonl", "--out", "unmade"),
-    ],
-)
-def test_where_nothing_can_find_them_they_are_refused_in_a_line(command, arguments):
-    done = command(*arguments, "--thresholds", "auto")
-    assert done.status == 2
-    assert done.err.count("\n") == 1
-    assert "auto" in done.err

@@ -255,15 +255,6 @@ class TestCommands:
         ):
             obey(session, line)
 
-    def test_flags_that_no_answer_can_have_are_refused_before_the_chat(self, command, tmp_path):
-        for flags, complaint in (
-            (("--mode", "lossless", "--draft-length", "16"), "draft length is 16; give 1 to 15 tokens"),
-            (("--mode", "kickdown", "--draft-model", DEMO_MODEL), "takes no draft model"),
-        ):
-            done = command("chat", *flags)
-            assert (done.status, done.out) == (2, "")
-            assert complaint in done.err
-
     def test_reset_begins_a_new_conversation(self, whole, capsys):
         with chat(gears="16") as session:
             for line in (ASKED, "r", MORE):

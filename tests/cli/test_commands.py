@@ -54,14 +54,6 @@ def four_bit(tmp_path_factory) -> Path:
 
 
 class TestFlags:
-    def test_a_mistyped_one_gets_one_line_with_the_nearest(self, command):
-        for name, typed, meant in (("generate", "--max-tokns", "--max-tokens"), ("server", "--prot=80", "--port")):
-            done = command(name, typed)
-            assert done.status == 2
-            assert done.err.count("\n") == 1
-            assert typed in done.err
-            assert meant in done.err
-
     def test_help_shows_thirty_and_help_all_every_one(self, command):
         few, every = (flags_in(command("generate", flag).out) for flag in ("--help", "--help-all"))
         assert len(few) <= 30

@@ -204,12 +204,6 @@ class TestRestoringWhatCannotBe:
         done = command("convert", "--restore", geared, "--mlx-path", geared.with_name("out"))
         refused(done, f"{geared / ORIGINAL_FILE}: missing, and {MANIFEST} needs it")
 
-    @pytest.mark.parametrize(
-        "flag", [("--gears", "4"), ("--format", "exact"), ("--model", "x"), ("--dtype", "float32"), ("--verify", "x")]
-    )
-    def test_other_flags(self, command, flag):
-        refused(command("convert", "--restore", "x", *flag), "--restore")
-
 
 @pytest.mark.parametrize("gears", [[3, 16], [4, 8, 16]])
 def test_a_checkpoint_of_gears_that_are_gone_says_what_to_convert_again(geared, command, gears):

@@ -201,8 +201,3 @@ class TestCaches:
             name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
         }
         assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0
-
-    def test_a_draft_model_is_refused(self, demo, command):
-        done = command("generate", "--mode", "kickdown", "--draft-model", demo.path, "-m", 3)
-        assert done.status == 2
-        assert "takes no draft model" in done.err

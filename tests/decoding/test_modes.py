@@ -37,33 +37,6 @@ class TestRegistry:
         settings = {name for mode in modes.MODES for name in settings_of_mode(mode)}
         assert not {*FLAGS} - settings
 
-    @pytest.mark.parametrize(
-        ("flags", "message"),
-        [
-            (
-                ["--gear", "low", "--thresholds", "1,2"],
-                "--thresholds is for --mode route or kickdown or telemetry-only; leave it out, or give that mode",
-            ),
-            (["--mode", "route", "--gear", "low"], "--gear is for --mode static; leave it out, or give that mode"),
-            (
-                ["--mode", "static", "--thresholds", "1,2"],
-                "--thresholds is for --mode route or kickdown or telemetry-only",
-            ),
-            (["--mode", "lossless", "--initial-gear", "low"], "--initial-gear is for --mode route or telemetry-only"),
-            (["--mode", "kickdown", "--hysteresis", "0.5"], "--hysteresis is for --mode route or telemetry-only"),
-            (["--thresholds", "1,2", "--draft-length", "2"], "--draft-length is for --mode lossless"),
-            (["--mode", "static", "--gear", "reverse"], "no gear 'reverse' in the ladder 4,8,16"),
-            (["--mode", "static", "--gear", ""], "--gear is empty"),
-            (["--model", ""], "--model is empty"),
-            (["--small-model", "x", "--gear", "low"], "--gear is for one model"),
-        ],
-    )
-    def test_a_flag_of_another_mode_is_refused(self, command, flags, message):
-        result = command("generate", *flags)
-        assert (result.status, result.out) == (2, "")
-        assert message in result.err
-        assert result.err.count("\n") == 1
-
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
     def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
         observer = Observer(fresh_demo.model)

@@ -274,30 +274,6 @@ class TestGenerate:
         assert told["weight_bytes_per_token_top"] == bytes_read(demo.model)
         assert "tokens read to catch up" in result.err
 
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (["--mode", "pair"], ["--mode pair needs --small-model"]),
-            (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
-            (["--small-model", "S", "--gears", "4,8"], ["--gears is for one model"]),
-            (["--small-model", "S", "--draft-model", "D"], ["--draft-model is for one model"]),
-            (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
-            (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
-            (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
-            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
-            (["--small-model", "S", "--min-gear-duration", 0], ["--min-gear-duration is 0; give 1 or more"]),
-            (["--small-model", "S", "--window", 0], ["window is 0"]),
-            (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
-            (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),
-        ],
-    )
-    def test_what_does_not_fit_is_one_line(self, command, flags, words):
-        result = command("generate", *flags)
-        assert result.status == 2
-        assert result.err.startswith("error: ")
-        assert len(result.err.splitlines()) == 1
-        assert all(word in result.err for word in words)
-
 
 def parameters(model) -> int:
     return sum(array.size for array in weights_of(model).values())

@@ -6,7 +6,6 @@ import pytest
 from chats import ASKED, MORE, chat
 from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
-from refusals import assert_refused
 
 from gearbx_mlx import (
     Gearbox,
@@ -116,17 +115,3 @@ def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
     result = command(*given, "--prompt-gear", "3")
     assert result.status == 0
     assert f"{saved}: was read in 16 bits" in result.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--mode", "static", "--gear", "4", "--prompt-gear", "5"], "5"),
-        (["--prompt-gear", "8"], "--prompt-gear"),
-        (["--mode", "lossless", "--prompt-gear", "8"], "--prompt-gear"),
-    ],
-)
-def test_flags_that_cannot_be(command, flags, named):
-    result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
-    assert_refused(result)
-    assert named in result.err

@@ -75,20 +75,6 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
 
 
 class TestMistakes:
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (["--gears", "16"], ["--gears 16", "two or more"]),
-            (["--context", "1000000"], ["--context", "1000000"]),
-            (["--context", "1"], ["--context is 1; give 2 or more"]),
-            (["--tokens", "0"], ["--tokens is 0; give 1 or more"]),
-            (["--thresholds", "1"], ["thresholds"]),
-            (["--out", ""], ["--out is empty"]),
-        ],
-    )
-    def test_flags(self, command, tmp_path, flags, words):
-        assert_refused(evaluate(command, tmp_path / "out", *flags), *words, folder=tmp_path)
-
     def test_texts(self, command, tmp_path):
         out = tmp_path / "out"
         short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
@@ -138,19 +124,6 @@ def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
     in_gear = predictions(lambda _: cache_in_gears(gearbox.model, gearbox, "4,8", fixed=bits))
     np.testing.assert_allclose(in_gear, predictions(rounded), atol=1e-5)
     assert np.abs(in_gear - predictions(lambda _: [KVCache() for _ in gearbox.model.layers])).max() > 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--kv-gears", "8,4"], ["--kv-gears is 8,4", "ascending"]),
-        (["--kv-gears", "2,16"], ["--kv-gears is 2,16"]),
-        (["--kv-gears", "16"], ["--kv-gears is 16", "add a lower gear"]),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(command, tmp_path, flags, words):
-    assert_refused(evaluate(command, tmp_path / "out", *flags), *words, folder=tmp_path)
 
 
 @pytest.mark.slow

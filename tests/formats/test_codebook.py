@@ -379,27 +379,3 @@ def test_drafts_in_lossless_mode(format, kernels):
     assert [token for token, _ in generate_step(PROMPT[0], lossless, max_tokens=24)] == theirs
     gearbox.shift("low")
     assert not mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()
-
-
-class TestChoices:
-    NAME = "codebook-library:group=32,library=8,rounds=3,sigma=2.5"
-
-    @pytest.mark.parametrize(
-        ("format", "words"),
-        [
-            ("codebook:sigma=0.5", "--format: sigma of codebooks is 0.5; give 1 to 100"),
-            ("codebook:cap=0.9", "--format: cap of codebooks is 0.9; give 0 to 0.5"),
-            ("codebook:rounds=0", "--format: rounds of codebooks is 0; give 1 to 1000"),
-            ("codebook-library:library=300", "--format: library of codebooks is 300; give 1 to 256"),
-            ("codebook-library:group=48", "--format: group of codebooks is 48; choose from 32, 64, 128, 256"),
-            ("codebook:library=16", "--format is codebook:library=16, and library belongs to format codebook-library"),
-            ("planes:rounds=9", "--format is planes:rounds=9, and only codebooks have choices; give --format planes"),
-            ("nested", "--format is nested; choose from planes, affine"),
-        ],
-    )
-    def test_choices_that_there_are_not(self, command, tmp_path, format, words):
-        done = command("convert", "--format", format, "--mlx-path", tmp_path / "out")
-        assert done.status == 2
-        assert words in done.err
-        assert done.err.count("\n") == 1
-        assert not (tmp_path / "out").exists()

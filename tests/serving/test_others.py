@@ -415,34 +415,6 @@ def test_how_many_a_client_asks_for(body, asked):
     assert (None if way is None else way.asked) == asked
 
 
-OTHER = ("--server", "http://127.0.0.1:1", "--server-model", "a,b")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (OTHER[:2], "--server needs two models or more to choose from; name them with --server-model A,B"),
-        (OTHER[2:], "--server-model is for a server; name it with --server"),
-        ((*OTHER, "--model", "x"), "--model is for models that are served here; leave it out with --server"),
-        ((*OTHER, "--gears", "4,8"), "--gears is for models that are served here"),
-        ((*OTHER, "--allow-models"), "--allow-models is for models that are served here"),
-        ((*OTHER, "--keep-alive", "5m"), "--keep-alive is for models that are served here"),
-        ((*OTHER, "--vocab-size", "1"), "--vocab-size is 1"),
-        (("--server", "x", *OTHER[2:]), "--server 'x' is not an http or https URL"),
-        ((*OTHER, "--port", "70000"), "--port is 70000"),
-        ((*OTHER, "--allowed-origins", "https://example.org/page"), "is not the origin of a page"),
-        (("--keep-alive", "soon"), "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
-        (("--prompt-cache-bytes", "much"), "--prompt-cache-bytes: 'much' is not a size"),
-        (("--small-server", "http://a", "--large-server", "http://b"), "--small-server is gone since gearbx-mlx"),
-    ],
-)
-def test_flags_that_do_not_go_together_are_one_line(flags, words, command):
-    done = command("server", *flags)
-    assert done.status == 2
-    assert words in done.err
-    assert done.err.count("\n") == 1
-
-
 @pytest.mark.processes
 def test_the_command_routes_to_a_server_of_ours_and_ends_with_a_signal():
     with served(gears="4,16", log_level="ERROR") as ours:
