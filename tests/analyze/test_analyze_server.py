@@ -8,18 +8,7 @@ import time
 import mlx.core as mx
 import mlx_lm
 import pytest
-from fake_server import (
-    HTML,
-    Answer,
-    answer,
-    chat_answer,
-    chat_entry,
-    chatting,
-    fake_server,
-    refused,
-    slowly,
-    whole,
-)
+from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
 from servers import free_port, llama_python, llama_server, mlx_lm_server
 
 from gearbx_mlx import stream_generate

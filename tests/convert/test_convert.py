@@ -358,10 +358,7 @@ class TestLoading:
 
     def test_gears_that_are_gone(self, broken):
         (broken / "gears.safetensors").unlink()
-        self.refused(
-            broken,
-            "gears.safetensors: missing beside gears.json; download it again, or make it again",
-        )
+        self.refused(broken, "gears.safetensors: missing beside gears.json; download it again, or make it again")
 
     def test_gears_without_their_manifest(self, broken):
         (broken / "gears.json").unlink()

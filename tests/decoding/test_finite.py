@@ -4,16 +4,7 @@ import mlx.core as mx
 import pytest
 from conftest import save_model, stream_pair, tiny_model
 
-from gearbx_mlx import (
-    Gearbox,
-    GearbxError,
-    Kickdown,
-    Lossless,
-    Route,
-    Static,
-    batch_generate,
-    stream_generate,
-)
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, batch_generate, stream_generate
 
 PROMPT = [1, 5, 9, 2, 7]
 NORM = "model.layers.1.input_layernorm"

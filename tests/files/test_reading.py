@@ -62,10 +62,7 @@ class TestTyped:
             ({"class": "switches"}, '.class is "switches", not one of linear, switch'),
             ({"share": 2}, ".share is 2, not a number <= 1.0"),
             ({"share": 10**400}, f".share is 1{'0' * 56}..., not a finite number"),
-            (
-                {"share": {"a": "x" * 100}},
-                '.share is {"a": "' + "x" * 50 + "..., not a number or null",
-            ),
+            ({"share": {"a": "x" * 100}}, '.share is {"a": "' + "x" * 50 + "..., not a number or null"),
         ],
     )
     @pytest.mark.parametrize("place", [0, 41, LAYERS - 1])

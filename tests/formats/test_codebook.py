@@ -14,14 +14,7 @@ from mlx_lm.generate import generate_step
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.decoding.lossless import LosslessModel
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
-from gearbx_mlx.formats.codebook import (
-    LAYOUT,
-    Codebook,
-    nbytes,
-    pack_codebook_codes,
-    row_bytes,
-    unpack_codebook_codes,
-)
+from gearbx_mlx.formats.codebook import LAYOUT, Codebook, nbytes, pack_codebook_codes, row_bytes, unpack_codebook_codes
 from gearbx_mlx.formats.codebook_fitting import (
     DEFAULTS,
     ROUNDS,

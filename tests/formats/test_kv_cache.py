@@ -379,8 +379,7 @@ def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
 
 
 @pytest.mark.parametrize(
-    ("ladder", "expected"),
-    [("4,16", {"low": 4, "mid": 4, "high": 16}), ("4,8,16", {"low": 4, "mid": 8, "high": 16})],
+    ("ladder", "expected"), [("4,16", {"low": 4, "mid": 4, "high": 16}), ("4,8,16", {"low": 4, "mid": 8, "high": 16})]
 )
 def test_gear_of_the_cache_follows_that_of_the_weights(demo, tiny, ladder, expected):
     for name, bits in expected.items():

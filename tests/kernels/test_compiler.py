@@ -1,4 +1,4 @@
-"""Where the CPU kernels cannot be compiled, one line says why, and MLX's kernels are used."""
+"""Where the CPU kernels cannot be compiled, one line says why, and MLX computes; and the cores that threads are for."""
 
 import os
 import subprocess

@@ -186,10 +186,7 @@ class TestScript:
             ('{"seconds": 0}\n{"tokens": 1}', "line 2: tokens, where the lines before have seconds"),
             ('{"seconds": 5}\n{"seconds": 1}', "line 2: seconds is 1, before the line above"),
             ('{"seconds": -1}', "line 1: seconds is -1"),
-            (
-                '\n{"seconds": 0, "thermal": "hot"}',
-                'line 2: thermal is "hot", not one of critical, fair',
-            ),
+            ('\n{"seconds": 0, "thermal": "hot"}', 'line 2: thermal is "hot", not one of critical, fair'),
         ],
     )
     def test_what_is_wrong_is_named_with_its_line(self, tmp_path, text, told):

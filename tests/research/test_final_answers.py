@@ -1,4 +1,4 @@
-"""The task math: answers in boxes, problems from files, and both studies that run it."""
+"""The study final-answers: answers in boxes, numbers and problems from files, and the study itself."""
 
 import json
 from pathlib import Path

@@ -111,10 +111,7 @@ class TestReplay:
         pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
         one, other = (
             [step.passes for step in driven(pair, WINDOWS[:1], policy)]
-            for policy in (
-                KickdownPolicy(pair.ladder, thresholds[:1]),
-                SameToken(*pair.ladder, entropy, thresholds[0]),
-            )
+            for policy in (KickdownPolicy(pair.ladder, thresholds[:1]), SameToken(*pair.ladder, entropy, thresholds[0]))
         )
         assert one == other
 

@@ -1,4 +1,4 @@
-"""The server's answers to clients of OpenAI, Anthropic and Prometheus."""
+"""The server's answers to clients of OpenAI, Anthropic and Prometheus, and to what its own description allows."""
 
 import json
 import shutil
@@ -8,10 +8,15 @@ import anthropic
 import jsonschema
 import openai
 import pytest
+import schemathesis
 from http_server import TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, served
+from hypothesis import HealthCheck, settings
 from prometheus_client.parser import text_string_to_metric_families
+from schemathesis import checks
 
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.serving.app import server_application
+from gearbx_mlx.serving.web import Guard
 
 pytestmark = pytest.mark.processes
 
@@ -356,3 +361,49 @@ class TestMetrics:
         with served(gears="4,16", log_level="ERROR", api_key="right") as client:
             assert client.get("/metrics").status_code == 401
             assert client.get("/metrics", headers={"Authorization": "Bearer right"}).status_code == 200
+
+
+OPENAPI = server_application(Guard()).openapi()
+
+CHECKED = [
+    checks.not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def described():
+    with served(gears="4,16", log_level="CRITICAL", max_tokens=2) as client:
+        yield client
+
+
+def shorten(body):
+    """Bodies that ask for long answers ask for short ones: the shape of an answer does not depend on its length."""
+    for name in ("max_tokens", "max_completion_tokens"):
+        if isinstance(body, dict) and isinstance(body.get(name), int) and 2 < body[name] <= 2**31:
+            body[name] = 2
+
+
+@schemathesis.openapi.from_dict(OPENAPI).exclude(path="/chat/completions").parametrize()
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_as_described(described, case):
+    shorten(case.body)
+    case.call_and_validate(base_url=described.server.where, checks=CHECKED, timeout=20)
+
+
+def test_every_route_is_described():
+    posts = {
+        "/v1/chat/completions",
+        "/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+    }
+    gets = {"/", "/health", "/metrics", "/v1/models", "/v1/models/{model}"}
+    assert {(path, *operations) for path, operations in OPENAPI["paths"].items()} == {
+        *((path, "post") for path in posts),
+        *((path, "get") for path in gets),
+    }

@@ -254,12 +254,7 @@ def test_a_client_that_takes_nothing_is_let_go_after_the_time_that_a_request_has
 def test_the_key_is_asked_for():
     with served(gears="16", api_key="sesame", log_level="ERROR") as client:
         body = {"prompt": "x", "max_tokens": 1}
-        for headers in (
-            {},
-            {"Authorization": "Bearer wrong"},
-            {"Authorization": "sesame"},
-            {"x-api-key": "sesam"},
-        ):
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "sesame"}, {"x-api-key": "sesam"}):
             assert client.post("/v1/completions", json=body, headers=headers).status_code == 401
             assert client.get("/v1/models", headers=headers).status_code == 401
         for headers in ({"Authorization": "Bearer sesame"}, {"x-api-key": "sesame"}):

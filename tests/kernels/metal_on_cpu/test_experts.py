@@ -97,9 +97,7 @@ MUTATIONS = {
 @pytest.mark.metal_mutations
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.parametrize(
-    "case",
-    [Case((4, 4), 13, 640), Case(6, 13, 85, format="rowwise"), Case(4, 13, 85, format="groupwise")],
-    ids=str,
+    "case", [Case((4, 4), 13, 640), Case(6, 13, 85, format="rowwise"), Case(4, 13, 85, format="groupwise")], ids=str
 )
 def test_a_mistake_is_caught(case, name):
     old, new = MUTATIONS[name]
