@@ -326,16 +326,6 @@ class TestRoundedActivations:
         stack = stack_weights([weight], scales, [biases], [bits], group_size)
         assert_products_close(y, rounded(x, group_size, x_bits), *stack)
 
-    @pytest.mark.parametrize("x_bits", STEPS)
-    def test_same_bits_in_any_company(self, native, x_bits):
-        planes = split(mx.random.normal((70, 512)), (4, 1, 1, 2), 64)
-        x = mx.random.normal((16, 512))
-        for n in range(1, 5):
-            stack = planes.gear(sum(planes.widths[:n]))
-            together = native.stack_matvec(x, *stack, x_bits)
-            for i in range(16):
-                assert mx.array_equal(together[i : i + 1], native.stack_matvec(x[i : i + 1], *stack, x_bits)).item()
-
     @settings(max_examples=20)
     @given(
         widths=st.sampled_from([(2,), (3,), (4,), (6,), (8,), (4, 4), (2, 2, 4), (4, 1, 1, 2)]),
@@ -459,12 +449,6 @@ class TestSymmetricCodes:
 CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in codebook_library.BITS]
 
 
-@pytest.fixture(scope="module")
-def native():
-    assert cpu.why_not() is None, cpu.why_not()
-    return cpu.native()
-
-
 def kernel(native, module):
     return native.codebook_matvec if module is codebook else native.library_matvec
 
@@ -474,10 +458,11 @@ def heavy(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(CASES), st.integers(1, 9), st.integers(1, 700), st.integers(1, 20), st.integers(0, 2**32 - 1))
-def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(native, case, rows, width, vectors, seed):
-    module, bits = case
+def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(case, rows, width, vectors, seed):
+    (module, bits), native = case, cpu.native()
     arrays = module.encode(mx.array(heavy(rows, width, seed=seed)), bits)
     x = mx.array(np.random.default_rng(seed).standard_normal((vectors, width)).astype(np.float32))
     weight = np.array(codebook.decode(arrays, bits, width)).astype(np.float64)
