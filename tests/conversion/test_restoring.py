@@ -332,7 +332,7 @@ class TestAKill:
 
 @pytest.fixture(scope="module")
 def two_shards(tmp_path_factory) -> Path:
-    """A two_shards of a tiny model; its original in two shards beside it."""
+    """A checkpoint of a tiny model; its original in two shards beside it."""
     folder = tmp_path_factory.mktemp("whole")
     model = tiny_model(dtype=mx.bfloat16)
     save_model(model, folder / "original")

@@ -267,7 +267,7 @@ def prompt(length: int) -> list[int]:
 
 
 def each_alone(model, length: int, count: int) -> list[tuple[int, mx.array]]:
-    """Tokens and log-probabilities (V,) of a text each_alone."""
+    """Tokens and log-probabilities (V,) of a text alone."""
     found = [(int(token), row) for token, row in generate_step(mx.array(prompt(length)), model, max_tokens=count)]
     return found[:count]
 
