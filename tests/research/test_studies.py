@@ -89,7 +89,7 @@ def test_a_script_shows_its_flags(path, stand_ins, monkeypatch, capsys):
 def test_a_part_of_a_script_is_imported(path, stand_ins, monkeypatch):
     monkeypatch.setenv("GEARBX_WRAPPER", "mlx-lm")
     if path.stem == "plugin":
-        pytest.skip("it changes mlx-lm; test_mlx_lm_tests.py runs it")
+        pytest.skip("it changes mlx-lm; test_scripts.py runs it")
     importlib.import_module(".".join(path.relative_to(ROOT / "scripts").with_suffix("").parts))
 
 
