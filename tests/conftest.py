@@ -249,7 +249,7 @@ LONGEST = (
     "test_native_cores.py",
     "test_build.py",
     "test_documents.py",
-    "test_fuzzing.py",
+    "test_scripts.py",
     "test_bench.py",
 )
 

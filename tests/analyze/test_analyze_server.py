@@ -3,37 +3,21 @@
 import itertools
 import json
 import math
-import os
-import signal
 import time
-from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm
 import pytest
-from documents import described_fields
-from fake_server import (
-    HTML,
-    Answer,
-    answer,
-    chat_answer,
-    chat_entry,
-    chatting,
-    fake_server,
-    refused,
-    slowly,
-    whole,
-)
+from fake_server import HTML, Answer, answer, chat_answer, chat_entry, chatting, fake_server, refused, slowly, whole
 from servers import free_port, llama_python, llama_server, mlx_lm_server
 
-from gearbx_mlx import analyze, stream_generate
+from gearbx_mlx import stream_generate
 from gearbx_mlx.decoding.route import TelemetryOnly
 from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.bounds import SINGLE, bits
 from gearbx_mlx.telemetry.report import PICTURES
 
-ROOT = str(Path(__file__).parents[2])
 PROMPTS = "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n"
 PAIR = [math.log(0.9), math.log(0.05)]
 VOCABULARY = {"vocab_size": 64}
@@ -128,14 +112,6 @@ def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
 
 
 @pytest.mark.slow
-def test_every_field_is_described(asked):
-    with fake_server(chatting(lambda body: chat_answer(PAIR), VOCABULARY)) as fake:
-        result = asked(fake.url + "/v1")
-    assert set(result.records[0]) == described_fields("Analysis of a server")
-    assert set(result.summary) == described_fields("Analysis of a server", table=1)
-
-
-@pytest.mark.slow
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("reply", "words", "came"),
@@ -165,17 +141,6 @@ def test_a_server_that_lies_or_stops_is_one_line_and_the_files_have_what_came(as
     assert len(result.records) == came
     assert (result.summary["complete"], result.summary["error"]) == (False, line.removeprefix("error: "))
     assert result.files == sorted(["trace.jsonl", "summary.json", *PICTURES])
-
-
-@pytest.mark.slow
-def test_pictures_of_an_earlier_run_go_and_every_prompt_that_was_asked_counts(asked):
-    """The server fails at the first prompt, so there is nothing to draw."""
-    replies = itertools.chain([chat_answer(PAIR)] * 2, iter(lambda: refused("busy", 503), None))
-    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
-        first, second = asked(fake.url + "/v1"), asked(fake.url + "/v1")
-    assert (first.status, first.summary["prompts"], set(PICTURES) <= set(first.files)) == (0, 2, True)
-    assert (second.status, second.summary["prompts"], second.records) == (2, 1, [])
-    assert second.files == ["summary.json", "trace.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -220,36 +185,10 @@ def test_a_server_that_never_ends_its_answer(asked, noise):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.slow
-def test_an_interrupt_keeps_what_came(asked):
-    """Ctrl-C comes while the second prompt is answered."""
-
-    def parts():
-        os.kill(os.getpid(), signal.SIGINT)
-        yield from slowly([b" "] * 50, 0.1)
-
-    replies = iter([chat_answer(PAIR, PAIR), Answer(parts())])
-    with fake_server(chatting(lambda body: next(replies), VOCABULARY)) as fake:
-        result = asked(fake.url + "/v1")
-    assert (result.status, len(result.records), result.summary["complete"]) == (130, 2, False)
-
-
 def test_no_more_tokens_are_read_than_were_asked_for(asked):
     with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 50), VOCABULARY)) as fake:
         result = asked(fake.url + "/v1")
     assert (result.status, len(result.records)) == (0, 16)
-
-
-@pytest.mark.slow
-def test_an_unknown_vocabulary_is_assumed_large_and_said(asked):
-    with fake_server(chatting(lambda body: chat_answer(PAIR))) as fake:
-        assumed = asked(fake.url + "/v1")
-        given = asked(fake.url + "/v1", "--vocab-size", 1000)
-    assert "262144 is assumed" in assumed.err
-    assert (assumed.summary["vocab_size"], assumed.summary["vocab_size_source"]) == (262144, "assumed")
-    assert "assumed" not in given.err
-    assert given.records[0]["entropy_high"] < assumed.records[0]["entropy_high"]
-    assert given.records[0]["entropy_low"] == assumed.records[0]["entropy_low"]
 
 
 @pytest.mark.slow
@@ -282,20 +221,6 @@ def test_flags_that_do_not_go_with_a_server(asked, flags, words):
     assert words in errors(result)[0]
 
 
-def test_flags_of_a_server_need_one(command, tmp_path):
-    result = command("analyze", "--prompts", tmp_path / "p.txt", "--server-model", "m")
-    assert result.status == 2
-    assert "--server-model is for a server; name it with --server" in result.err
-
-
-@pytest.mark.slow
-def test_the_function_takes_the_same_settings(tmp_path):
-    (tmp_path / "p.txt").write_text("Hello\n")
-    with fake_server(chatting(lambda body: chat_answer(PAIR), VOCABULARY)) as fake:
-        summary = analyze(tmp_path / "p.txt", server=fake.url + "/v1", out=tmp_path / "out")
-    assert (summary["tokens"], summary["server"]) == (1, fake.url + "/v1")
-
-
 @pytest.fixture(scope="module")
 def mlx_lm_url():
     with mlx_lm_server() as url:
@@ -320,13 +245,6 @@ class TestMlxLmServer:
             assert seen["mean_entropy_low"] <= known["mean_entropy"] <= seen["mean_entropy_high"]
         assert remote.summary["top_logprobs"] == 11
         assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
-
-    @pytest.mark.slow
-    def test_chats_are_answered_too(self, asked, mlx_lm_url):
-        result = asked(mlx_lm_url + "/v1", "--vocab-size", 4096)
-        assert result.status == 0, result.err
-        assert len(result.records) == 16
-        assert all(record["entropy_low"] <= record["entropy_high"] for record in result.records)
 
 
 @pytest.fixture(scope="module")
@@ -360,8 +278,3 @@ class TestLlamaCppServer:
         known = entropy_bits(fresh_demo.model(mx.array([whole]))[0]).tolist()[len(before) - 1 : -1]
         for record, entropy in zip(result.records, known):
             assert record["entropy_low"] <= entropy <= record["entropy_high"]
-
-    def test_chats_are_answered_too(self, asked, llama_url):
-        result = asked(llama_url + "/v1", "--vocab-size", 4096, "--num-prompts", 1)
-        assert result.status == 0, result.err
-        assert len(result.records) == 8

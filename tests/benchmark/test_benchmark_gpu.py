@@ -8,12 +8,9 @@ import mlx.core as mx
 import pytest
 
 from gearbx_mlx.benchmark import measuring
-from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.kernels import cpu, device
 from gearbx_mlx.loading import DEMO_MODEL
 from research.kernels import kernels
-from research.threads import threads
-from research.token import token
 
 KERNELS = {"rows": 64, "cols": 128, "megabytes": 1, "trials": 1}
 MODEL = "--model", DEMO_MODEL, "--gears", "4,16", "--tokens", 2, "--trials", 1
@@ -66,20 +63,6 @@ def test_half_precision_of_mlx_is_timed_on_a_gpu():
     assert dense == ["dense bfloat16", "dense float16", "dense float32"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu")
-def test_parts_of_a_token_are_those_that_there_are():
-    rows = token(str(DEMO_MODEL), gears="4,16", tokens=2, trials=1).data
-    check_rows(rows)
-    assert {row["part"] for row in rows} == {"products", "output head", "graph (Python)", "rest (MLX)"}
-
-
-@pytest.mark.usefixtures("gpu")
-def test_what_makes_no_sense_on_a_gpu():
-    with pytest.raises(GearbxError, match="leave --native-only out"):
-        kernels(**KERNELS, native_only=True)
-
-
 @pytest.mark.usefixtures("no_compiler")
 def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path):
     result = command("benchmark", "decode", *MODEL, "--json", tmp_path / "b.json")
@@ -90,9 +73,3 @@ def test_without_a_compiler_mlx_sums_on_the_cpu(command, tmp_path):
         ("mlx", "high", "mlx cpu"),
     ]
     assert "GB/s, MLX's sum on the CPU, " in result.out
-
-
-@pytest.mark.usefixtures("no_compiler")
-def test_threads_need_a_compiler():
-    with pytest.raises(GearbxError, match="no native kernels to compare with"):
-        threads(rows=64, cols=128)

@@ -54,9 +54,6 @@ class TestGreedy:
         assert [option.bits for option in lower_hull(LAYERS["a"])] == [3, 8]
         assert [option.bits for option in lower_hull(LAYERS["b"])] == [3, 4, 8]
 
-    def test_a_width_that_saves_nothing_is_no_step(self):
-        assert [o.bits for o in lower_hull(options((3, 30, 1.0), (4, 40, 1.0), (8, 80, 1.5)))] == [3]
-
     def test_the_path_begins_with_the_steepest_step(self):
         points = greedy_path(LAYERS)
         assert [point.table for point in points] == [
@@ -71,9 +68,6 @@ class TestGreedy:
     def test_what_is_left_of_a_budget_is_used(self):
         found = within_bytes(LAYERS, 80)
         assert (found.table, found.bytes, found.kl) == ({"a": 4, "b": 4}, 80, pytest.approx(1.95))
-
-    def test_below_the_fewest_bytes_is_the_table_of_the_fewest(self):
-        assert within_bytes(LAYERS, 10).table == {"a": 3, "b": 3}
 
     @given(some_layers(), st.floats(0, 1))
     def test_is_within_the_budget_and_near_the_best(self, layers, share):
@@ -166,22 +160,6 @@ class TestMeasured:
         assert set(Allocator(exact, narrow, ranges=True).for_bytes(10**9).bits.values()) == {4}
         assert set(Allocator(exact, narrow).for_bytes(10**9).bits.values()) == {8}
 
-    def test_is_no_worse_than_uniform_where_the_parts_mislead(self, measured):
-        """The KLs of the most and the least sensitive layers are exchanged."""
-        exact, manifest = measured
-        known = manifest.layers
-        order = sorted(known, key=lambda path: known[path].kl[3])
-        layers = {
-            path: LayerPrecision(known[path].kind, known[path].weights, 3, 16, known[other].kl)
-            for path, other in zip(order, reversed(order))
-        }
-        misled = PrecisionManifest("exact", "", "", "", 0, "affine", 64, "all", BITS, 1.0, layers)
-        uniform = dict.fromkeys(manifest.layers, 4)
-        allocator, least = Allocator(exact, misled, trials=0), exact.measure_caps(uniform).kl
-        budget = allocator.bytes_of(uniform)
-        assert exact.measure_caps(within_bytes(allocator.options, budget).table).kl > least
-        assert allocator.for_bytes(budget).distance.kl <= least
-
 
 TEXT = ("--num-samples", 2, "--sequence-length", 24)
 
@@ -217,20 +195,6 @@ class TestCommand:
         assert made.gears[4].kl > made.gears[8].kl >= 0
         assert "uniform 4 bits: 4.500" in result.err
 
-    @pytest.mark.slow
-    def test_targets(self, command, manifest, tmp_path):
-        result = self.run(command, manifest, tmp_path, "--gears", "3,4,16", "--target-bpw", "4,6", "--exchanges", 0)
-        assert result.status == 0, result.err
-        made = read_precision(tmp_path / "m.json")
-        assert [table.wish for table in made.gears.values()] == ["4 bits per weight", "6 bits per weight"]
-        assert made.gears[3].bits_per_weight <= 4 < made.gears[4].bits_per_weight <= 6
-
-        result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-kl", "1e-9")
-        assert "no table has a KL of 1e-09 nats; the nearest has" in result.err
-        result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-bytes", "10kB", "--exchanges", 0)
-        assert "no table meets 10000 bytes; the nearest has 3.500 bits per weight" in result.err
-        assert set(read_precision(tmp_path / "m.json").gears[4].bits.values()) == {3}
-
     def test_a_target_outside_of_the_ranges_gets_the_nearest_table_and_a_word(self, command, manifest, tmp_path):
         file = tmp_path / "ranged.json"
         made = json.loads(manifest.read_text())
@@ -258,11 +222,6 @@ class TestCommand:
         told = float(result.err.split("measured: ")[1].split()[0])
         assert told >= speed * 0.999 - 0.1
 
-    def test_no_faster_with_fewer_bits(self, command, manifest, tmp_path, monkeypatch):
-        monkeypatch.setattr("gearbx_mlx.allocate.run.seconds_of", lambda gearbox: 1e-3)
-        result = self.run(command, manifest, tmp_path, "--gears", "4,16", "--target-tps", 10)
-        assert_refused(result, "3 bits are not faster than 8 here", "give --target-bpw")
-
     @pytest.mark.parametrize(
         ("arguments", "told"),
         [
@@ -281,8 +240,3 @@ class TestCommand:
     def test_bad_input(self, command, manifest, tmp_path, arguments, told):
         assert_refused(self.run(command, manifest, tmp_path, *arguments), told)
         assert not list(tmp_path.iterdir())
-
-    def test_another_model(self, command, manifest, tmp_path):
-        content = json.loads(manifest.read_text()) | {"fingerprint": "0" * 32}
-        (tmp_path / "other.json").write_text(json.dumps(content))
-        assert_refused(command("allocate", "--manifest", tmp_path / "other.json", *TEXT), "made for another model")

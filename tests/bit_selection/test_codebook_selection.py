@@ -25,11 +25,9 @@ from gearbx_mlx.bit_selection.h_process import (
     Limits,
     Sense,
     encoding_spike,
-    fit_budget,
     loops,
     measure_reserve,
     operating_points,
-    points_table,
     search,
 )
 from gearbx_mlx.cli.settings import parse_bytes
@@ -159,14 +157,6 @@ class TestSelection:
             with pytest.raises(GearbxError, match=f"XFP_MIN_COS_LAZY is '?{text}'?; give a cosine between 0 and 1"):
                 Floors.chosen()
 
-    @pytest.mark.slow
-    def test_weights_that_are_not_finite(self):
-        model = tiny_model()
-        model.layers[1].mlp.up_proj.weight[3, 5] = float("nan")
-        layers, _ = discover(model, format=get_format("codebook"))
-        with pytest.raises(GearbxError, match=r"layers\.1\.mlp\.up_proj: weights are not finite"):
-            measure(layers, get_format("codebook"), Floors())
-
 
 class TestReport:
     def test_the_form_of_table_3(self):
@@ -256,29 +246,6 @@ class TestHProcess:
         spike = encoding_spike(layers, get_format("codebook"), 4)
         assert spike > 2 * max(e.module.weight.nbytes for e in layers)
 
-    @pytest.mark.slow
-    def test_end_to_end_on_the_demo_model(self, fresh_demo):
-        model, format = fresh_demo.model, get_format("codebook")
-        texts = [
-            fresh_demo.tokenizer.encode(text)
-            for text in ("Question: Tom has 5 apples and buys 7 more. How many apples does he have?\nAnswer: He has",)
-        ]
-        check = GarbageCheck(model, texts, kl_bound=0.03, written=8)
-        layers, _ = discover(model, manage="mlp", format=format)
-        measured = measure(layers, format, Floors(0.98, 0.98))
-
-        def judge(selection):
-            gearbox = Gearbox(model, "2,16", format=format, manage=selection.predicate)
-            gearbox.shift("low")
-            sense = check(model)
-            gearbox.shift("high")
-            return sense
-
-        points = operating_points(measured, 0, 0, grid=[(0.5, 0.5), (0.98, 0.98)])
-        found = search(points, judge, Limits(target_bpw=6.0))
-        assert found.best is found.tried[1]
-        assert found.tried[1].verdict.kl < found.tried[0].verdict.kl
-
 
 class TestGarbage:
     def test_repetition(self):
@@ -328,21 +295,6 @@ class TestFitting:
         with pytest.raises(GearbxError, match=r"--size: .* is not a size; give bytes such as 3GB"):
             parse_bytes(text, "--size")
 
-    @pytest.mark.slow
-    def test_a_budget_on_a_model(self):
-        model = tiny_model(dtype=mx.bfloat16)
-        before = model(mx.array([[1, 2, 3]]))
-        found = fit_budget(
-            model, [[1, 2, 3, 4, 5, 6]], get_format("codebook"), limits=Limits(memory_budget=10**9), kl_bound=10.0
-        )
-        assert found.best is found.tried[-1]
-        assert found.best.verdict.passed
-        assert found.best.steady < found.best.spike < 10**9
-        assert mx.allclose(model(mx.array([[1, 2, 3]])), before.astype(mx.float32), atol=0.05).item()
-        assert points_table(found).row_count == len(found.tried)
-        with pytest.raises(GearbxError, match="no point meets the budget; the smallest has"):
-            fit_budget(model, [[1, 2, 3]], get_format("codebook"), limits=Limits(memory_budget=1000))
-
 
 class TestFlags:
     @pytest.mark.parametrize(("text", "count"), [("20%", 600), ("1kB", 1000), ("0", 0), (None, None)])
@@ -361,16 +313,6 @@ class TestFlags:
     def test_a_reserve_that_there_is_not(self, text, budget, words):
         with pytest.raises(GearbxError, match=words):
             BudgetSettings(memory_budget=budget, reserve=text)
-
-    @pytest.mark.slow
-    def test_bits_by_floors(self, command):
-        done = command(
-            *("generate", "--format", "codebook", "--gears", "2,16", "--manage", "attention"),
-            *("--auto-bits", "0.95", "--max-tokens", "2", "--initial-gear", "low"),
-        )
-        assert done.status == 0, done.err
-        assert "attention: 24×xfp3" in done.err
-        assert "(floor 0.95)" in done.err
 
     def test_floors_that_there_are_not(self, command):
         done = command("generate", "--format", "codebook", "--gears", "2,16", "--auto-bits", "0.98,1.2")

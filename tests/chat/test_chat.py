@@ -1,17 +1,26 @@
 """What a chat reads and answers, turn by turn, and after Ctrl-C."""
 
-import contextlib
+import json
 import os
 import signal
 import sys
 
+import mlx.core as mx
 import pytest
-from chats import ASKED, MODES, MORE, as_without_a_cache, chat, in_gears, tokens_of, with_roles
+from chats import ASKED, MODES, MORE, answers, as_without_a_cache, chat, in_gears, piped, tokens_of, with_roles
 from conftest import save_model, tiny_model
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
-from gearbx_mlx.chat.run import obey
-from gearbx_mlx.cli.signals import CtrlC, Interrupted, caught
+from gearbx_mlx import GearbxError
+from gearbx_mlx.chat.run import converse, obey
+from gearbx_mlx.cli.loaded import Loaded, load_cache
+from gearbx_mlx.cli.resolved import resolve
+from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.signals import CtrlC, caught
 from gearbx_mlx.decoding.caches import length
+from gearbx_mlx.generate import GenerateSettings
+from gearbx_mlx.generate.run import to_read
+from gearbx_mlx.loading import DEMO_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -124,20 +133,6 @@ class TestTurns:
         assert read < len(whole.tokenizer.encode(ASKED))
         assert answered["content"] == as_without_a_cache(whole, [asked], 24)
 
-    @pytest.mark.slow
-    def test_another_system_prompt_reads_everything_again(self, tmp_path, capsys):
-        model = tmp_path / "model"
-        with_roles(model)
-        with chat(model=str(model), gears="16", system_prompt="Be brief.") as session:
-            for line in (ASKED, "/system Be long.", MORE):
-                obey(session, line) or session.answer(line)
-            written = session.model.tokenizer.decode(session.cache.tokens)
-        assert "system: Be long." in written
-        assert "brief" not in written
-        read = int(capsys.readouterr().err.splitlines()[-1].split(" read")[0])
-        begins = session.model.tokenizer.encode("system: Be", add_special_tokens=False)
-        assert read + 24 + len(begins) == len(session.cache.tokens)
-
     def test_thoughts_that_the_template_takes_out_of_earlier_turns_are_read_no_more(self, tmp_path, capsys):
         model = tmp_path / "model"
         with_roles(model, "{{ message.content.split('apples')[-1] }}")
@@ -168,25 +163,154 @@ class TestTurns:
                 session.conversation.turns += again
                 assert answers_of(session, "three") == answers[2:]
 
+
+class TestPipes:
     @pytest.mark.slow
-    def test_ctrl_c_just_as_an_answer_ends_loses_nothing(self, whole, pressed):
-        with caught() as ctrl_c, chat(ctrl_c, gears="16") as session:
-            out = pressed(25)  # 24 tokens, and the line's end
-            with contextlib.suppress(Interrupted):
-                session.answer(ASKED)
-            assert [said["content"] for said in session.conversation.turns] == [ASKED, out.text.strip()]
-            session.answer(MORE)
-        *asked, answered = session.conversation.turns
-        assert answered["content"] == as_without_a_cache(whole, asked, 24)
+    def test_every_line_is_answered_and_an_empty_one_does_nothing(self):
+        done = piped(f"{ASKED}\n\n   \n{MORE}\r\nlast without end")
+        assert (done.status, answers(done)) == (0, 3)
+        assert done.out.count("\n") >= 3
+        assert ">>" not in done.err
 
-    def test_a_second_ctrl_c_while_the_cache_is_looked_at_forgets_it(self, tmp_path, monkeypatch, capsys):
-        def interrupted(*_):
-            raise Interrupted
+    def test_no_line_ends_the_chat(self, capsys, tmp_path):
+        class Typed:
+            interactive = False
 
-        save_model(tiny_model("lfm2", vocab_size=4096), tmp_path / "model")
-        with chat(model=str(tmp_path / "model"), gears="16", max_tokens=6) as session:
-            with monkeypatch.context() as patch:
-                patch.setattr(session.cache, "note", interrupted)
-                session.answer("one")
-            assert "(stopped)" in capsys.readouterr().err
-            assert (length(session.cache.entries), session.cache.tokens) == (0, [])
+            def __init__(self, *lines: str):
+                self.lines = iter(lines)
+
+            def read(self) -> str | None:
+                return next(self.lines, None)
+
+        refused = {
+            "/save ~nosuchuser/a.md": "~nosuchuser/a.md: there is no such home directory; write the path in full",
+            "/save a\0.md": r"a\x00.md: no file can have a null character in its name; choose another one",
+            "/system Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
+            "Be \udcff": "this line is not UTF-8 text (surrogates not allowed); convert it",
+            "/": "/: no such command; /help lists them, and a space in front makes it a message",
+            "/stats": "/stats: no such command; /help lists them, and a space in front makes it a message",
+            "/rest": "/rest: no such command; /reset is near, and a space in front makes it a message",
+            f"/save {tmp_path}/{'n' * 300}.md": "File name too long",
+            "/mode route --thresholds a\0": "cannot be read as a thresholds file",
+            "/mode telemetry-only": "mode 'telemetry-only' is for weights as they are, and these are in gears: ",
+        }
+        with chat(gears="3,16") as session:
+            converse(session, Typed(*refused))
+        errors = capsys.readouterr().err.splitlines()
+        assert len(errors) == len(refused)
+        for error, complaint in zip(errors, refused.values()):
+            assert error.startswith("error: ")
+            assert complaint in error
+
+    def test_standard_input_is_looked_at_before_a_model_is_loaded(self, command, monkeypatch):
+        monkeypatch.setattr("sys.stdin", None)
+        monkeypatch.setattr("gearbx_mlx.chat.run.open_model", lambda *_: pytest.fail("the model was loaded"))
+        done = command("chat")
+        assert (done.status, done.err.count("\n")) == (2, 1)
+        assert done.err.startswith("error: standard input is closed")
+
+
+class TestCommands:
+    def test_gear_holds_one_gear_and_auto_returns_to_the_mode(self, capsys):
+        with chat(gears="4,16", mode="route", max_tokens=12) as session:
+            for line in ("/gear 4", ASKED, "/gear auto", "/gear high", ASKED, "/gear auto", ASKED):
+                obey(session, line) or session.answer(line)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[:1] == ["every token in gear 4"]
+        assert "low 100%" in lines[1]
+        assert lines[2:4] == ["mode route", "every token in gear high"]
+        assert "high 100%" in lines[4]
+        assert lines[5] == "mode route"
+
+    def test_mode_changes_the_next_answers_and_its_flags_count(self, capsys):
+        with chat(gears="3,16", mode="static", max_tokens=12) as session:
+            for line in (
+                "/mode static --gear low",
+                ASKED,
+                "/mode lossless --draft-length 2",
+                ASKED,
+                "/mode static",
+                ASKED,
+            ):
+                obey(session, line) or session.answer(line)
+        lines = capsys.readouterr().err.splitlines()
+        assert "low 100%" in lines[1]
+        assert " drafts" in lines[3]
+        assert "high 100%" in lines[5]
+
+    def test_a_gear_of_a_pair_is_one_of_its_models(self, capsys):
+        with chat(small_model=str(DEMO_MODEL), max_tokens=12) as session:
+            for line in ("/gear large", ASKED, "/gear small", ASKED, "/gear auto"):
+                obey(session, line) or session.answer(line)
+        lines = capsys.readouterr().err.splitlines()
+        assert "large 100%" in lines[1]
+        assert "small 100%" in lines[3]
+        assert lines[4] == "mode pair"
+
+    @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --draft-length 2", "/gear low"])
+    def test_a_model_that_is_only_observed_has_no_other_mode(self, line):
+        with (
+            chat(mode="telemetry-only") as session,
+            pytest.raises(GearbxError, match="no layer of this model changes gear; mode telemetry-only was asked for"),
+        ):
+            obey(session, line)
+
+    def test_reset_begins_a_new_conversation(self, whole, capsys):
+        with chat(gears="16") as session:
+            for line in (ASKED, "r", MORE):
+                obey(session, line) or session.answer(line)
+        asked, answered = session.conversation.turns
+        assert answered["content"] == as_without_a_cache(whole, [asked], 24)
+
+    def test_what_was_said_is_saved(self, tmp_path, capsys):
+        with chat(gears="16") as session:
+            for line in (ASKED, f"/save {tmp_path / 'a b.jsonl'}", f"/save {tmp_path / 'a.md'}"):
+                obey(session, line) or session.answer(line)
+        said = capsys.readouterr().out.strip()
+        lines = (tmp_path / "a b.jsonl").read_text().splitlines()
+        messages = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": said}]
+        assert [json.loads(line) for line in lines] == messages
+        assert (tmp_path / "a.md").read_text() == f"## user\n\n{ASKED}\n\n## assistant\n\n{said}\n"
+
+    @pytest.mark.parametrize("draft", [None, str(DEMO_MODEL)])
+    def test_a_saved_cache_is_one_that_generate_goes_on_from(self, tmp_path, command, demo, draft):
+        file = tmp_path / "cache.safetensors"
+        with chat(gears="16", draft_model=draft) as session:
+            session.answer(ASKED)
+            obey(session, f"/save {file}")
+        cache, metadata = load_prompt_cache(str(file), return_metadata=True)
+        assert length(cache) == len(session.cache.tokens)
+        assert metadata["model"] == str(DEMO_MODEL)
+        for there, shown in zip(cache, session.cache.entries):
+            assert all(mx.array_equal(a, b) for a, b in zip(there.state, shown.state))
+        assert list(tmp_path.iterdir()) == [file]
+        done = command("generate", "--prompt-cache-file", file, "-p", MORE, "-m", 8, "--gears", 16)
+        assert done.status == 0
+
+    @pytest.mark.parametrize("flags", [{}, {"ignore_chat_template": True}], ids=["template", "lines"])
+    def test_generate_reads_after_a_saved_cache_what_the_chat_would_read(self, tmp_path, flags):
+        """It also reads what the template puts between an answer and the next message."""
+        file = tmp_path / "cache.safetensors"
+        with chat(gears="16", **flags) as session:
+            session.answer(ASKED)
+            obey(session, f"/save {file}")
+            conversation = session.conversation.tokens(MORE)
+            unread = session.cache.unread(conversation)
+            held = list(session.cache.tokens)
+        settings = command_settings(
+            GenerateSettings, {"prompt_cache_file": str(file), "prompt": MORE, "gears": "16"} | flags
+        )
+        loaded = Loaded.of(resolve(settings))
+        tokens, entries = to_read(settings, loaded, MORE, load_cache(str(file), None))
+        assert tokens == unread
+        assert length(entries) == len(held)
+        assert held + tokens == conversation
+
+    @pytest.mark.parametrize("said", ["[]", "{", '{"before": 1, "templated": true, "tokens": []}'])
+    def test_a_saved_conversation_that_is_none_is_refused(self, tmp_path, command, demo, said):
+        file = tmp_path / "cache.safetensors"
+        metadata = {"model": str(DEMO_MODEL), "tokenizer_config": "{}", "conversation": said}
+        save_prompt_cache(str(file), make_prompt_cache(demo.model), metadata)
+        done = command("generate", "--prompt-cache-file", file, "-m", 2)
+        assert (done.status, done.out) == (2, "")
+        assert f"{file}: not a prompt cache (" in done.err

@@ -84,16 +84,6 @@ def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
     assert asked == {"role": "user", "content": "one é漢🙂\ntwo\tthree"}
 
 
-def test_bytes_that_are_no_text_are_refused_in_a_line_and_remembered_as_question_marks(state):
-    with opened(state) as terminal:
-        terminal.type_bytes(b"Tom \xff\xfe\r")
-        terminal.expect("error: this line is not UTF-8 text [^\n]*\n")
-        terminal.expect(">>")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
-    assert "+Tom ??\n" in history(state).read_text()
-
-
 def test_tab_completes_commands_gears_and_modes(state):
     with opened(state) as terminal:
         terminal.type("/ge\tlo\t\r")
@@ -199,13 +189,6 @@ class TestHistory:
         monkeypatch.setenv(*next(iter(state.items())))
         assert history_file() == history(state)
         assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
-
-    def test_a_place_that_cannot_be_written_is_named_and_nothing_is_remembered(self, state, monkeypatch, capsys):
-        Path(state["XDG_STATE_HOME"]).write_text("a file")
-        monkeypatch.setenv(*next(iter(state.items())))
-        assert history_file() is None
-        shown = capsys.readouterr().err
-        assert shown == f"{history(state)}: cannot be written (Not a directory); lines are not remembered\n"
 
 
 def test_without_prompt_toolkit_lines_are_read_as_they_come(state, endless, tmp_path):

@@ -62,45 +62,9 @@ def test_an_output_of_another_name_may_stand_beside_the_model(command, copied):
     assert json.loads((copied / "summary.json").read_text())["tokens"] == 2
 
 
-def test_truncated_safetensors(command, copied, tmp_path):
-    file = copied / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1000])
-    result = command("generate", "--model", copied, "--summary", tmp_path / "s.json")
-    assert_refused(result, file, "damaged or truncated")
-    assert not (tmp_path / "s.json").exists()
-
-
-def test_corrupt_safetensors(command, copied):
-    (copied / "model.safetensors").write_bytes(b"\xff" * 5000)
-    assert_refused(command("generate", "--model", copied), "model.safetensors", "damaged or truncated")
-
-
-def test_a_config_without_weights(command, copied):
-    (copied / "model.safetensors").unlink()
-    assert_refused(command("generate", "--model", copied), copied, "no model*.safetensors")
-
-
-def test_weights_without_a_config(command, copied):
-    (copied / "config.json").unlink()
-    assert_refused(command("generate", "--model", copied), copied / "config.json", "missing")
-
-
-@pytest.mark.parametrize("content", ["{", "[]", "\x00"])
-def test_a_config_that_is_no_json_object(command, copied, content):
-    (copied / "config.json").write_text(content)
-    assert_refused(command("generate", "--model", copied), copied / "config.json")
-
-
 def edit_tokenizer(copied: Path, **change: object) -> None:
     file = copied / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-
-
-@pytest.mark.parametrize("longest", ["", [512]])
-def test_a_longest_text_that_is_no_number(command, copied, longest):
-    edit_tokenizer(copied, model_max_length=longest)
-    result = command("generate", "--model", copied)
-    assert_refused(result, copied / "tokenizer_config.json", f"model_max_length is {json.dumps(longest)}, not a number")
 
 
 @pytest.mark.parametrize(
@@ -124,35 +88,6 @@ def test_a_token_of_a_text_that_the_model_does_not_know(command, copied, tmp_pat
 def edit(copied: Path, **change: object) -> None:
     config = json.loads((copied / "config.json").read_text()) | change
     (copied / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("change", [{"hidden_size": "wide"}, {"num_attention_heads": 0}])
-def test_a_config_that_does_not_fit(command, copied, change):
-    edit(copied, **change)
-    assert_refused(command("generate", "--model", copied), copied, "cannot load")
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_hidden_layers": 7}, "Missing 9 parameters: model.layers.6."),
-        ({"num_hidden_layers": 5}, "Received 9 parameters not in model: model.layers.5."),
-        ({"hidden_size": 320}, "Expected shape (4096, 320) but received shape (4096, 256)"),
-        ({"intermediate_size": 64}, "Expected shape (64, 256)"),
-        ({"vocab_size": 4095}, "Expected shape (4095, 256)"),
-    ],
-    ids=str,
-)
-def test_a_config_of_other_layers_than_the_weights_have(command, copied, change, words):
-    edit(copied, **change)
-    assert_refused(command("generate", "--model", copied), copied, words, "config.json is not that of these weights")
-
-
-@pytest.mark.parametrize("kind", ["steam-engine", "base", "../llama", 3, None])
-def test_a_type_of_model_that_mlx_lm_does_not_know(command, copied, kind):
-    edit(copied, model_type=kind)
-    words = f"model_type is {json.dumps(kind)}, which mlx-lm cannot load", "update mlx-lm"
-    assert_refused(command("generate", "--model", copied), copied / "config.json", *words)
 
 
 def test_a_class_of_mlx_lm_that_ends_the_process(command, copied, tmp_path, monkeypatch):
@@ -187,46 +122,6 @@ def test_a_checkpoint_that_lacks_weights(command, copied):
 
 def test_a_file_as_model(command, copied):
     assert_refused(command("generate", "--model", copied / "config.json"), "is a file")
-
-
-@pytest.mark.parametrize(
-    "flag", ["--model", "--adapter-path", "--draft-model", "--small-model", "--trace", "--summary"]
-)
-def test_a_name_that_is_empty(command, flag):
-    result = command("generate", flag, " ")
-    assert_refused(result, f"{flag} is empty; name something, or leave the flag out")
-
-
-@pytest.mark.parametrize("prompt", ["", "  ", "\\n"])
-def test_an_empty_prompt(command, prompt):
-    assert_refused(command("generate", "--prompt", prompt), "the prompt is empty")
-
-
-@pytest.mark.parametrize("count", [0, -2, -100])
-def test_max_tokens(command, count):
-    assert_refused(command("generate", f"--max-tokens={count}"), f"--max-tokens is {count}")
-
-
-@pytest.mark.parametrize(("gears", "word"), [("16,8,4", "ascend"), ("4,7", "not supported"), ("a", "whole numbers")])
-@pytest.mark.parametrize("name", ["generate", "calibrate"])
-def test_gears(command, name, gears, word):
-    assert_refused(command(name, "--gears", gears), word)
-
-
-@pytest.mark.parametrize(
-    ("thresholds", "word"),
-    [
-        ("3,1", "ascend"),
-        ("1,1", "ascend"),
-        ("nan,1", "finite"),
-        ("1,inf", "finite"),
-        ("1", "need 2 thresholds"),
-        ("nowhere.json", "nowhere.json"),
-        ("", "--thresholds is empty"),
-    ],
-)
-def test_thresholds(command, thresholds, word):
-    assert_refused(command("generate", "--thresholds", thresholds), word)
 
 
 @pytest.mark.parametrize(
@@ -284,56 +179,6 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
     assert_refused(result, "the prompt is 6", "context 512", folder=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--window", 0), "window is 0"),
-        (("--hysteresis=-0.1",), "hysteresis is -0.1"),
-        (("--min-gear-duration", 0), "duration is 0"),
-        (("--initial-gear", "reverse"), "no gear 'reverse'"),
-        (("--format", "groupwise"), "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
-        (
-            ("--format", "rowwise", "--gears", "3,16"),
-            "format 'rowwise' has no gear of 3 bits; choose from 2, 4, 6, 8, 16",
-        ),
-        (("--prompt-cache-file", "none.safetensors"), "none.safetensors"),
-        (("--chat-template-config", "{"), "not JSON"),
-        (("--chat-template-config", "[]"), "it is [], not an object"),
-        (("--chat-template-config", '{"tokenize": true}'), "chat template refuses"),
-        (("--seed=-1",), "--seed is -1"),
-        (("--temp=-1",), "--temp is -1.0; give 0 to 1000"),
-        (("--temp", "1e300"), "--temp is 1e+300; give 0 to 1000"),
-        (("--temp", "1e-300"), "--temp is 1e-300; give 0 for greedy, or 0.001 to 1000"),
-        (("--temp", "nan"), "--temp is nan"),
-        (("--top-p", 1.5), "--top-p is 1.5; give 0 to 1"),
-        (("--min-p", 2), "--min-p is 2.0; give 0 to 1"),
-        (("--top-k", 999999), "--top-k is 999999"),
-        (("--xtc-probability", 2), "--xtc-probability is 2.0"),
-        (("--max-kv-size", 0), "--max-kv-size is 0; give 1 or more"),
-        (("--prefill-step-size", 0), "--prefill-step-size is 0"),
-        (("--kv-bits", 7), "--kv-bits is 7; choose from"),
-        (("--kv-group-size", 5), "--kv-group-size is 5; choose from"),
-        (("--num-draft-tokens=-1",), "--num-draft-tokens is -1"),
-        (("--hysteresis", "inf"), "hysteresis is inf"),
-        (("--window", 10**20), "--window is 100000000000000000000"),
-        (("--extra-eos-token", "nosuchtoken"), '--extra-eos-token "nosuchtoken": is not in'),
-        (("--extra-eos-token", "\n"), '--extra-eos-token "\\n": is not in'),
-        (("--extra-eos-token", 4096), '--extra-eos-token "4096": is not in'),
-        (("--extra-eos-token=-1",), '--extra-eos-token "-1": is not in'),
-        (("--ignore-chat-template", "--prefill-response", "It"), "--prefill-response goes into the chat template"),
-        (("--ignore-chat-template", "--system-prompt", "Be brief."), "--system-prompt goes into the chat template"),
-        (("--kv-bits", 4, "--kv-group-size", 128), "--kv-group-size is 128, and the model's heads have 64 numbers"),
-        (("--model", "x" * 300), "no such model directory"),
-        (("--model", "foo/bar--baz"), "foo/bar--baz"),
-        (("--summary", "s" * 300), "cannot be written"),
-        (("--prompt", "\udcff"), "not UTF-8"),
-        (("--temp=--",), "--temp is --; give a value"),
-    ],
-)
-def test_other_settings(command, arguments, word):
-    assert_refused(command("generate", *arguments), word)
-
-
 def test_prompts_files(command, tmp_path):
     for count in (0, -1):
         assert_refused(command("analyze", "--prompts", "p.txt", "--num-prompts", count), f"--num-prompts is {count}")
@@ -355,11 +200,6 @@ def test_a_summary_that_was_there_survives_a_failed_run(command, tmp_path):
     (tmp_path / "s.json").write_text("before")
     assert_refused(command("generate", "--gears", "9", "--summary", tmp_path / "s.json"), "9")
     assert (tmp_path / "s.json").read_text() == "before"
-
-
-def test_trace_and_summary_need_two_files(command, tmp_path):
-    file = tmp_path / "same.json"
-    assert_refused(command("generate", "--trace", file, "--summary", file), "both --trace and --summary")
 
 
 def test_a_prompt_cache_of_another_model(command, tmp_path, demo):

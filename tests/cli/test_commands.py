@@ -2,22 +2,19 @@ import io
 import json
 import re
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
-import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
 from conftest import save_model, tiny_model
 from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 
-from gearbx_mlx import GearbxError
-from gearbx_mlx.analyze import analyze
+from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
-from gearbx_mlx.cli import terminal
 from gearbx_mlx.cli.flags import SamplingSettings
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.routing.gates import ThresholdFile, fitting
 
 SUMMARY_FIELDS = {
     "model",
@@ -57,14 +54,6 @@ def four_bit(tmp_path_factory) -> Path:
 
 
 class TestFlags:
-    def test_a_mistyped_one_gets_one_line_with_the_nearest(self, command):
-        for name, typed, meant in (("generate", "--max-tokns", "--max-tokens"), ("server", "--prot=80", "--port")):
-            done = command(name, typed)
-            assert done.status == 2
-            assert done.err.count("\n") == 1
-            assert typed in done.err
-            assert meant in done.err
-
     def test_help_shows_thirty_and_help_all_every_one(self, command):
         few, every = (flags_in(command("generate", flag).out) for flag in ("--help", "--help-all"))
         assert len(few) <= 30
@@ -74,11 +63,6 @@ class TestFlags:
     def test_sampling_is_mlx_lms_if_nothing_is_said(self):
         ours, theirs = vars(SamplingSettings()), vars(mlx_lm_flags().parse_args([]))
         assert ours == {name: theirs[name] for name in ours}
-
-    def test_the_versions(self, command):
-        done = command("generate", "--version")
-        assert done.status == 0
-        assert all(version(name) in done.out for name in ("gearbx-mlx", "mlx-lm", "mlx"))
 
 
 def flags_in(text: str) -> set[str]:
@@ -128,36 +112,6 @@ class TestGenerate:
         result = command("generate", "--gears", 16, "--ignore-chat-template", "-p", prompt, "-m", 30)
         assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=30) + "\n"
 
-    @pytest.mark.slow
-    def test_the_chat_template_is_used_as_in_mlx_lm(self, command, demo):
-        question = "Ann has 3 cats. How many legs do they have?"
-        text = demo.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
-        result = command("generate", "--gears", 16, "-p", question, "-m", 30)
-        assert result.out == mlx_lm.generate(demo.model, demo.tokenizer, text, max_tokens=30) + "\n"
-
-    @pytest.mark.slow
-    def test_plain_when_piped_and_tinted_on_demand(self, command):
-        plain = command("generate", "-m", 12)
-        tinted = command("generate", "-m", 12, "--color", "always")
-        assert "\x1b" not in plain.out
-        assert "\x1b[38;2;" in tinted.out
-
-    @pytest.mark.slow
-    def test_a_quantized_checkpoint_can_be_watched_alone(self, command, four_bit, tmp_path):
-        command("generate", "--model", four_bit, "-m", 30, "--summary", tmp_path / "s.json", "--mode", "telemetry-only")
-        summary = read_json(tmp_path / "s.json")
-        assert (summary["mode"], summary["managed_layers"], summary["shift_seconds"]) == ("telemetry-only", 0, 0.0)
-        assert summary["effective_bits_per_weight"] == pytest.approx(4.5)
-        assert summary["weight_bytes_per_token"] == summary["weight_bytes_per_token_top"]
-
-    @pytest.mark.slow
-    def test_telemetry_only_by_flag_changes_no_token(self, command, tmp_path):
-        arguments = ("-m", 30, "--dtype", "bfloat16")
-        plain = command("generate", "--gears", 16, *arguments)
-        watched = command("generate", "--mode", "telemetry-only", "--summary", tmp_path / "s.json", *arguments)
-        assert watched.out == plain.out
-        assert read_json(tmp_path / "s.json")["mode"] == "telemetry-only"
-
     def test_not_verbose_is_the_text_alone(self, command):
         result = command("generate", "-m", 12, "--verbose", "False")
         assert result.err == ""
@@ -185,15 +139,6 @@ class TestGenerate:
         )
         summary = read_json(tmp_path / "s.json")
         assert summary["prompt_tokens"] + summary["tokens"] <= 512
-
-    @pytest.mark.slow
-    def test_thresholds_from_numbers(self, command, tmp_path):
-        command(
-            "generate", "-m", 20, "--thresholds", "0.001,0.002", "--initial-gear", "high", "--summary", tmp_path / "a"
-        )
-        command("generate", "-m", 20, "--thresholds", "11,11.5", "--initial-gear", "low", "--summary", tmp_path / "b")
-        assert read_json(tmp_path / "a")["gear_tokens"]["low"] <= 4
-        assert read_json(tmp_path / "b")["gear_tokens"] == {"low": 20, "mid": 0, "high": 0}
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("residency", ["resident", "disk"])
@@ -237,40 +182,6 @@ class TestGenerate:
         assert (summary["managed_layers"], summary["unmanaged_layers"]) == (13, 2)
         assert "2: input width 172 is not a multiple of the group size 64" in result.err
 
-    @pytest.mark.slow
-    def test_a_prompt_cache_goes_on_where_it_ended_as_in_mlx_lm(self, command, demo, tmp_path):
-        from mlx_lm.models.cache import make_prompt_cache, save_prompt_cache
-
-        begun = demo.tokenizer.encode("Question: Tom has 5 apples. ")
-        cache = make_prompt_cache(demo.model)
-        demo.model(mx.array([begun]), cache=cache)
-        save_prompt_cache(str(tmp_path / "c.safetensors"), cache, {"model": str(DEMO_MODEL), "tokenizer_config": "{}"})
-        asked = "How many apples does he have?"
-        result = command(
-            "generate", "--prompt-cache-file", tmp_path / "c.safetensors", "--gears", 16, "-p", asked, "-m", 20
-        )
-        tokens = demo.tokenizer.encode(f"{asked}\nAnswer:", add_special_tokens=False)
-        expected = mlx_lm.generate(demo.model, demo.tokenizer, tokens, max_tokens=20, prompt_cache=cache)
-        assert result.out == expected + "\n"
-
-    @pytest.mark.slow
-    def test_settings_of_a_thresholds_file_are_used_unless_given(self, command, tmp_path):
-        command("calibrate", "--out", tmp_path / "t.json", "-m", 30, "--min-gear-duration", 1000)
-        arguments = (
-            "-m",
-            40,
-            "--initial-gear",
-            "low",
-            "--thresholds",
-            tmp_path / "t.json",
-            "--summary",
-            tmp_path / "s.json",
-        )
-        command("generate", *arguments)
-        assert read_json(tmp_path / "s.json")["shifts"] == 0
-        command("generate", *arguments, "--min-gear-duration", 1)
-        assert read_json(tmp_path / "s.json")["shifts"] > 0
-
     def test_a_link_is_written_through_and_a_pipe_is_written_to(self, command, tmp_path):
         (tmp_path / "link.json").symlink_to(tmp_path / "target.json")
         (tmp_path / "target.json").write_text("before")
@@ -278,11 +189,6 @@ class TestGenerate:
         assert (tmp_path / "link.json").is_symlink()
         assert read_json(tmp_path / "target.json")["tokens"] == 3
         assert Path("/dev/null").is_char_device()
-
-    def test_a_file_beside_the_output_is_left_alone(self, command, tmp_path):
-        (tmp_path / "s.json.part").write_text("mine")
-        command("generate", "-m", 3, "--summary", tmp_path / "s.json")
-        assert (tmp_path / "s.json.part").read_text() == "mine"
 
     def test_tinted_text_is_the_text(self, command, monkeypatch):
         from gearbx_mlx.cli.terminal import TintedText
@@ -306,28 +212,6 @@ class TestCalibrateAndAnalyze:
         assert command("generate", "-m", 10, "--thresholds", file).status == 0
 
     @pytest.mark.slow
-    def test_a_wanted_share_is_reached_in_telemetry(self, command, held_out, tmp_path):
-        prompts = tmp_path / "prompts.jsonl"
-        prompts.write_text("\n".join(json.dumps({"question": row["question"]}) for row in held_out[:6]))
-        command("calibrate", "--prompts", prompts, "--shares", "0.5,0.3,0.2", "--out", tmp_path / "t.json", "-m", 60)
-        command(
-            "analyze",
-            "--prompts",
-            prompts,
-            "-m",
-            60,
-            "--thresholds",
-            tmp_path / "t.json",
-            "--out",
-            tmp_path / "out",
-            "--initial-gear",
-            "low",
-        )
-        summary = read_json(tmp_path / "out" / "summary.json")
-        shares = [count / summary["tokens"] for count in summary["gear_tokens"].values()]
-        assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.08)
-
-    @pytest.mark.slow
     def test_analyze_writes_trace_summary_and_pictures(self, command, four_bit, tmp_path):
         prompts = tmp_path / "prompts.txt"
         prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
@@ -345,39 +229,8 @@ class TestCalibrateAndAnalyze:
             assert len(picture) > 5000
             assert str(tmp_path / "out" / f"{name}.png") in result.out
 
-    @pytest.mark.slow
-    def test_a_log_says_how_far_they_are(self, command, tmp_path, monkeypatch):
-        monkeypatch.setattr(terminal, "SHORT", 0)
-        monkeypatch.setattr(terminal, "BETWEEN_LINES", 0)
-        prompts = tmp_path / "prompts.txt"
-        prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
-        flags = "--prompts", prompts, "-m", 8, "--gears", "4,16"
-        analyzed = command("analyze", *flags, "--out", tmp_path / "out")
-        routed = command("calibrate", *flags, "--out", tmp_path / "t.json")
-        assert "prompts: 2 of 2" in analyzed.err
-        assert "prompts: 2 of 2" in routed.err
-
 
 class TestFromAProgram:
-    @pytest.mark.slow
-    def test_analyze_returns_the_summary_and_prints_nothing(self, tmp_path, capsys):
-        prompts = tmp_path / "prompts.txt"
-        prompts.write_text("Once upon a time\nTom has 3 apples.\n")
-        summary = analyze(prompts, out=tmp_path / "out", num_prompts=1, max_tokens=8, gears="4,16")
-        assert capsys.readouterr().out == ""
-        assert summary == read_json(tmp_path / "out" / "summary.json")
-        assert (summary["prompts"], list(summary["gear_tokens"])) == (1, ["low", "high"])
-
-    @pytest.mark.slow
-    def test_calibrate_returns_a_file_and_writes_it_where_that_is_asked_for(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        found = calibrate(gears="4,16", max_tokens=20, window=2)
-        assert (found.gears, found.window, len(found.thresholds)) == ([4, 16], 2, 1)
-        assert not list(tmp_path.iterdir())
-        found = calibrate(mode="kickdown", gears="4,16", max_tokens=20, out="t.json")
-        assert read_json(tmp_path / "t.json")["thresholds"] == found.thresholds
-        assert capsys.readouterr().out == ""
-
     @pytest.mark.parametrize(
         ("keywords", "words"),
         [
@@ -394,6 +247,44 @@ class TestFromAProgram:
         with pytest.raises(GearbxError, match=re.escape(words)):
             calibrate(**keywords)
 
-    def test_analyze_has_no_settings_of_a_gearbox(self, tmp_path):
-        with pytest.raises(GearbxError, match="no setting 'format'"):
-            analyze(tmp_path / "p.txt", format="planes")
+
+@pytest.fixture
+def thresholds(tmp_path):
+    """Writes a thresholds file for the demo model, with changes; its path."""
+
+    def write(**changes):
+        content = {"thresholds": [1.0, 2.0], "vocab_size": 4096, "model": "other", "method": "x", "gears": [4, 8, 16]}
+        content |= {"tokens": 1, "window": 3, "hysteresis": 0.1, "min_gear_duration": 4}
+        content |= {"schema": "gearbx-mlx thresholds", "version": 1}
+        path = tmp_path / "t.json"
+        path.write_text(json.dumps(content | changes))
+        return path
+
+    return write
+
+
+class TestThresholds:
+    @pytest.mark.parametrize(
+        ("changes", "word"),
+        [
+            ({}, ""),
+            ({"fingerprint": "another"}, "made for another model (other)"),
+            ({"gears": [3, 8, 16]}, "made for gears 3,8,16, not 4,8,16"),
+        ],
+    )
+    def test_of_another_model_or_ladder_are_taken_with_a_word(self, command, thresholds, changes, word):
+        done = command("generate", "-m", 3, "--thresholds", thresholds(**changes))
+        assert done.status == 0
+        assert ("warning: thresholds" in done.err) == bool(word)
+        assert word in done.err
+
+    def test_that_are_negative_are_refused(self, command, thresholds):
+        done = command("generate", "-m", 3, "--thresholds", thresholds(thresholds=[-1.0, 2.0]))
+        assert (done.status, done.out) == (2, "")
+        assert "-1 bits" in done.err
+
+    def test_that_calibrate_writes_are_of_their_model(self, command, tmp_path):
+        assert command("calibrate", "-m", 6, "--out", tmp_path / "t.json").status == 0
+        written = ThresholdFile(**json.loads((tmp_path / "t.json").read_text()))
+        with pytest.warns(GearbxWarning, match="made for another model"):
+            fitting(written, written.gears, written.vocab_size, "another")

@@ -67,13 +67,3 @@ def test_a_template_that_hides_the_message_is_refused_after_a_prompt_cache(comma
     save_prompt_cache(str(file), cache, {"model": str(model), "tokenizer_config": "{}"})
     result = command("generate", "--model", model, "--prompt-cache-file", file)
     assert_refused(result, "the chat template does not show the message; use --ignore-chat-template")
-
-
-def test_an_end_token_that_the_vocabulary_maps_to_unknown_is_refused(command, with_template):
-    content = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
-    with_unknown = content["model"] | {"unk_token": "<|endoftext|>"}
-    model = with_template(None, model=with_unknown)
-    tokenizer = json.loads((model / "tokenizer_config.json").read_text()) | {"unk_token": "<|endoftext|>"}
-    (model / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    complaint = '--extra-eos-token "<none>": is not in the vocabulary; give a token or its number'
-    assert_refused(command("generate", "--model", model, "--extra-eos-token", "<none>"), complaint)

@@ -13,10 +13,8 @@ from rich.console import Console
 
 from gearbx_mlx.cli import terminal as progress_module
 from gearbx_mlx.cli.settings import human_bytes
-from gearbx_mlx.cli.tables import layers_table, summary_table
+from gearbx_mlx.cli.tables import summary_table
 from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
-from gearbx_mlx.gears.cost import LayerPath
-from gearbx_mlx.gears.ladder import Ladder
 
 
 class Clock:
@@ -68,14 +66,6 @@ class TestProgress:
             clock.now = 3
             progress.advance(task, 1.5e6)
         assert console.file.getvalue() == "converting: 1.5 MB of 4 GB\n"
-
-    def test_updates_count_and_a_task_may_have_no_total(self, clock):
-        console = log()
-        with ProgressLines(console, False, clock) as progress:
-            task = progress.add_task("tokens", total=None)
-            clock.now = 5
-            progress.update(task, completed=7)
-        assert console.file.getvalue() == "tokens: 7\n"
 
     def test_a_terminal_gets_a_bar_that_vanishes(self):
         class Tty(io.StringIO):
@@ -178,62 +168,25 @@ def shown(table: object) -> list[str]:
 
 class TestTables:
     def test_the_summary_shows_every_figure_and_every_name_as_it_is(self):
-        assert shown(summary_table(SUMMARY, [("drafted", "18, 17 accepted (94%), 3 verifications")])) == [
-            "model [bold]mine (lossless)",
-            "generation 20 tokens, 10.0 tokens/s",
-            "prompt 5 tokens, 50.0 tokens/s",
-            "gears low (4) 75% high (16) 25%",
-            "shifts 3, 1.5 ms in all; gears were made in 250.0 ms",
-            "drafted 18, 17 accepted (94%), 3 verifications",
-            "mean entropy 1.23 bits",
-            "effective bits 7.50 per weight of the managed layers",
-            "weights read 5 MB per token, the top gear 10 MB (2.00 times as much)",
-            "memory peak 30 MB; after shifting to high 20 MB",
-            "layers 43 change gear, 1 do not",
-            "1: its [odd] width",
-            "computed in float32 (bfloat16 checkpoint), which is fast here; the values are kept",
-        ]
+        lines = "\n".join(shown(summary_table(SUMMARY, [("drafted", "18, 17 accepted")])))
+        for figure in ("[bold]mine", "lossless", "20 tok", "10.0", "5 tok", "50.0", "75%", "25%", "1.5 ms", "250.0 ms"):
+            assert figure in lines
+        for figure in ("18, 17", "1.23", "7.50", "5 MB", "10 MB", "2.00", "30 MB", "20 MB", "43", "1: its [odd] width"):
+            assert figure in lines
 
-    @pytest.mark.parametrize(("others", "said"), [(0, ""), (2, ", 2 are as loaded")])
-    def test_with_one_gear_nothing_is_said_to_change(self, others, said):
+    @pytest.mark.parametrize("others", [0, 2])
+    def test_with_one_gear_nothing_is_said_to_change(self, others):
         ladder, tokens = [{"name": "high", "bits": 4}], {"high": 20}
         one = SUMMARY | {"ladder": ladder, "gear_tokens": tokens, "shifts": 0, "unmanaged_layers": others}
-        lines = shown(summary_table(one))
-        assert f"gear 4 bits, the only one: 43 layers have it{said}" in lines
-        assert "memory peak 30 MB" in lines
-        assert not [line for line in lines if "change gear" in line or line.startswith(("gears", "shifts", "layers"))]
-
-    def test_telemetry_says_what_would_happen(self):
-        lines = shown(summary_table(SUMMARY | {"mode": "telemetry-only", "compute_dtype": "bfloat16"}))
-        assert "gears it would use low (4) 75% high (16) 25%" in lines
-        assert "would shift 3 times" in lines
-        assert "weights read 5 MB per token" in lines
-        assert "memory peak 30 MB" in lines
-        assert not any(line.startswith("computed in") for line in lines)
+        lines = "\n".join(shown(summary_table(one)))
+        assert ("2 are" in lines) == bool(others)
+        assert not any(word in lines for word in ("change gear", "shift", "gears "))
 
     def test_a_controller_is_one_line(self):
-        controller = {
-            "target_tps": 15.0,
-            "cap_changes": 2,
-            "capped_bits_per_weight": 7.25,
-            "machine": {"thermal": "fair"},
-            "out_of_reach": True,
-        }
-        moved = "caps moved 2 times, the top gear now 7.25 bits per weight; thermal fair; out of reach"
-        assert f"controller target 15 tokens/s; {moved}" in shown(summary_table(SUMMARY | {"controller": controller}))
-
-    def test_layers_stand_under_their_kernels_and_the_reason(self):
-        native, plain = ("native", "8 vectors at a time"), ("mlx", "as asked")
-        layers = [LayerPath(f"model.layers.{i}.mlp", (4, 16), *native) for i in range(3)]
-        layers.append(LayerPath("lm_head", (16, 16), *plain, fixed="tied"))
-        assert shown(layers_table(Ladder.parse("4,16"), layers)) == [
-            "native kernels: 8 vectors at a time",
-            "low high layers",
-            "4 16 model.layers.0-2.mlp x 3",
-            "mlx kernels: as asked; changes no gear: tied",
-            "low high layers",
-            "16 16 lm_head",
-        ]
+        controller = {"target_tps": 15.0, "cap_changes": 2, "capped_bits_per_weight": 7.25}
+        controller |= {"machine": {"thermal": "fair"}, "out_of_reach": True}
+        (line,) = [one for one in shown(summary_table(SUMMARY | {"controller": controller})) if "controller" in one]
+        assert all(figure in line for figure in ("15", "2 times", "7.25", "fair", "out of reach"))
 
 
 @pytest.mark.parametrize(

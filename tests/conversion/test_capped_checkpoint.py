@@ -63,12 +63,6 @@ def told(command, tmp_path, *flags):
 
 
 @pytest.mark.slow
-def test_the_manifest_lies_in_the_checkpoint(files):
-    inside = json.loads((files.checkpoint / "precision.json").read_text())
-    assert inside["layers"] == json.loads(files.manifest.read_text())["layers"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
 def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
     flags = ["--watch-machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
@@ -77,19 +71,6 @@ def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kern
     moved = [move for moves in original[1] for move in moves or ()]
     assert len(moved) > 4
     assert {move["path"] for move in moved}.isdisjoint({"model.layers.2.self_attn.q_proj"})  # its range is 8 and more
-
-
-@pytest.mark.slow
-def test_another_order_may_be_given(files, command, tmp_path):
-    content = json.loads(files.manifest.read_text())
-    for place, layer in enumerate(content["layers"].values()):
-        layer["kl"] = {bits: 0.001 / (place + 1) / int(bits) for bits in layer["kl"]}
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(content))
-    flags = ["--model", files.checkpoint, "--watch-machine", files.script]
-    _, own = told(command, tmp_path, *flags)
-    _, given = told(command, tmp_path, *flags, "--manifest", other)
-    assert own != given
 
 
 @pytest.mark.parametrize(
@@ -107,15 +88,6 @@ def test_what_a_checkpoint_does_not_have_is_refused_in_a_line(files, command, tm
     assert done.status == 2
     assert done.err.startswith(f"error: {message.format(**names)}")
     assert done.err.count("\n") == 1
-
-
-def test_a_manifest_of_another_model_is_no_part_of_a_checkpoint(files, command, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(json.loads(files.manifest.read_text()) | {"fingerprint": "0" * 32}))
-    done = command("convert", "--manifest", other, "--gears", "4,8", "--mlx-path", tmp_path / "out")
-    assert done.status == 2
-    assert done.err.startswith(f"error: {other}: made for another model")
-    assert not (tmp_path / "out").exists()
 
 
 def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, command, tmp_path):

@@ -1,7 +1,10 @@
 """Geared checkpoints: what is written, whether mlx-lm reads it, and whether gears from disk equal those in memory."""
 
+import errno
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -16,10 +19,11 @@ from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.conversion import converter
 from gearbx_mlx.conversion.model_card import Provenance, provenance
 from gearbx_mlx.convert import convert as convert_model
 from gearbx_mlx.gears.ladder import Ladder
-from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.gears.manifest import VERSION
 
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
@@ -118,15 +122,6 @@ class TestGearsFromDisk:
         with pytest.raises(GearbxError, match="manage mlp, not all"):
             Gearbox(gearbx_mlx.load(out)[0], manage="all")
 
-    def test_in_another_type_they_are_those_of_the_model_in_that_type(self, convert):
-        _, out = convert("llama", "--dtype", "float16", "--embeddings", "keep", dtype=mx.float32)
-        model, made = gearbx_mlx.load(out)[0], tiny_model(dtype=mx.float16)
-        saved, made = Gearbox(model), Gearbox(made)
-        for gear in ("low", "high"):
-            saved.shift(gear)
-            made.shift(gear)
-            assert same_model(model, made.model)
-
     def test_low_gear_memory_is_the_low_gears(self, command, tmp_path):
         out = tmp_path / "geared"
         command("convert", "--mlx-path", out)
@@ -193,70 +188,8 @@ class TestTheBase:
         made.shift(8)
         assert same_model(model, made.model)
 
-    @pytest.mark.slow
-    def test_the_demo_model_tells_tales_in_it(self, command, tmp_path):
-        out = tmp_path / "geared"
-        assert command("convert", "--mlx-path", out).status == 0
-        model, tokenizer = mlx_lm.load(str(out))
-        original, _ = mlx_lm.load(str(DEMO_MODEL))
-        text = mx.array([tokenizer.encode("Once upon a time there was a king who had three daughters.")])
-        low, high = (nn.losses.cross_entropy(m(text)[:, :-1], text[:, 1:], reduction="mean") for m in (model, original))
-        assert low.item() < high.item() + 0.5
-        kept = {file.name for file in out.iterdir()}
-        assert kept == {file.name for file in DEMO_MODEL.iterdir() if file.is_file() and file.suffix == ".json"} | {
-            "model.safetensors",
-            "gears.safetensors",
-            "gears.json",
-            "README.md",
-        }
-
 
 class TestCommands:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("mode", ["route", "kickdown", "lossless", "telemetry-only"])
-    def test_generate_has_its_ladder_from_the_checkpoint(self, geared, command, tmp_path, mode):
-        summary = tmp_path / "summary.json"
-        flags = ["--mode", mode, "--prompt", "Once", "-m", 8, "--model", geared, "--summary", summary, "--seed", 1]
-        done = command("generate", *flags)
-        assert done.status == 0, done.err
-        told = json.loads(summary.read_text())
-        assert [gear["bits"] for gear in told["ladder"]] == [3, 4, 8, 16]
-        assert told["mode"] == mode
-
-    @pytest.mark.slow
-    def test_generate_writes_what_it_writes_with_the_original(self, command, tmp_path):
-        geared = tmp_path / "geared"
-        command("convert", "--gears", "3,4,8,16", "--mlx-path", geared, "--embeddings", "keep")
-        flags = ["--prompt", "Once", "-m", 12, "--mode", "kickdown", "--gears", "3,4,8,16", "--thresholds", "1,2,3"]
-        saved, made = (
-            command("generate", *flags, "--verbose", "False", "--model", model) for model in (geared, DEMO_MODEL)
-        )
-        assert saved.status == 0, saved.err
-        assert saved.out == made.out
-
-    @pytest.mark.slow
-    def test_a_gear_that_is_not_there_is_refused(self, geared, command):
-        done = command("generate", "--prompt", "x", "--model", geared, "--gears", "6,16")
-        assert done.status == 2
-        assert f"{geared}: the checkpoint holds no gear of 6 bits; choose from 3, 4, 8, 16" in done.err
-        done = command("generate", "--prompt", "x", "--model", geared, "--format", "affine")
-        assert f"--format is affine, and the gears of {geared} have planes; leave out --format" in done.err
-
-    @pytest.mark.slow
-    def test_evaluate_and_calibrate_take_it(self, geared, command, tmp_path):
-        data = tmp_path / "text.txt"
-        data.write_text("Once upon a time there was a king who had three daughters, and the youngest was so fair. " * 4)
-        common = ["--data", data, "--tokens", 40, "--context", 32]
-        done = command("evaluate", *common, "--model", geared, "--modes", "none", "--out", tmp_path / "report")
-        assert done.status == 0, done.err
-        rows = json.loads((tmp_path / "report" / "evaluation.json").read_text())
-        assert [gear["bits"] for gear in rows["ladder"]] == [3, 4, 8, 16]
-        out = tmp_path / "kickdown.json"
-        flags = ["--mode", "kickdown", "--num-prompts", 1, "-m", 8, "--out", out]
-        done = command("calibrate", *flags, "--model", geared)
-        assert done.status == 0, done.err
-        assert json.loads(out.read_text())["gears"][-1] == 16
-
     @pytest.mark.slow
     def test_the_hub_is_asked_for_the_gears_too(self, geared, monkeypatch):
         asked = {}
@@ -295,20 +228,6 @@ class TestModelCard:
         assert (card.data.library_name, card.data.tags) == ("mlx", ["mlx", "gearbx-mlx"])
         assert f"gearbx_mlx.generate --model {out.name}" in card.text
         assert f"mlx_lm.generate --model {out.name}" in card.text
-
-    def test_of_gears_that_mlx_lm_does_not_run(self, convert):
-        _, out = convert("llama", "--format", "rowwise", "--gears", "4,8")
-        text = (out / "README.md").read_text()
-        assert "mlx-lm does not run this checkpoint" in text
-        assert "mlx_lm.generate" not in text
-
-    def test_keeps_the_license_of_the_original(self, command, tmp_path):
-        source, out = tmp_path / "original", tmp_path / "geared"
-        save_model(tiny_model(), source)
-        (source / "README.md").write_text("---\nlicense: apache-2.0\ntags: [tales, mlx]\n---\n# Tales\n")
-        assert command("convert", "--model", source, "--mlx-path", out).status == 0
-        data = ModelCard.load(out / "README.md").data
-        assert (data.license, data.tags) == ("apache-2.0", ["tales", "mlx", "gearbx-mlx"])
 
     @pytest.mark.parametrize("given", ["smollm2", "tales.gguf"])
     def test_looks_nothing_up_on_the_hub_for_what_is_not_there(self, given, tmp_path, monkeypatch):
@@ -384,3 +303,147 @@ class TestBitsByQuality:
         assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7
         points = json.loads((tmp_path / "out" / "selection.json").read_text())["points"]
         assert points[0]["strict"] <= points[-1]["strict"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A broken checkpoint of the demo model."""
+    out = tmp_path_factory.mktemp("whole") / "broken"
+    subprocess.run(
+        [sys.executable, "-m", "gearbx_mlx.convert", "--device", "cpu", "--mlx-path", out],
+        check=True,
+        capture_output=True,
+    )
+    return out
+
+
+@pytest.fixture
+def broken(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "broken")
+
+
+def contents(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.is_file()}
+
+
+def change_manifest(directory, **change):
+    file = directory / "gears.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+class TestLoading:
+    def refused(self, directory, words):
+        with pytest.raises(GearbxError, match=words) as error:
+            gearbx_mlx.load(directory)
+        assert str(error.value).count("\n") == 0
+        assert str(directory) in str(error.value)
+
+    @pytest.mark.slow
+    def test_a_base_that_changed(self, broken):
+        model = mx.load(str(broken / "model.safetensors"))
+        name = "model.layers.3.mlp.up_proj.scales"
+        mx.save_safetensors(str(broken / "model.safetensors"), model | {name: model[name] * 1.01})
+        self.refused(broken, "model.safetensors: changed since the gears beside it were made")
+
+    @pytest.mark.slow
+    def test_a_base_that_is_gone(self, broken):
+        (broken / "model.safetensors").rename(broken / "model-00001-of-00001.safetensors")
+        self.refused(broken, "model.safetensors: missing")
+
+    @pytest.mark.parametrize("part", [0.5, 0.001, 0])
+    def test_truncated_gears(self, broken, part):
+        file = broken / "gears.safetensors"
+        os.truncate(file, int(file.stat().st_size * part))
+        self.refused(broken, "gears.safetensors: damaged or truncated")
+
+    def test_gears_that_are_gone(self, broken):
+        (broken / "gears.safetensors").unlink()
+        self.refused(broken, "gears.safetensors: missing beside gears.json; download it again, or make it again")
+
+    def test_gears_without_their_manifest(self, broken):
+        (broken / "gears.json").unlink()
+        self.refused(broken, "gears.json: missing beside gears.safetensors")
+
+    def test_a_newer_version(self, broken):
+        change_manifest(broken, version=VERSION + 1)
+        words = f"gears.json: of version {VERSION + 1}, and this gearbx-mlx reads up to {VERSION}; upgrade gearbx-mlx"
+        self.refused(broken, words)
+
+    @pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": "1"}', "\x00"])
+    def test_a_damaged_manifest(self, broken, text):
+        (broken / "gears.json").write_text(text)
+        self.refused(broken, "gears.json: cannot be read as a manifest of gears")
+
+    def test_gears_that_vanish_later(self, broken):
+        model, _ = gearbx_mlx.load(broken)
+        gearbox = gearbx_mlx.Gearbox(model, residency="disk")
+        gearbox.shift("mid")
+        gearbox.shift("low")
+        (broken / "gears.safetensors").unlink()
+        with pytest.raises(GearbxError, match="cannot be read"):
+            gearbox.shift("mid")
+        assert gearbox.gear.name == "low"
+        assert model(mx.array([[1, 2]])).shape == (1, 2, 4096)
+
+
+class TestConverting:
+    @pytest.mark.some(1)
+    @pytest.mark.parametrize("after", [0, 1, 30])
+    def test_a_disk_that_fills_up(self, whole, tmp_path, command, monkeypatch, after):
+        appends, append = iter(range(after)), converter.TensorFile.append
+
+        def full(self, arrays):
+            if next(appends, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return append(self, arrays)
+
+        out = tmp_path / "broken"
+        with monkeypatch.context() as patch:
+            patch.setattr(converter.TensorFile, "append", full)
+            done = command("convert", "--mlx-path", out)
+        self.stopped(done, out, "No space left on device")
+        assert command("convert", "--mlx-path", out).status == 0
+        assert contents(out) == contents(whole)
+
+    def stopped(self, done, out, reason):
+        assert done.status == 2
+        assert [line for line in done.err.splitlines() if not line.startswith("converting: ")][1:] == []
+        assert f"{out}: cannot be written ({reason}); make room or choose another place" in done.err
+        assert [*out.parent.iterdir()] == []
+
+    def test_what_makes_no_sense(self, whole, tmp_path, command):
+        (tmp_path / "there").mkdir()
+        (tmp_path / "there" / "a.txt").touch()
+        (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+        quantized = tmp_path / "quantized"
+        shutil.copytree(whole, quantized)
+        for name in ("gears.json", "gears.safetensors"):
+            (quantized / name).unlink()
+        for flags, words in (
+            (["--mlx-path", tmp_path / "there"], "is there already; remove it or give another path"),
+            (["--mlx-path", tmp_path / "link"], "is there already; remove it or give another path"),
+            (["--mlx-path", tmp_path / "no" / "where"], "there is no directory"),
+            (["--mlx-path", tmp_path / "a", "--gears", "16"], "nothing to convert; give a gear of fewer bits"),
+            (["--mlx-path", tmp_path / "a", "--gears", "8,4"], "gears must ascend"),
+            (["--mlx-path", tmp_path / "a", "--format", "rowwise", "--gears", "3,16"], "no gear of 3 bits"),
+            (["--mlx-path", tmp_path / "a", "--model", whole], "holds gears already; convert the original"),
+            (
+                ["--mlx-path", tmp_path / "a", "--model", quantized],
+                "there is no lower gear to write; without conversion 4 bits",
+            ),
+            (["--mlx-path", tmp_path / "a", "--model", tmp_path / "b"], "no such model directory"),
+            (["--mlx-path", tmp_path / "a", "--model", ""], "--model is empty"),
+            (["--mlx-path", tmp_path / "a", "--model", "b" * 300], "no such model directory"),
+            (["--mlx-path", tmp_path / "a", "--model", "b/" + "c" * 300], "b/ccc"),
+            (["--mlx-path", tmp_path / "a", "--manifest", "b" * 300], "cannot be read as a precision manifest"),
+            (["--mlx-path", tmp_path / "a", "--upload-repo", "b" * 300], "--upload-repo bbb"),
+            (["--mlx-path", ""], "--mlx-path is empty"),
+            (["--mlx-path", "."], "is there already"),
+            (["--mlx-path", "~no-such-user/a"], "no directory can have this name"),
+            (["--mlx-path", tmp_path / ("a" * 300)], "no directory can have this name (File name too long)"),
+        ):
+            done = command("convert", *flags)
+            assert done.status == 2
+            assert words in done.err
+            assert done.err.strip().count("\n") == 0
+            assert {path.name for path in tmp_path.iterdir()} == {"there", "link", "quantized"}

@@ -1,7 +1,5 @@
 """Geared checkpoints of quantized models: the top gear has their codes, and mlx-lm runs the lowest."""
 
-import json
-
 import mlx.core as mx
 import mlx_lm
 import pytest
@@ -10,8 +8,7 @@ from gguf_files import Q8_0, tiny_as, write
 from mlx_lm.utils import quantize_model, save_config
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
-from gearbx_mlx.conversion.converter import Converter
+from gearbx_mlx import Gearbox, Lossless, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 
@@ -110,29 +107,6 @@ def test_layers_of_other_bits_stay_as_they_are(convert, tmp_path):
     assert mlx_lm.load(str(out))[0](PROMPT).shape == stock(PROMPT).shape
 
 
-def test_so_do_routers_that_mlx_lm_keeps_at_8_bits(convert, tmp_path):
-    source = save_quantized(tmp_path / "quantized", "qwen3_moe", 6)
-    gearbox = loaded(convert(source), kernels="mlx")
-    told = {layer.path.split(".")[-1]: layer.fixed for layer in gearbox.layer_paths()}
-    assert told["gate"] == "is quantized to 8 bits in groups of 64"
-    gearbox.shift(6)
-    assert mx.array_equal(gearbox.model(PROMPT), mlx_lm.load(str(source))[0](PROMPT))
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("residency", ["resident", "disk"])
-@pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_come_back_after_they_were_given_up(convert, tmp_path, residency, kernels, request):
-    if kernels == "native":
-        request.getfixturevalue("native")
-    out = convert(save_quantized(tmp_path / "quantized", "tied"), "--gears", "3,5,8")
-    kept, given_up = loaded(out, kernels=kernels), loaded(out, kernels=kernels, residency=residency)
-    for gear in (8, 3, 5, 8, 3, 5):
-        kept.shift(gear)
-        given_up.shift(gear)
-        assert mx.array_equal(kept.model(PROMPT), given_up.model(PROMPT))
-
-
 def test_lossless_writes_the_text_of_the_quantized_model(convert, tmp_path):
     source = save_quantized(tmp_path / "quantized", vocab_size=4096)
     _, tokenizer = gearbx_mlx.load()
@@ -143,27 +117,6 @@ def test_lossless_writes_the_text_of_the_quantized_model(convert, tmp_path):
         box = loaded(out, kernels="mlx")
         made = gearbx_mlx.stream_generate(box.model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)
         assert [response.token for response in made] == expected
-
-
-def test_it_goes_on_where_it_stopped(convert, tmp_path, monkeypatch, command):
-    source = save_quantized(tmp_path / "quantized", "tied")
-    whole = convert(source)
-    write_one = Converter._write
-
-    def fail_at_the_third(self, *arguments):
-        if len(self.done) == 3:
-            raise KeyboardInterrupt
-        write_one(self, *arguments)
-
-    flags = "--model", source, "--mlx-path", tmp_path / "again"
-    with monkeypatch.context() as patch:
-        patch.setattr(Converter, "_write", fail_at_the_third)
-        assert command("convert", *flags).status == 130
-    assert command("convert", *flags).status == 0
-    for name in ("model.safetensors", "gears.safetensors", "gears.json", "config.json"):
-        assert (whole / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
-    verified = command("convert", "--verify", tmp_path / "again")
-    assert "are what was written" in verified.out
 
 
 def test_a_gguf(convert, tmp_path, own_cache):
@@ -195,16 +148,3 @@ def test_what_is_refused(command, tmp_path, bits, flags, words):
     assert words in done.err
     assert done.err.count("\n") == 1
     assert not [file for file in tmp_path.iterdir() if file.name.startswith("out")]
-
-
-def test_what_the_files_say(convert, tmp_path):
-    out = convert(save_quantized(tmp_path / "quantized", "tied", hidden_size=512, intermediate_size=1024))
-    told = json.loads((out / "gears.json").read_text())
-    assert (told["format"], told["gears"], told["stock"]) == ("codes", [4, 8], True)
-    assert "The highest gear has the codes" in (out / "README.md").read_text()
-    sizes = {name: (out / name).stat().st_size for name in ("model.safetensors", "gears.safetensors")}
-    assert sum(sizes.values()) < 1.08 * (tmp_path / "quantized" / "model.safetensors").stat().st_size
-    told["layers"]["model.embed_tokens"]["rows"] = 8
-    (out / "gears.json").write_text(json.dumps(told))
-    with pytest.raises(GearbxError, match="rows is 8"):
-        gearbx_mlx.load(out)

@@ -7,7 +7,7 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from architectures import as_initialised
-from conftest import PROMPT, active_memory, save_model, tiny_model, weights_of
+from conftest import PROMPT, save_model, tiny_model
 from mlx_lm.models import llama
 
 import gearbx_mlx
@@ -97,16 +97,6 @@ class TestTheBase:
         ours, theirs = (mx.load(str(path / "model.safetensors")) for path in (out, source))
         assert all(mx.array_equal(ours[name], theirs[name]).item() for name in theirs)
 
-    @pytest.mark.parametrize(("embeddings", "said"), [("quantize", True), ("keep", False)])
-    def test_says_in_its_model_card_what_is_looked_up(self, convert, embeddings, said):
-        _, out = convert("tied", embeddings=embeddings)
-        sentence = "embeddings look up rows of 4 bits; the other gears look up the original ones."
-        assert (sentence in (out / "README.md").read_text()) == said
-
-    def test_keeps_embeddings_that_are_not_selected(self, convert):
-        _, out = convert("untied", manage="mlp")
-        assert tables_in(out) == {}
-
     @pytest.mark.parametrize(("answer", "rows"), [({"bits": 8, "group_size": GROUP}, 8), (False, None), (True, 4)])
     def test_does_what_the_model_class_says(self, convert, monkeypatch, answer, rows):
         def predicate(model, path, module):
@@ -177,34 +167,6 @@ class TestGears:
         expected = made.model(PROMPT)
         assert mx.allclose(model(PROMPT).astype(mx.float32), expected.astype(mx.float32), atol=0.05).item()
 
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("name", ["tied", "gemma4"])
-    def test_come_back_after_they_were_given_up(self, convert, name):
-        _, out = convert(name)
-        kept, given_up = gearbox_of(out), gearbox_of(out, residency="disk")
-        for gear in ("high", "low", "mid", "high", "mid", "low"):
-            kept.shift(gear)
-            given_up.shift(gear)
-            ours, theirs = weights_of(kept.model), weights_of(given_up.model)
-            assert ours.keys() == theirs.keys()
-            assert all(mx.array_equal(ours[name], theirs[name]).item() for name in ours)
-
-    def test_the_lowest_one_leaves_exact_rows_in_the_file(self, convert):
-        _, out = convert("untied", change={"vocab_size": 16384})
-        mx.clear_cache()
-        before = active_memory()
-        gearbox = gearbox_of(out)
-        low = active_memory() - before
-        assert low <= 1.05 * sum(array.nbytes for array in weights_of(gearbox.model).values())
-        gearbox.shift("high")
-        assert active_memory() - before > low + gearbox.model.model.embed_tokens.weight.nbytes
-
-    def test_some_of_them_may_be_chosen(self, convert):
-        source, out = convert("untied")
-        saved, made = gearbox_of(out, "8,16"), gearbox_of(source, "4,8,16", group_size=GROUP)
-        made.shift(8)
-        assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
-
 
 class TestKeep:
     @pytest.mark.some(2)
@@ -258,10 +220,7 @@ class TestDamage:
             (lambda c: c["tables"]["model.embed_tokens"].update(kind="embedding"), "kind is embedding, which does not"),
             (lambda c: c["layers"].update(c.pop("tables")), "kind is table, which does not belong there"),
             (lambda c: c["tables"]["model.embed_tokens"].update(rows=8), "rows is 8, which only an embedding with"),
-            (
-                lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"),
-                "has no key 16, which the gear of 8",
-            ),
+            (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("16"), "has no key 16, which the gear of 8"),
             (lambda c: c["tables"]["model.embed_tokens"]["gears"].pop("4"), "rows is 4, which only an embedding with"),
             (lambda c: c["tables"].clear(), "does not name"),
             (lambda c: c["tables"]["model.embed_tokens"].update(shape=[64, 64]), "and gears.json needs"),
@@ -276,18 +235,3 @@ class TestDamage:
         with pytest.raises(GearbxError, match=words) as raised:
             gearbx_mlx.load(out)
         assert "\n" not in str(raised.value)
-
-    def test_rows_of_a_head_in_another_format_are_refused(self, convert):
-        _, out = convert("tied", format="rowwise", gears="4,16")
-        content = json.loads((out / "gears.json").read_text())
-        content["layers"]["model.embed_tokens"]["rows"] = 4
-        (out / "gears.json").write_text(json.dumps(content))
-        with pytest.raises(GearbxError, match="rows is 4, and format rowwise looks no packed rows up"):
-            gearbx_mlx.load(out)
-
-
-class TestFlags:
-    def test_a_table_of_bits_names_its_layers_itself(self, command, tmp_path):
-        done = command("convert", "--manifest", tmp_path / "x", "--embeddings", "keep")
-        assert done.status == 2
-        assert "leave out --dtype, --manage and --embeddings" in done.err

@@ -2,23 +2,23 @@
 
 import mlx.core as mx
 import pytest
-from conftest import tiny_model
-from mlx_lm.models.cache import KVCache, QuantizedKVCache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from conftest import MANY_VECTORS, PROMPT, normal, tiny_model
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 from gearbx_mlx import (
     Gearbox,
     GearbxError,
     Kickdown,
-    Observer,
     Route,
     Static,
-    TelemetryOnly,
     batch_generate,
     batch_generator,
     load,
     stream_generate,
 )
+from gearbx_mlx.formats import block
 
 PROMPTS = ["Once upon a time", "Tom has 5 apples and buys 7 more. How many does he have?", "The king", "The king"]
 ROOM = [24, 9, 16, 1]
@@ -70,17 +70,6 @@ def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(writt
 
 
 @pytest.mark.slow
-def test_a_batch_of_one_shifts_as_a_text_alone(written, alone):
-    mode = Route(thresholds=(1.5,), min_gear_duration=1)
-    (trace,) = written(PROMPTS[:1], mode=mode, max_tokens=40).traces
-    single = alone(PROMPTS[0], 40, mode=mode)
-    assert {response.gear for response in single} == {"low", "high"}
-    for field in ("text", "gear", "passes", "weight_bytes", "shifted"):
-        assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
-    assert [each.wish for each in trace] == [each.gear for each in trace]
-
-
-@pytest.mark.slow
 def test_a_sampled_text_with_a_seed_is_the_one_alone_after_that_seed(written, alone):
     sampler, seeds = make_sampler(temp=1.0), [1, 2, 3, 3]
     batch = written(mode=Static("high"), sampler=sampler, seeds=seeds)
@@ -98,17 +87,6 @@ def test_texts_with_seeds_leave_the_random_numbers_of_others_alone(written):
     mx.random.seed(5)
     written(mode=Static("low"), sampler=make_sampler(temp=1.0), seeds=[1, 2, 3, 4], max_tokens=4)
     assert mx.random.uniform(shape=(3,)).tolist() == expected
-
-
-@pytest.mark.slow
-def test_samplers_and_processors_may_be_of_one_text_each(written, alone):
-    penalty = make_logits_processors(repetition_penalty=1.5)
-    worst = lambda logprobs: mx.argmin(logprobs, axis=-1)  # noqa: E731
-    batch = written(mode=Static("low"), samplers=[None, worst, None, None], logits_processors=[None, None, penalty, []])
-    plain = text_of(alone(PROMPTS[2], 16, mode=Static("low")))
-    assert batch.texts[1] == text_of(alone(PROMPTS[1], 16, mode=Static("low"), sampler=worst))
-    assert batch.texts[2] == text_of(alone(PROMPTS[2], 16, mode=Static("low"), logits_processors=penalty)) != plain
-    assert batch.texts[3] == plain
 
 
 @pytest.mark.some(2)
@@ -192,15 +170,6 @@ def test_log_probabilities_are_those_of_the_tokens(written, alone):
         assert logprobs == [each.logprobs[each.token].item() for each in alone(prompt, 5, mode=Static("high"))]
 
 
-def test_telemetry_only_names_gears_and_changes_nothing(tokenizer):
-    model, _ = load()
-    observer = Observer(model, "4,16")
-    mode = TelemetryOnly(thresholds=ALWAYS, min_gear_duration=1, initial_gear="low")
-    batch = batch_generate(model, tokenizer, PROMPTS, mode=mode, gearbox=observer, max_tokens=6)
-    assert [each.gear for each in batch.traces[0]] == ["low", "low", "high", "high", "high", "high"]
-    assert batch.texts[0] == text_of(stream_generate(model, tokenizer, PROMPTS[0], 6, mode=mode, gearbox=observer))
-
-
 @pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_moe", "mamba", "jamba"])
 def test_other_caches_and_layers(architecture, tokenizer):
     """Windows that slide, experts, states."""
@@ -254,10 +223,6 @@ class TestBadInput:
         assert str(error.value).startswith(line)
         assert "\n" not in str(error.value)
 
-    def test_of_a_text_alone_names_the_token_too(self, alone):
-        with pytest.raises(GearbxError, match="prompt has token 1000000, and the model knows 0 to 4095"):
-            alone([1, 10**6], 3, mode=Static("high"))
-
     def test_leaves_those_that_are_in_the_making_alone(self, gearbox, tokenizer, alone):
         generator = batch_generator(gearbox.model, tokenizer, mode=Static("high"), gearbox=gearbox)
         (uid,) = generator.insert([tokenizer.encode(PROMPTS[0])], [6])
@@ -286,34 +251,111 @@ class TestBadInput:
         assert len(found[bad]) == 1
         assert "the logits are not finite" in str(found[bad][0].error)
 
-    def test_a_cache_that_texts_cannot_share(self, tiny, tokenizer, monkeypatch):
-        class Alone:
-            pass
 
-        monkeypatch.setattr(type(tiny), "make_cache", lambda self: [Alone()], raising=False)
-        with pytest.raises(GearbxError, match="Alone cannot be shared by several texts; write them one at a time"):
-            batch_generator(tiny, tokenizer, mode=Static("low"))
+LENGTHS = [(1, 5), (2, 12), (9, 3), (30, 7), (270, 9), (3, 1), (17, 8), (40, 4)]  # tokens of prompts and texts
+FORMATS = ["planes", "affine", "rowwise", "groupwise", "exact"]
+MODELS = [("llama", {}), ("llama", {"attention_bias": True, "rope_traditional": True}), ("qwen3", {}), ("phi3", {})]
 
 
-@pytest.mark.slow
-def test_a_text_without_processors_may_stand_beside_one_that_has_one(written):
-    def never(tokens, logits):
-        return mx.where(mx.arange(logits.shape[-1]) == banned, -mx.inf, logits)
-
-    plain = written(mode=Static("high"))
-    banned = plain.traces[0][0].token
-    batch = written(mode=Static("high"), logits_processors=[never, None, None, None])
-    assert banned not in [each.token for each in batch.traces[0]]
-    assert batch.texts[1:] == plain.texts[1:]
+def boxed(architecture="llama", ladder="4,16", dtype=mx.float32, **how) -> Gearbox:
+    change = how.pop("change", {})
+    return Gearbox(tiny_model(architecture, dtype=dtype, **change), ladder, kernels="native", **how)
 
 
-def test_the_bytes_of_experts_are_those_of_all_rows_of_a_pass(tokenizer):
-    gearbox = Gearbox(tiny_model("mixtral"), "4,8")
-    batch = batch_generate(
-        gearbox.model, tokenizer, [[1, 2, 3, 4]] * 4, mode=Static("high"), gearbox=gearbox, max_tokens=3
-    )
-    top = gearbox.ladder.top
-    whole = gearbox.weight_bytes_per_token(top, 4)
-    assert whole > gearbox.weight_bytes_per_token(top)
-    shares = [[each.weight_bytes for each in trace] for trace in batch.traces]
-    assert [sum(pass_) for pass_ in zip(*shares)] == [whole // 4 * 4] * 3
+def prompt(length: int) -> list[int]:
+    return [(7 * i * i + 3 * length) % 50 for i in range(length)]
+
+
+def each_alone(model, length: int, count: int) -> list[tuple[int, mx.array]]:
+    """Tokens and log-probabilities (V,) of a text alone."""
+    found = [(int(token), row) for token, row in generate_step(mx.array(prompt(length)), model, max_tokens=count)]
+    return found[:count]
+
+
+def together(model, lengths, at_first: int, every: int = 2) -> list[list[tuple[int, mx.array]]]:
+    """As `each_alone`, in one batch that begins with `at_first` sequences; one more joins every few steps."""
+    generator = BatchGenerator(model, completion_batch_size=8, prefill_batch_size=3, prefill_step_size=64)
+    texts: list[list[tuple[int, mx.array]]] = [[] for _ in lengths]
+    waiting, steps = list(lengths), 0
+    while waiting or sum(map(len, texts)) < sum(count for _, count in lengths):
+        joining = waiting[:at_first] if steps == 0 else waiting[: steps % every == 0]
+        if joining:
+            waiting = waiting[len(joining) :]
+            generator.insert([prompt(length) for length, _ in joining], max_tokens=[count for _, count in joining])
+        for token in generator.next()[1]:
+            texts[token.uid].append((token.token, token.logprobs))
+        steps += 1
+    generator.close()
+    return texts
+
+
+def check(model, lengths, at_first: int) -> None:
+    for text, (length, count) in zip(together(model, lengths, at_first), lengths, strict=True):
+        expected = each_alone(model, length, count)
+        assert [token for token, _ in text] == [token for token, _ in expected]
+        assert all(mx.array_equal(row, other).item() for (_, row), (_, other) in zip(text, expected, strict=True))
+
+
+@pytest.mark.usefixtures("native")
+@MANY_VECTORS
+class TestTexts:
+    @pytest.mark.parametrize("size", [1, 2, 5, 8])
+    def test_of_batches_that_begin_together(self, size):
+        check(boxed().model, LENGTHS[-size:], at_first=size)
+
+    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+    @pytest.mark.parametrize("ladder", ["4,16", "16"])
+    def test_of_sequences_that_join_and_leave(self, dtype, ladder):
+        box = boxed(ladder=ladder, dtype=dtype)
+        for gear in box.ladder:
+            box.shift(gear)
+            check(box.model, LENGTHS, at_first=2)
+
+    @pytest.mark.parametrize(("architecture", "change"), MODELS)
+    def test_of_every_form_of_a_block(self, architecture, change):
+        check(boxed(architecture, change=change).model, LENGTHS[:4], at_first=3)
+
+    @pytest.mark.parametrize("format", FORMATS)
+    @pytest.mark.parametrize("activations", ["float", "int16"])
+    def test_of_every_format(self, format, activations):
+        box = boxed(format=format, activations=activations, dtype=mx.bfloat16)
+        for gear in box.ladder:
+            box.shift(gear)
+            check(box.model, LENGTHS[:4], at_first=3)
+
+
+def check_rows(model, lengths, rows: int) -> None:
+    """A pass over several tokens of each sequence, after prompts of these lengths, gives each its own logits."""
+    caches = [make_prompt_cache(model) for _ in lengths]
+    for length, cache in zip(lengths, caches, strict=True):
+        model(mx.array([prompt(length)]), cache=cache)
+    cache = [BatchKVCache.merge(parts) for parts in zip(*caches, strict=True)]
+    for passes in range(3):  # the first does not fit into the cache
+        tokens = (mx.arange(len(lengths) * rows).reshape(-1, rows) + passes) % 50
+        logits = model(tokens, cache=cache)
+        for row, own in enumerate(caches):
+            assert mx.array_equal(logits[row], model(tokens[row : row + 1], cache=own)[0]).item()
+
+
+@pytest.mark.usefixtures("native")
+@MANY_VECTORS
+class TestRows:
+    """Several tokens of each sequence at once, as in a verification of drafts."""
+
+    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+    @pytest.mark.parametrize("rows", [1, 2, 7, 16])
+    def test_have_the_bits_that_a_sequence_alone_gives_them(self, rows, dtype):
+        check_rows(boxed(ladder="4,16" if dtype == mx.float32 else "16", dtype=dtype).model, [3, 40, 1, 260], rows)
+
+
+@pytest.mark.usefixtures("native")
+@MANY_VECTORS
+def test_blocks_of_a_batch_run_as_one_operation(monkeypatch):
+    box, whole = boxed(), []
+    native = block.block_kernels(1)
+    cache = [BatchKVCache.merge([KVCache(), KVCache()]) for _ in box.model.layers]
+    run = native.run_blocks
+    monkeypatch.setattr(native, "run_blocks", lambda *args: whole.append(args[1].shape) or run(*args))
+    for tokens in (mx.concatenate([PROMPT, PROMPT]), mx.array([[1], [2]]), normal(2, 12) > 0):
+        box.model(tokens.astype(mx.int32), cache=cache)
+    assert [shape[:2] for shape in whole] == [(2, 1), (2, 12)]

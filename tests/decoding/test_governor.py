@@ -1,18 +1,13 @@
 """The controller on a model: what it sets, what it reports, and the simulated machine from end to end."""
 
-import dataclasses
 import json
-import time
-import warnings
 
-import mlx.core as mx
 import pytest
-from conftest import active_memory, tiny_model
+from conftest import tiny_model
 
-from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Governor, Kickdown, Route, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, Governor, Kickdown, Route, stream_generate
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.discovery import default_sensitivity
-from gearbx_mlx.kernels import device
 from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
 
 PROMPT = "Tom has 3 apples and 4 pears. How many"
@@ -22,31 +17,6 @@ def bits_in(gearbox: Gearbox) -> dict[str, int]:
     """The modules that the model really has, whatever the gearbox says of them."""
     modules = dict(gearbox.model.named_modules())
     return {layer.path: getattr(linear_of(modules[layer.path]), "bits", 16) for layer in gearbox.layers}
-
-
-def told(responses) -> list:
-    return [response.decision for response in responses if response.decision]
-
-
-class Ticking:
-    """A clock that advances some seconds whenever it is read."""
-
-    def __init__(self, seconds: float = 0.001):
-        self.time, self.seconds = 0.0, seconds
-
-    def __call__(self) -> float:
-        self.time += self.seconds
-        return self.time
-
-
-@pytest.fixture
-def on_simulated_gpu(monkeypatch) -> list:
-    """MLX's default device claims to be a GPU, like a Mac's; each wait for the whole device is noted."""
-    waits = []
-    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
-    monkeypatch.setattr(device, "check_generation", lambda name: None)  # mlx-lm was imported on the CPU
-    monkeypatch.setattr(mx, "synchronize", lambda *_: waits.append(True))
-    return waits
 
 
 @pytest.fixture
@@ -64,25 +34,6 @@ class TestOrder:
         assert all("mlp" in path and 2 <= int(path.split(".")[2]) < 6 for path in order[16:28])
         assert {path.split(".")[2] for path in order[28:-1]} == {"0", "1", "6", "7"}
         assert order[-1] == "lm_head"
-
-    @pytest.mark.slow
-    def test_a_measured_order_and_bounds_are_kept(self, geared):
-        gearbox, tokenizer = geared
-        paths = [layer.path for layer in gearbox.layers]
-        first = paths[10]
-        governor = Governor(
-            gearbox,
-            1e6,
-            clock=Ticking(),
-            sensitivity=lambda path, bits: float(path != first),
-            bounds={paths[3]: (6, 6), paths[4]: (5, 8)},
-        )
-        assert governor.controller.schedule.steps[0].path == first
-        with pytest.warns(GearbxWarning, match="no table meets"):
-            list(stream_generate(gearbox.model, tokenizer, PROMPT, 60, gearbox=gearbox, controller=governor))
-        caps = governor.controller.caps
-        assert (caps[paths[3]], caps[paths[4]]) == (6, 5)
-        assert {bits for path, bits in caps.items() if path not in paths[3:5]} == {4}
 
     def test_bounds_that_no_width_is_in(self, geared):
         with pytest.raises(GearbxError, match="none is from 7 to 7"):
@@ -142,43 +93,6 @@ class TestGoverned:
         assert governor.bits_read == pytest.approx(8 * (read - len(responses) * schedule.fixed) / schedule.weights)
         assert schedule.read([1, 0])[0] == low
 
-    @pytest.mark.slow
-    def test_a_reader_that_fails_and_a_target_that_is_not_met_are_said_once(self, geared):
-        class Fails:
-            name = "heat"
-
-            def read(self):
-                raise OSError("no sensor")
-
-        gearbox, tokenizer = geared
-        with Watch([Fails()], interval=0.001) as watch, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            while not watch.polls[0].failure:
-                time.sleep(0.001)
-            governor = Governor(gearbox, 1e7, watch=watch)
-            tokens = list(stream_generate(gearbox.model, tokenizer, PROMPT, 90, gearbox=gearbox, controller=governor))
-        assert len(tokens) == 90
-        messages = [str(w.message) for w in caught if issubclass(w.category, GearbxWarning)]
-        assert sorted(message.split(" (")[0] for message in messages) == [
-            "heat cannot be read",
-            "no table meets 1e+07 tokens/s: every layer is at its fewest bits",
-        ]
-
-    @pytest.mark.slow
-    def test_a_spike_of_latency_on_a_gpu_lowers_caps_without_a_wait(self, fresh_demo, on_simulated_gpu):
-        gearbox = Gearbox(fresh_demo.model, "4,8", widths=[5, 6], kernels="auto")
-        assert gearbox.device == "gpu"
-        clock = Ticking(seconds=0.05)
-        options = {"gearbox": gearbox, "mode": Route([0.0001]), "controller": Governor(gearbox, 20.0, clock=clock)}
-        for number, response in enumerate(stream_generate(gearbox.model, fresh_demo.tokenizer, PROMPT, 90, **options)):
-            if response.decision and response.decision.moved:
-                break
-            if number == 44:
-                clock.seconds = 0.075
-        assert 44 < number <= 44 + 15
-        assert max(step.after for step in response.decision.moved) < 8
-        assert on_simulated_gpu == []
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -196,28 +110,6 @@ class TestGoverned:
         other = Governor(Gearbox(tiny_model()))
         with pytest.raises(GearbxError, match="belongs to another gearbox"):
             stream_generate(gearbox.model, tokenizer, PROMPT, gearbox=gearbox, controller=other)
-
-    @pytest.mark.slow
-    def test_a_thousand_changes_copy_nothing(self):
-        gearbox = Gearbox(tiny_model(), "4,8", widths=[5, 6])
-        governor = Governor(gearbox, 1.0)
-        x = mx.array([[1, 5, 9]])
-        schedule, last = governor.controller.schedule, governor.controller.schedule.last
-
-        def change(number: int) -> None:
-            gearbox.cap(schedule.caps(number * 7 % (last + 1)))
-            mx.eval(gearbox.model(x))
-
-        for position in range(last + 1):  # each table once: planes are made when they are first used
-            change(position)
-        mx.clear_cache()
-        before = active_memory()
-        held = []
-        for number in range(1000):
-            change(number)
-            if number % 100 == 99:
-                held.append(active_memory())
-        assert max(held) <= before
 
 
 class TestCommand:
@@ -256,34 +148,16 @@ class TestCommand:
         decisions = [json.loads(line).get("decision") for line in trace.read_text().splitlines()]
         assert decisions[9]["machine"] == {"memory": 0.96}
 
-    def test_a_process_far_from_its_limit_is_not(self, command):
-        ran = command("generate", "--gears", "4,8", "--max-memory", "1TB", "-m", 12)
-        assert ran.status == 0, ran.err
-        assert "caps moved 0 times" in " ".join(ran.err.split())
-
     def test_a_model_beyond_the_limit_is_refused(self, command):
         ran = command("generate", "--max-memory", "2MB", "-m", 4)
         assert ran.status == 2
         assert ran.err.startswith("error: --max-memory 2 MB: with the model loaded this process has ")
         assert ran.err.count("\n") == 1
 
-    @pytest.mark.parametrize(
-        ("flags", "message"),
-        [
-            (["--target-tps", "0"], "--target-tps is 0.0; give tokens per second, 0.001 or more"),
-            (["--target-tps", "1e-300"], "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
-            (["--target-tps", "nan"], "--target-tps is nan"),
-            (["--target-tps", "5", "--mode", "lossless"], "--mode lossless writes the top gear's text"),
-            (["--target-tps", "5", "--mode", "telemetry-only"], "--mode telemetry-only changes no gear"),
-            (["--watch-machine", "nowhere.jsonl"], "nowhere.jsonl: cannot be read"),
-            (["--max-memory", "much"], "--max-memory: 'much' is not a size; give bytes such as 3GB"),
-            (["--target-tps", "5", "--gears", "16", "--format", "affine"], "nothing to cap"),
-        ],
-    )
-    def test_flags_that_cannot_be(self, command, flags, message):
-        ran = command("generate", *flags)
+    def test_one_gear_cannot_be_capped(self, command):
+        ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")
         assert ran.status == 2
-        assert message in " ".join(ran.err.split())
+        assert "nothing to cap" in " ".join(ran.err.split())
 
 
 class TestSimulation:
@@ -311,27 +185,3 @@ class TestSimulation:
             assert step.late_changes <= 1
             assert step.reversals == 0
         assert run.out_of_reach is None
-
-    @pytest.mark.slow
-    def test_settles_at_the_nearest(self, script, loaded):
-        with pytest.warns(GearbxWarning, match="no table meets 100 tokens/s"):
-            run = script.simulate(script.steps(100.0, 0.05, seconds=15), *loaded)
-        assert all(step.tokens <= 60 and step.error == 0 for step in script.settling(run))
-
-    @pytest.mark.slow
-    def test_a_machine_that_gets_hot_empty_and_full(self, script, loaded, monkeypatch):
-        monkeypatch.setattr(script, "TOP_SPEED", 6.0)  # a third of the picture's tokens
-        story = dataclasses.replace(script.STORY, target=5.0)
-        run = script.simulate(story, *loaded)
-
-        def at(seconds):
-            return next(token for token in run.tokens if token.seconds >= seconds)
-
-        assert at(29).position == 0
-        throttled = [token for token in run.tokens if 30 + 60 / 5 < token.seconds < 44]
-        assert all(abs(token.speed / story.target - 1) < 0.1 for token in throttled)
-        assert at(50).share == pytest.approx(1 / 3)
-        assert at(50).bits < at(44).bits
-        assert {*at(99).caps.values()} == {4}  # the battery is almost empty
-        assert at(111).position == 0  # on a charger
-        assert at(118).share == pytest.approx(0.2)  # memory

@@ -6,13 +6,11 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import ARCHITECTURES, PROMPT, VOCABULARY, same_weights, tiny_model, weights_of
+from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import (
     RotatingKVCache,
-    load_prompt_cache,
     make_prompt_cache,
-    save_prompt_cache,
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -88,17 +86,6 @@ class TestGearedModel:
             assert np.array_equal(np.array(logits - mx.logsumexp(logits)), np.array(response.logprobs))
             assert response.entropy == pytest.approx(entropy_bits(logits).item(), abs=1e-5)
 
-    @pytest.mark.slow
-    def test_counts_every_pass_and_its_bytes(self, fresh_demo):
-        gearbox = Gearbox(fresh_demo.model, "4,8,16")
-        read = [gearbox.weight_bytes_per_token(gear) for gear in gearbox.ladder]
-        for response in stream_generate(
-            fresh_demo.model, fresh_demo.tokenizer, TALE, 30, gearbox=gearbox, mode=Kickdown((2.0, 4.0))
-        ):
-            level = gearbox.ladder.find(response.gear).index
-            assert response.passes == tuple(int(i <= level) for i in range(3))
-            assert response.weight_bytes == sum(read[: level + 1])
-
     def test_a_decision_of_ones_own_sees_entropy_position_and_gear(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
         decision = Every(3)
@@ -111,17 +98,6 @@ class TestGearedModel:
         assert [(position, gear) for _, position, gear in decision.seen[:5]] == [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]
         entropies = [entropy for entropy, position, _ in decision.seen if position % 3]
         assert entropies[:6] == pytest.approx([r.entropy for r in responses if r.gear == "low"], abs=1e-5)
-
-    def test_the_step_says_what_was_seen(self, tiny):
-        gearbox = Gearbox(tiny, "4,8,16")
-        geared = GearedModel(gearbox, (0.001, 0.002))
-        cache = make_prompt_cache(geared)
-        geared(PROMPT, cache=cache)
-        geared(mx.array([[3]]), cache=cache)
-        assert geared.step.gear.name == "high"
-        assert geared.step.passes == (1, 1, 1)
-        assert len(geared.step.entropies) == 2
-        assert cache[0].offset == 6
 
     def test_a_batch_and_a_prompt_are_computed_in_the_prefill_gear(self, tiny):
         gearbox = Gearbox(tiny, "4,16")
@@ -157,33 +133,6 @@ class TestDropIn:
         assert not tiny.model.norm.weight.any()
         with pytest.raises(AttributeError):
             _ = geared.no_such_thing
-
-    @pytest.mark.slow
-    def test_mlx_lms_generate_and_stream_generate_run_it(self, fresh_demo):
-        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
-        gearbox = Gearbox(model, "4,16")
-        run = stream_generate(model, tokenizer, TALE, 20, gearbox=gearbox, mode=Kickdown((3.0,)))
-        ours = [response.text for response in run]
-        geared = GearedModel(gearbox, (3.0,))
-        assert mlx_lm.generate(geared, tokenizer, TALE, max_tokens=20) == "".join(ours)
-        streamed = [r.text for r in mlx_lm.stream_generate(geared, tokenizer, TALE, 20)]
-        assert streamed == ours
-
-    def test_a_chat_goes_on_over_a_saved_prompt_cache(self, fresh_demo, tmp_path):
-        model, tokenizer = fresh_demo.model, fresh_demo.tokenizer
-        gearbox = Gearbox(model, "4,16")
-
-        def chat(through_file):
-            geared = GearedModel(gearbox, (3.0,))
-            cache, texts = make_prompt_cache(geared), []
-            for turn in ("Tom has 5 apples.", " He buys 7 more.", " How many now?"):
-                texts.append(mlx_lm.generate(geared, tokenizer, turn, max_tokens=8, prompt_cache=cache))
-                if through_file:
-                    save_prompt_cache(str(tmp_path / "c.safetensors"), cache)
-                    cache = load_prompt_cache(str(tmp_path / "c.safetensors"))
-            return texts, cache[0].offset
-
-        assert chat(True) == chat(False)
 
     @pytest.mark.some(1)
     @pytest.mark.parametrize(
@@ -233,18 +182,6 @@ class TestDropIn:
 
 
 class TestCaches:
-    def test_without_a_cache_nothing_has_to_be_taken_back(self, tiny):
-        gearbox = Gearbox(tiny, "4,16")
-        geared = GearedModel(gearbox, (0.0,))
-        assert mx.array_equal(geared(mx.array([[3]])), tiny(mx.array([[3]])))
-        assert gearbox.gear.name == "high"
-
-    def test_a_ladder_of_one_gear(self, tiny):
-        geared = GearedModel(Gearbox(tiny, "16"), ())
-        assert geared(mx.array([[3]]), cache=[RotatingKVCache(1) for _ in geared.layers]).shape == (1, 1, VOCABULARY)
-
-
-class TestCommand:
     @pytest.mark.slow
     def test_mode_kickdown_from_calibration_to_summary(self, command, tmp_path):
         file, summary, trace = tmp_path / "t.json", tmp_path / "s.json", tmp_path / "t.jsonl"
@@ -264,8 +201,3 @@ class TestCommand:
             name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
         }
         assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0
-
-    def test_a_draft_model_is_refused(self, demo, command):
-        done = command("generate", "--mode", "kickdown", "--draft-model", demo.path, "-m", 3)
-        assert done.status == 2
-        assert "takes no draft model" in done.err

@@ -2,8 +2,6 @@
 
 import json
 import math
-from dataclasses import dataclass
-from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -17,23 +15,18 @@ from gearbx_mlx import (
     Kickdown,
     Lossless,
     Observer,
-    Pair,
     Route,
     Static,
-    TelemetryOnly,
-    batch_generate,
     convert,
     entropy_bits,
     stream_generate,
 )
 from gearbx_mlx.cli.resolved import FLAGS, settings_of_mode
 from gearbx_mlx.decoding import modes
-from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.loading import DEMO_MODEL, load
 from gearbx_mlx.routing.gates import OneGear
 
 TALE = "Once upon a time there was a king"
-SAMPLED = ("--temp", 0.9, "--seed", 5)
 
 
 class TestRegistry:
@@ -44,58 +37,11 @@ class TestRegistry:
         settings = {name for mode in modes.MODES for name in settings_of_mode(mode)}
         assert not {*FLAGS} - settings
 
-    def test_a_further_mode_is_a_class_and_a_line(self, demo, geared_demo, monkeypatch):
-        monkeypatch.setitem(modes.MODES, "first", f"{__name__}:First")
-        responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 12, mode="first", gearbox=geared_demo))
-        assert [response.token for response in responses] == [
-            response.token
-            for response in stream_generate(
-                demo.model, demo.tokenizer, TALE, 12, mode=Static("low"), gearbox=geared_demo
-            )
-        ]
-
-    @pytest.mark.parametrize(
-        ("flags", "message"),
-        [
-            (
-                ["--gear", "low", "--thresholds", "1,2"],
-                "--thresholds is for --mode route or kickdown or telemetry-only; leave it out, or give that mode",
-            ),
-            (["--mode", "route", "--gear", "low"], "--gear is for --mode static; leave it out, or give that mode"),
-            (
-                ["--mode", "static", "--thresholds", "1,2"],
-                "--thresholds is for --mode route or kickdown or telemetry-only",
-            ),
-            (["--mode", "lossless", "--initial-gear", "low"], "--initial-gear is for --mode route or telemetry-only"),
-            (["--mode", "kickdown", "--hysteresis", "0.5"], "--hysteresis is for --mode route or telemetry-only"),
-            (["--thresholds", "1,2", "--draft-length", "2"], "--draft-length is for --mode lossless"),
-            (["--mode", "static", "--gear", "reverse"], "no gear 'reverse' in the ladder 4,8,16"),
-            (["--mode", "static", "--gear", ""], "--gear is empty"),
-            (["--model", ""], "--model is empty"),
-            (["--small-model", "x", "--gear", "low"], "--gear is for one model"),
-        ],
-    )
-    def test_a_flag_of_another_mode_is_refused(self, command, flags, message):
-        result = command("generate", *flags)
-        assert (result.status, result.out) == (2, "")
-        assert message in result.err
-        assert result.err.count("\n") == 1
-
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
     def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
         observer = Observer(fresh_demo.model)
         with pytest.raises(GearbxError, match=f"mode '{mode.name}' needs a gearbox.*use 'telemetry-only'"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=mode, gearbox=observer)
-
-
-@dataclass(frozen=True)
-class First(Mode):
-    """Writes everything in the lowest gear."""
-
-    name: ClassVar[str] = "first"
-
-    def stream(self, model, tokenizer, prompt, *, gearbox, **kwargs):
-        return Static(gearbox.ladder[0].name).stream(model, tokenizer, prompt, gearbox=gearbox, **kwargs)
 
 
 class TestWithoutAMode:
@@ -134,10 +80,6 @@ class TestWithoutAMode:
         observed, _ = load()
         assert mode_of(observed, gearbox=Observer(observed)) == "telemetry-only"
 
-    def test_a_batch_is_the_top_gears(self, fresh_demo):
-        written = batch_generate(fresh_demo.model, fresh_demo.tokenizer, [TALE, "The cat"], max_tokens=12)
-        assert {response.gear for trace in written.traces for response in trace} == {"high"}
-
     def test_a_geared_checkpoint_drafts_in_a_program(self, tmp_path):
         convert(mlx_path=str(tmp_path / "geared"), format="exact", gears="4,16")
         model, tokenizer = load(tmp_path / "geared")
@@ -167,14 +109,6 @@ class TestSummary:
         if flags[1] == "route":
             assert all(ours[name] == theirs[name] for name in ("gear_tokens", "shifts", "weight_bytes_per_token"))
 
-    def test_of_a_pair(self, demo):
-        model, _ = load()
-        responses = stream_generate(model, demo.tokenizer, TALE, 9, mode=Pair(model, threshold=2.0))
-        tokens = len(list(responses))
-        summary = responses.summary(beside="the small one")
-        assert (summary["tokens"], summary["model"], summary["small_model"]) == (tokens, "llama", "the small one")
-        assert summary["parameters"]["small"] == summary["parameters"]["large"]
-
     def test_shifting_and_making_are_two_times(self, fresh_demo):
         gearbox = Gearbox(fresh_demo.model, "4,8,16")
         first = gearbox.shift("low")
@@ -187,17 +121,6 @@ class TestSummary:
 
 
 class TestStatic:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
-    @pytest.mark.parametrize("kernels", ["auto", "mlx"])
-    def test_its_top_gear_is_the_text_that_lossless_promises(self, command, sampling, kernels):
-        common = ["--max-tokens", 80, "--gears", "4,16", "--kernels", kernels, *sampling]
-        static = command("generate", "--mode", "static", "--gear", "high", *common)
-        lossless = command("generate", "--mode", "lossless", *common)
-        assert (static.status, lossless.status) == (0, 0)
-        assert len(static.out) > 100
-        assert static.out == lossless.out
-
     def test_it_stays_in_its_gear(self, command, tmp_path):
         result = command("generate", "--mode", "static", "--gear", 8, "-m", 20, "--summary", tmp_path / "s.json")
         assert result.status == 0
@@ -253,13 +176,6 @@ class TestEntropy:
             responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 6, mode=mode, **keywords))
             assert [response.entropy for response in responses] == pytest.approx([1.0] * len(responses))
 
-    def test_telemetry_and_pairs(self, demo):
-        for mode in (TelemetryOnly(), Pair(demo.model, threshold=2.0)):
-            gearbox = Observer(demo.model) if isinstance(mode, TelemetryOnly) else None
-            responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 20, mode=mode, gearbox=gearbox))
-            expected = [float(entropy_bits(response.logprobs)) for response in responses]
-            assert [response.entropy for response in responses] == pytest.approx(expected, abs=2e-4)
-
 
 class TestDraftModel:
     @pytest.mark.parametrize("mode", [Route(gate=OneGear(1), initial_gear="high"), Static()], ids=["route", "static"])
@@ -308,12 +224,3 @@ class TestDraftModel:
         )
         assert "draft model" in result.err
         assert f"{draft['passes']} passes" in " ".join(result.err.split())  # a long path moves it to the next line
-
-
-def test_a_gearbox_is_kept_over_modes(demo, geared_demo):
-    made = {id(module) for _, module in demo.model.named_modules()}
-    for mode in (Static("low"), Lossless(), Kickdown(), Route()):
-        list(stream_generate(demo.model, demo.tokenizer, TALE, 5, mode=mode))
-    geared_demo.shift("high")
-    assert {id(module) for _, module in demo.model.named_modules()} == made
-    assert isinstance(geared_demo, Gearbox)

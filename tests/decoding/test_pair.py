@@ -18,7 +18,6 @@ from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import check_same_tokenizer
 from gearbx_mlx.routing.gates import replay
 from gearbx_mlx.routing.pair import LARGE, SMALL, pair_gate, pair_monitor, scaled
-from research.evaluation.pair import Coin
 
 TOKENS = 4096  # of the demo model's tokenizer
 TALE = "Once upon a time there was a king who"
@@ -89,11 +88,6 @@ class TestOneModelAlone:
         assert {r.gear for r in responses} == {alone}
         assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
 
-    @pytest.mark.slow
-    def test_a_real_model_too(self, demo, small):
-        theirs = texts(mlx_lm.stream_generate(demo.model, demo.tokenizer, TALE, 30))
-        assert_same(texts(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=0)), theirs)
-
 
 class TestCachesInStep:
     SCRIPT = [0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 1]
@@ -156,22 +150,6 @@ class TestCachesInStep:
             expected = model(mx.array([[5, 9, 2, 7, 6, 6][: 5 + engaged]]))
             assert np.allclose(np.array(logits[0, -1]), np.array(expected[0, -1]), atol=2e-5)
 
-    def test_a_conversation_goes_on_with_its_cache(self, demo, small, large):
-        cache = PairedModel(small, large).make_cache()
-        first = list(
-            stream_pair(small, large, demo.tokenizer, TALE, 6, gate=Script([0, 1, 1, 0, 0, 0]), prompt_cache=cache)
-        )
-        text = demo.tokenizer.encode(TALE) + [r.token for r in first]
-        gate = Script([0, 1, 1, 1])
-        more = list(stream_pair(small, large, demo.tokenizer, [17, 18], 3, gate=gate, prompt_cache=cache))
-        text += [17, 18]
-        for response in more:
-            model = {"small": small, "large": large}[response.gear]
-            logits = model(mx.array([text]))[0, -1]
-            assert np.allclose(np.array(response.logprobs), np.array(logits - mx.logsumexp(logits)), atol=2e-5)
-            text.append(response.token)
-        assert [r.gear for r in more] == ["small", "small", "large"]
-
 
 class TestTheGate:
     def test_the_paper_by_hand(self):
@@ -207,34 +185,8 @@ class TestTheGate:
         with pytest.raises(GearbxError, match="threshold between two models"):
             pair_gate(threshold)
 
-    def test_a_coin_has_its_share_and_its_durations(self):
-        coin = Coin(0.3, 10, seed=1)
-        gears = [coin.update(None) for _ in range(20000)]
-        assert np.mean(gears) == pytest.approx(0.3, abs=0.03)
-        changes = np.flatnonzero(np.diff(gears))
-        assert set(np.diff(changes) % 10) == {0}
-
 
 class TestWherePrecautionsAreNeeded:
-    def test_it_stops_where_the_tokenizer_says(self, demo, small, large):
-        plain = list(stream_pair(small, large, demo.tokenizer, TALE, 20, threshold=11.9, min_duration=3))
-        stop = plain[9].token
-        first = next(i for i, r in enumerate(plain) if r.token == stop)
-        ends = set(demo.tokenizer.eos_token_ids)
-        try:
-            demo.tokenizer.eos_token_ids.add(stop)
-            stopped = list(stream_pair(small, large, demo.tokenizer, TALE, 20, threshold=11.9, min_duration=3))
-        finally:
-            demo.tokenizer.eos_token_ids = ends
-        assert [r.token for r in stopped] == [r.token for r in plain[: first + 1]]
-        assert stopped[-1].finish_reason == "stop"
-
-    def test_vocabularies_padded_to_different_lengths(self, demo, small):
-        padded = tiny_model(seed=4, vocab_size=TOKENS + 64)
-        responses = list(stream_pair(small, padded, demo.tokenizer, TALE, 6, gate=Script([0, 1, 1, 0, 0, 0, 0])))
-        assert {r.logprobs.shape for r in responses} == {(TOKENS,)}
-        assert {r.gear for r in responses} == {"small", "large"}
-
     def test_a_model_that_does_not_know_the_tokens(self, demo, large):
         with pytest.raises(GearbxError, match="the small model has a vocabulary of 128, and the tokenizer one of 4096"):
             stream_pair(tiny_model(), large, demo.tokenizer, TALE)
@@ -247,15 +199,6 @@ class TestWherePrecautionsAreNeeded:
     def test_a_cache_of_one_model(self, demo, small, large):
         with pytest.raises(GearbxError, match=r"make it with PairedModel.make_cache\(\)"):
             stream_pair(small, large, demo.tokenizer, TALE, prompt_cache=make_prompt_cache(large))
-
-    def test_a_batch(self, small, large):
-        pair = PairedModel(small, large)
-        with pytest.raises(GearbxError, match="a batch of 2"):
-            pair(mx.array([[1], [2]]), cache=pair.make_cache())
-
-    def test_a_model_of_no_pair(self, demo, small, large):
-        with pytest.raises(GearbxError, match="choose from auto, small, large"):
-            stream_pair(small, large, demo.tokenizer, TALE, initial="medium")
 
     def test_another_tokenizer(self, demo):
         class Other:
@@ -286,19 +229,6 @@ class TestOneWayIn:
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
         assert [r.gear for r in responses] == ["small"] * 10 + ["large"] * 5
 
-    @pytest.mark.parametrize(
-        ("keywords", "message"),
-        [
-            ({"threshold": -1.0}, "the threshold between two models is -1"),
-            ({"threshold": float("nan")}, "the threshold between two models is nan"),
-            ({"window": 0}, "window is 0"),
-            ({"min_gear_duration": 0}, "minimum gear duration is 0"),
-        ],
-    )
-    def test_what_does_not_fit_together(self, demo, small, keywords, message):
-        with pytest.raises(GearbxError, match=message):
-            stream_generate(demo.model, demo.tokenizer, TALE, mode=Pair(small, **keywords))
-
     def test_without_a_small_model(self, demo):
         with pytest.raises(GearbxError, match="mode 'pair' needs a small model"):
             stream_generate(demo.model, demo.tokenizer, TALE, mode="pair")
@@ -308,31 +238,12 @@ class TestOneWayIn:
         with pytest.raises(GearbxError, match="leave the gearbox out"):
             stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, mode=Pair(small), gearbox=gearbox)
 
-    def test_a_geared_model_runs_as_it_is(self, fresh_demo, small):
-        gearbox = Gearbox(fresh_demo.model, "4,16")
-        gearbox.shift("low")
-        theirs = texts(mlx_lm.stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12))
-        ours = texts(stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, 12, mode=Pair(small, threshold=0)))
-        assert_same(ours, theirs)
-
 
 @pytest.fixture(scope="module")
 def small_path(small, tmp_path_factory):
     """The small model as a directory, with the demo model's tokenizer."""
     path = tmp_path_factory.mktemp("pair") / "small"
     save_model(small, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def other_path(tmp_path_factory):
-    """The same with other tokens, of the same number."""
-    path = tmp_path_factory.mktemp("pair") / "other"
-    save_model(tiny_model(seed=1, vocab_size=TOKENS), path)
-    content = json.loads((path / "tokenizer.json").read_text())
-    vocabulary = content["model"]["vocab"]
-    vocabulary["Ġthe"], vocabulary["Ġa"] = vocabulary["Ġa"], vocabulary["Ġthe"]
-    (path / "tokenizer.json").write_text(json.dumps(content))
     return path
 
 
@@ -362,36 +273,6 @@ class TestGenerate:
         assert told["weight_bytes_per_token"] == pytest.approx(read / len(rows))
         assert told["weight_bytes_per_token_top"] == bytes_read(demo.model)
         assert "tokens read to catch up" in result.err
-
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (["--mode", "pair"], ["--mode pair needs --small-model"]),
-            (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
-            (["--small-model", "S", "--gears", "4,8"], ["--gears is for one model"]),
-            (["--small-model", "S", "--draft-model", "D"], ["--draft-model is for one model"]),
-            (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
-            (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
-            (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
-            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
-            (["--small-model", "S", "--min-gear-duration", 0], ["--min-gear-duration is 0; give 1 or more"]),
-            (["--small-model", "S", "--window", 0], ["window is 0"]),
-            (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
-            (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),
-        ],
-    )
-    def test_what_does_not_fit_is_one_line(self, command, flags, words):
-        result = command("generate", *flags)
-        assert result.status == 2
-        assert result.err.startswith("error: ")
-        assert len(result.err.splitlines()) == 1
-        assert all(word in result.err for word in words)
-
-    def test_another_tokenizer_is_one_line(self, command, other_path):
-        result = command("generate", "--small-model", other_path)
-        assert result.status == 2
-        assert len(result.err.splitlines()) == 1
-        assert f"{other_path}: its tokenizer is not the model's: 4096 and 4096 tokens, of which" in result.err
 
 
 def parameters(model) -> int:

@@ -6,13 +6,11 @@ import pytest
 from chats import ASKED, MORE, chat
 from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
-from refusals import assert_refused
 
 from gearbx_mlx import (
     Gearbox,
     GearbxWarning,
     Kickdown,
-    Lossless,
     Route,
     Static,
     batch_generate,
@@ -53,20 +51,6 @@ class TestWhoReads:
         found = written(demo, geared_demo, mode)
         assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
 
-    def test_all_modes_leave_the_same_entries_of_the_prompt(self, demo, geared_demo):
-        kept = []
-        for mode in [*LOW_TEXTS, Lossless(), Static()]:
-            cache = make_prompt_cache(demo.model)
-            written(demo, geared_demo, mode, 2, prompt_cache=cache)
-            kept.append([np.array(part.keys[..., : len(demo.tokenizer.encode(TALE)) - 1, :]) for part in cache])
-        for entries in kept[1:]:
-            assert all(np.array_equal(mine, first) for mine, first in zip(entries, kept[0]))
-
-    def test_a_part_of_a_prompt_that_is_one_token_is_read_like_the_others(self, demo, geared_demo):
-        for mode in (Static("low"), Kickdown([1e3])):
-            found = written(demo, geared_demo, mode, prefill_step_size=1)
-            assert [response.token for response in found] == by_hand(demo, geared_demo, "high", "low", 12)
-
     def test_a_batch_writes_what_each_text_is_alone(self, demo, geared_demo):
         prompts = [TALE, "There was a miller"]
         modes = Static("low"), Static("low", prompt_gear="same")
@@ -75,10 +59,6 @@ class TestWhoReads:
             shared = {"max_tokens": 10, "mode": mode, "gearbox": geared_demo}
             alone = [generate(demo.model, demo.tokenizer, each, **shared) for each in prompts]
             assert found.texts == alone
-
-    def test_with_a_draft_model(self, demo, geared_demo):
-        drafted = written(demo, geared_demo, Static("low"), draft_model=tiny_model(vocab_size=4096))
-        assert [response.token for response in drafted] == by_hand(demo, geared_demo, "high", "low", 12)
 
     def test_where_the_top_gear_is_not_in_memory_the_prompt_is_read_in_that_of_the_text(self, demo, tmp_path):
         model = tiny_model()
@@ -124,23 +104,6 @@ class TestChat:
             asked = session.conversation.tokens(ASKED)
             assert read.unread(asked, 16) == asked[top:]
 
-    def test_a_lossless_answer_depends_on_no_mode_before_it(self):
-        said = []
-        for flags in ({"mode": "lossless"}, {"mode": "static", "gear": "low", "prompt_gear": "8"}):
-            with chat(gears="3,8,16", **flags) as session:
-                session.answer(ASKED)
-                session.conversation.turns[-1]["content"] = "7"
-                session.model.change("lossless", [])
-                session.answer(MORE)
-                said.append(session.conversation.turns[-1]["content"])
-        assert said[0] == said[1]
-
-    def test_a_prompt_gear_waits_for_a_mode_that_uses_it(self):
-        with chat(gears="3,8,16", prompt_gear="8") as session:
-            assert session.model.coming(ASKED).reads == 16
-            session.model.hold("low")
-            assert session.model.coming(ASKED).reads == 8
-
 
 def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
     saved = tmp_path / "kept.safetensors"
@@ -152,17 +115,3 @@ def test_a_saved_conversation_says_which_gear_read_it(command, tmp_path):
     result = command(*given, "--prompt-gear", "3")
     assert result.status == 0
     assert f"{saved}: was read in 16 bits" in result.err
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        (["--mode", "static", "--gear", "4", "--prompt-gear", "5"], "5"),
-        (["--prompt-gear", "8"], "--prompt-gear"),
-        (["--mode", "lossless", "--prompt-gear", "8"], "--prompt-gear"),
-    ],
-)
-def test_flags_that_cannot_be(command, flags, named):
-    result = command("generate", "-p", "Once", "-m", 3, "--gears", "4,8", *flags)
-    assert_refused(result)
-    assert named in result.err

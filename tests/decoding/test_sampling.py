@@ -1,14 +1,21 @@
 """Samplers: mlx-lm's distributions, drawn so that a draft and its verification make the same choices."""
 
+import math
+
 import mlx.core as mx
-import mlx_lm
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler
 from mlx_lm.sample_utils import make_sampler as mlx_lm_sampler
 
-from gearbx_mlx import GearbxError, batch_generate, make_sampler, stream_generate
+import gearbx_mlx
+from gearbx_mlx import GearbxError, make_sampler
 from gearbx_mlx.decoding import sampling
+from gearbx_mlx.kernels import cpu
+from gearbx_mlx.kernels.dispatch import fused_kernel
 
 LOGITS = (mx.arange(12) * 5 % 12 / 3)[None]  # the likeliest token has a share of 0.29
 LOGPROBS = LOGITS - mx.logsumexp(LOGITS)
@@ -39,12 +46,6 @@ def test_the_distribution_is_mlx_lms(temp, kept):
     shares = np.bincount(np.array(drawn), minlength=expected.size) / DRAWS
     assert np.abs(shares - expected).max() < 4 * np.sqrt(0.25 / DRAWS)
     assert not shares[expected == 0].any()
-
-
-def test_rows_are_drawn_apart():
-    mx.random.seed(1)
-    drawn = np.array(make_sampler(1.0)(mx.zeros((2000, 2))))
-    assert abs(drawn.mean() - 0.5) < 0.05
 
 
 def test_tokens_left_out_by_xtc_are_the_likeliest():
@@ -110,27 +111,72 @@ def test_distributions_that_are_alike_choose_the_same_token_more_often_than_with
     assert same[make_sampler] > same[mlx_lm_sampler]
 
 
-def test_a_text_without_gears_is_mlx_lms(demo):
-    texts = []
-    for written in (
-        mlx_lm.stream_generate(demo.model, demo.tokenizer, "The king", 20, sampler=mlx_lm_sampler(0.9, top_k=20)),
-        stream_generate(
-            demo.model, demo.tokenizer, "The king", 20, mode="telemetry-only", sampler=make_sampler(0.9, top_k=20)
-        ),
-    ):
-        mx.random.seed(4)
-        texts.append([response.token for response in written])
-    assert texts[0] == texts[1]
+def natively(logits: mx.array) -> mx.array:
+    """The entropy by the native kernel, which is compiled when it is first asked for."""
+    kernel = fused_kernel("entropy_bits")
+    if kernel is None:
+        pytest.skip(f"no native kernels: {cpu.why_not()}")
+    return kernel(logits)
 
 
-def test_a_batch_without_gears_is_mlx_lms(demo):
-    prompts, texts = [demo.tokenizer.encode(each) for each in ("The king", "Once upon a time")], []
-    for written in (
-        lambda: mlx_lm.batch_generate(demo.model, demo.tokenizer, prompts, max_tokens=12, sampler=mlx_lm_sampler(0.9)),
-        lambda: batch_generate(
-            demo.model, demo.tokenizer, prompts, max_tokens=12, mode="telemetry-only", sampler=make_sampler(0.9)
-        ),
-    ):
-        mx.random.seed(4)
-        texts.append([text.strip() for text in written().texts])
-    assert texts[0] == texts[1]
+# Both must keep every promise: MLX's operations, and the native kernel.
+
+logits = arrays(np.float32, st.tuples(st.integers(1, 4), st.integers(2, 300)), elements=st.floats(-60, 60, width=32))
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+@given(logits)
+def test_lies_between_zero_and_log2_of_the_vocabulary(entropy_bits, values):
+    bits = np.array(entropy_bits(mx.array(values)))
+    assert bits.shape == values.shape[:1]
+    assert (bits >= 0).all()
+    assert (bits <= np.float32(math.log2(values.shape[1]))).all()
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+@given(logits)
+def test_agrees_with_float64(entropy_bits, values):
+    p = np.exp(values.astype(np.float64) - values.max(axis=1, keepdims=True))
+    p /= p.sum(axis=1, keepdims=True)
+    expected = -np.sum(np.where(p > 0, p * np.log2(np.maximum(p, 1e-300)), 0), axis=1)
+    assert np.allclose(np.array(entropy_bits(mx.array(values))), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+@pytest.mark.parametrize("vocab_size", [2, 105, 4096, 32768, 151936])
+def test_uniform_is_log2_of_the_vocabulary(entropy_bits, vocab_size):
+    uniform = mx.full((vocab_size,), -math.log(vocab_size))
+    assert entropy_bits(uniform).item() == np.float32(math.log2(vocab_size))
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_one_hot_is_exactly_zero_and_minus_infinity_adds_nothing(entropy_bits, dtype):
+    one_hot = mx.array([0.0] + [-math.inf] * 99).astype(dtype)
+    assert entropy_bits(one_hot).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+def test_not_a_number_is_uniform_and_infinity_is_certain(entropy_bits):
+    assert entropy_bits(mx.full((4096,), math.nan)).item() == 12.0
+    assert entropy_bits(mx.array([math.inf, 3.0, 2.0])).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    "entropy_bits", [pytest.param(gearbx_mlx.entropy_bits, id="mlx"), pytest.param(natively, id="native")]
+)
+def test_half_precision_is_summed_in_single(entropy_bits):
+    values = mx.random.normal((32000,), key=mx.random.key(0)).astype(mx.bfloat16)
+    exact = entropy_bits(values.astype(mx.float32))
+    assert entropy_bits(values).dtype == mx.float32
+    assert entropy_bits(values).item() == exact.item()

@@ -2,8 +2,6 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -52,12 +50,6 @@ def test_the_chat_in_the_docs_is_what_chat_writes():
     assert words(pictures.recorded().plain) == words(shown)
 
 
-def test_words_leave_out_time_and_memory_alone():
-    assert words("shifts   22, 145.7 ms in all\nmemory   peak 30 MB\nread   6.33 MB") == (
-        ["shifts", "22,", "ms", "in", "all", "memory", "peak", "read", "6.33", "MB"]
-    )
-
-
 def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"images/(\w+\.png)", page.read_text(encoding="utf-8"))}
@@ -71,21 +63,3 @@ def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
     for page in (ROOT / "docs").glob("*.md"):
         if "<!-- end -->" in page.read_text(encoding="utf-8"):
             assert f"docs/{page.name}" in listed
-
-
-@pytest.mark.processes
-@pytest.mark.some(1)
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["rainbow"], "rainbow: no such study"),
-        (["evidence"], "the following arguments are required: results"),
-        (["figures", "--max-tokens", "1"], "--max-tokens 1: is too few"),
-        (["compare-llama-cpp", "--subjects", "speed"], "invalid choice: 'speed'"),
-    ],
-)
-def test_a_mistake_in_the_names_is_one_line(arguments, words):
-    line = [sys.executable, "-m", "research", *arguments]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2
-    assert words in done.stderr.splitlines()[-1]

@@ -1,17 +1,21 @@
 """The report of evaluate: its rows, its table and picture, and what it refuses."""
 
-import io
 import json
 from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from conftest import save_model, tiny_model
+from mlx_lm.models.cache import KVCache
 from refusals import assert_refused
-from rich.console import Console
 
-from gearbx_mlx import GearbxError
+from gearbx_mlx import Gearbox
+from gearbx_mlx.decoding.caches import cache_in_gears
 from gearbx_mlx.evaluate import evaluate as run_evaluation
-from gearbx_mlx.evaluate.run import COLUMNS, STYLES, enough, table_of
-from gearbx_mlx.gone import GONE, SINCE
+from gearbx_mlx.evaluate.run import STYLES, enough
+from gearbx_mlx.evaluation.predictions import StaticPolicy, driven
+from gearbx_mlx.formats.kv_cache import group_for, pack, unpack
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
@@ -60,14 +64,6 @@ class TestReport:
         colors, markers = zip(*STYLES.values())
         assert len(set(markers)) == len(set(colors)) == len(STYLES)
 
-    def test_the_table_is_whole_at_80_columns(self, report):
-        console = Console(width=80, file=io.StringIO())
-        console.print(table_of(report["rows"]))
-        text = console.file.getvalue()
-        assert "…" not in text
-        for row in report["rows"]:
-            assert any(all(show(row) in line for show in COLUMNS.values()) for line in text.splitlines())
-
 
 def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
     rows = [
@@ -79,39 +75,6 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
 
 
 class TestMistakes:
-    def test_a_programs_keywords(self, tmp_path):
-        with pytest.raises(GearbxError, match="no setting 'temperature'; choose from activations, adapter_path"):
-            run_evaluation(HELD_OUT, out=tmp_path, temperature=1)
-        with pytest.raises(GearbxError, match="--tokens is many; give 1 or more"):
-            run_evaluation(HELD_OUT, out=tmp_path, tokens="many")
-        with pytest.raises(GearbxError, match="--format is zip; choose from planes"):
-            run_evaluation(HELD_OUT, out=tmp_path, format="zip")
-        with pytest.raises(GearbxError, match="--modes is hope; choose from route, kickdown"):
-            run_evaluation(HELD_OUT, out=tmp_path, modes=["hope"])
-        assert not list(tmp_path.iterdir())
-
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [
-            (["--gears", "16"], ["--gears 16", "two or more"]),
-            (["--context", "1000000"], ["--context", "1000000"]),
-            (["--context", "1"], ["--context is 1; give 2 or more"]),
-            (["--tokens", "0"], ["--tokens is 0; give 1 or more"]),
-            (["--thresholds", "1"], ["thresholds"]),
-            (["--out", ""], ["--out is empty"]),
-        ],
-    )
-    def test_flags(self, command, tmp_path, flags, words):
-        assert_refused(evaluate(command, tmp_path / "out", *flags), *words, folder=tmp_path)
-
-    @pytest.mark.parametrize("flag", ["--policy", "--share", "--seed", "--task", "--small-model", "--answers-only"])
-    def test_flags_of_what_is_a_study_now(self, command, tmp_path, flag):
-        instead = GONE.get(f"evaluate {flag}") or GONE[flag]
-        refused = evaluate(command, tmp_path / "out", flag, "x")
-        assert refused.status == 2
-        (line,) = refused.err.splitlines()
-        assert f"{flag} is gone since gearbx-mlx {SINCE}; {instead}" in line
-
     def test_texts(self, command, tmp_path):
         out = tmp_path / "out"
         short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
@@ -126,11 +89,45 @@ class TestMistakes:
         assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")
         assert not out.exists()
 
-    def test_a_quantized_model(self, command, tmp_path):
-        import mlx_lm
 
-        from gearbx_mlx.loading import DEMO_MODEL
+WINDOWS = [[int(token) for token in np.random.default_rng(4).integers(0, 64, 40)]]
 
-        path = tmp_path / "four"
-        mlx_lm.convert(str(DEMO_MODEL), str(path), quantize=True, q_bits=4, q_group_size=64)
-        assert_refused(evaluate(command, tmp_path / "out", "--model", path), path, "is quantized already")
+
+class Rounded(KVCache):
+    """mlx-lm's cache, in which each vector is replaced by what its planes stand for in a gear."""
+
+    bits_read = 4
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array):
+        return super().update_and_fetch(*map(self.rounded, (keys, values)))
+
+    def rounded(self, vectors: mx.array) -> mx.array:
+        planes, scales, offsets = pack(vectors, (4, 4), group_for(vectors.shape[-1]))
+        return unpack(planes, scales, offsets, (4, 4), self.bits_read)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
+
+    def predictions(begun) -> np.ndarray:
+        steps = driven(gearbox, WINDOWS, StaticPolicy(gearbox.ladder.top), begun)
+        return np.array([step.logprobs for step in steps])
+
+    def rounded(_window: int) -> list[KVCache]:
+        caches = [Rounded() for _ in gearbox.model.layers]
+        for cache in caches:
+            cache.bits_read = bits
+        return caches
+
+    in_gear = predictions(lambda _: cache_in_gears(gearbox.model, gearbox, "4,8", fixed=bits))
+    np.testing.assert_allclose(in_gear, predictions(rounded), atol=1e-5)
+    assert np.abs(in_gear - predictions(lambda _: [KVCache() for _ in gearbox.model.layers])).max() > 1e-4
+
+
+@pytest.mark.slow
+def test_a_model_whose_cache_has_no_gears_is_refused(command, tmp_path):
+    save_model(tiny_model("mamba"), tmp_path / "model")
+    done = evaluate(command, tmp_path / "out", "--model", tmp_path / "model", "--kv-gears", "4,8", "--context", 16)
+    assert_refused(done, "--kv-gears is 4,8", "has no gears")

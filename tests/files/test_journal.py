@@ -5,16 +5,14 @@ import resource
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from conftest import save_model, tiny_model
 from refusals import assert_refused
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.files.journal import Journal, beside
+from gearbx_mlx.files.journal import Journal
 
-HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 SMALL = "small"  # stands for the path of a small model
 MODEL = ("--model", SMALL)
 GEARS = (*MODEL, "--q-group-size", 32, "--gears", "4,16")
@@ -135,33 +133,3 @@ class TestAFullDisk:
                 Journal(file, {"model": "a"})
             process.communicate()
         Journal(file, {"model": "a"})
-
-    def test_a_part_that_is_not_finite_is_named(self, tmp_path):
-        journal = Journal(tmp_path / "journal", {"model": "a"})
-        with pytest.raises(GearbxError, match="journal: first is not finite; check the checkpoint"):
-            journal.add("first", [float("nan")])
-
-    @pytest.mark.some(1)
-    @pytest.mark.parametrize("name", ["route", "kickdown"])
-    def test_a_command_goes_on_when_there_is_room(self, command, flags, tmp_path, monkeypatch, name):
-        once, out, add = tmp_path / "once", tmp_path / "out", Journal.add
-        assert command(*flags[name], "--out", once).status == 0
-
-        def on_a_full_disk(self, part, found):
-            with files_of_at_most(self.end + 5) if len(self.parts) == 1 else contextlib.nullcontext():
-                add(self, part, found)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Journal, "add", on_a_full_disk)
-            assert_refused(command(*flags[name], "--out", out), tmp_path, "make room, and the same command goes on")
-        assert command(*flags[name], "--out", out).status == 0
-        assert out.read_bytes() == once.read_bytes()
-
-
-def test_a_device_keeps_nothing_and_a_link_keeps_its_parts_beside_its_target(command, flags, tmp_path):
-    assert beside(Path("/dev/null"), ".journal") is None
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "a.json").touch()
-    (tmp_path / "link").symlink_to(tmp_path / "there" / "a.json")
-    assert beside(tmp_path / "link", ".journal") == tmp_path / "there" / "a.json.journal"
-    assert command(*flags["route"], "--out", "/dev/null").status == 0

@@ -1,4 +1,4 @@
-"""Model directories made to hang or to run code: a one-line error names the file."""
+"""Model directories that are damaged, or made to hang or to run code: a one-line error names the file."""
 
 import io
 import json
@@ -8,17 +8,12 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from refusals import assert_refused
 
 from gearbx_mlx.cli import prompt
 from gearbx_mlx.cli.prompt import limited_time
 from gearbx_mlx.loading import DEMO_MODEL, gears_of
 
-LIBRARIES_READ = (
-    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer_config.json"),
-    *("added_tokens.json", "special_tokens_map.json"),
-)
-DEEP = 100000
-UNREADABLE = ("[" * DEEP + "]" * DEEP, '{"a": ' * DEEP + "1" + "}" * DEEP, '{"a": %s}' % ("9" * 5000), "[]")
 UP = "model.layers.0.mlp.up_proj.weight"
 MODEL_FLAGS = ["--model", "--draft-model", "--low-model"]
 
@@ -48,39 +43,62 @@ def run_of(name: str, model: Path, place: Path) -> tuple:
     }.get(name, ("generate", name, model))
 
 
-def assert_refused(result, *words: object) -> None:
-    assert result.status == 2
-    (line,) = result.err.splitlines()
-    for word in words:
-        assert str(word) in line
+DEEP = 100000
+UNREADABLE = ("[" * DEEP + "]" * DEEP, '{"a": ' * DEEP + "1" + "}" * DEEP, '{"a": %s}' % ("9" * 5000), "[]")
+LIBRARIES_READ = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("added_tokens.json", "special_tokens_map.json"),
+)
+FEW, OTHER = "56 arrays, too few", "config.json is not that of these weights"
+
+DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes are left out of it or none; words
+    ("model.safetensors", -1000, "damaged or truncated"),
+    ("model.safetensors", b"\xff" * 5000, "damaged or truncated"),
+    ("model.safetensors", None, "no model*.safetensors"),
+    ("config.json", None, "config.json: missing"),
+    ("config.json", b"\0", "config.json"),
+    ("config.json", {"hidden_size": "wide"}, "cannot load"),
+    ("config.json", {"num_attention_heads": 0}, "cannot load"),
+    ("config.json", {"num_hidden_layers": 7}, f"Missing 9 parameters: model.layers.6. … {OTHER}"),
+    ("config.json", {"num_hidden_layers": 5}, f"Received 9 parameters not in model: model.layers.5. … {OTHER}"),
+    ("config.json", {"hidden_size": 320}, f"Expected shape (4096, 320) but received shape (4096, 256) … {OTHER}"),
+    ("config.json", {"num_hidden_layers": 10**9}, FEW),
+    ("config.json", {"num_hidden_layers": 1e12}, FEW),
+    ("config.json", {"text_config": {"num_hidden_layers": 10**6}}, FEW),
+    ("config.json", {"layer_types": ["full_attention"] * 10**5}, FEW),
+    *(
+        ("config.json", {name: value}, "cannot load this model")
+        for name in ("hidden_size", "vocab_size", "intermediate_size", "num_attention_heads")
+        for value in (10**9, 10**12)
+    ),
+    *(
+        ("config.json", {"model_type": kind}, f"{json.dumps(kind)}, which mlx-lm cannot load … update mlx-lm")
+        for kind in ("steam-engine", "base", "../llama", 3, None)
+    ),
+    ("tokenizer_config.json", {"model_max_length": ""}, 'model_max_length is "", not a number'),
+    ("tokenizer_config.json", {"model_max_length": [512]}, "model_max_length is [512], not a number"),
+]
 
 
-class TestSizes:
-    @pytest.mark.parametrize(
-        "change",
-        [
-            {"num_hidden_layers": 10**9},
-            {"num_hidden_layers": 10**6},
-            {"num_hidden_layers": 1e12},
-            {"text_config": {"num_hidden_layers": 10**6}},
-            {"layer_types": ["full_attention"] * 10**5},
-        ],
-        ids=lambda change: str(change)[:40],
-    )
-    def test_more_layers_than_there_are_arrays(self, command, model, change):
-        edit(model / "config.json", **change)
-        assert_refused(command("generate", "--model", model), model / "config.json", "layer", "56 arrays, too few")
-
-    @pytest.mark.parametrize("name", ["hidden_size", "vocab_size", "intermediate_size", "num_attention_heads"])
-    @pytest.mark.parametrize("value", [10**9, 10**12])
-    def test_wider_than_its_arrays(self, command, model, name, value):
-        edit(model / "config.json", **{name: value})
-        assert_refused(command("generate", "--model", model), model, "cannot load this model")
+@pytest.mark.parametrize(("name", "content", "words"), DAMAGES, ids=lambda value: str(value)[:30])
+def test_damage_is_told_in_one_line(command, model, tmp_path, name, content, words):
+    file = model / name
+    if content is None:
+        file.unlink()
+    elif isinstance(content, int):
+        file.write_bytes(file.read_bytes()[:content])
+    elif isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        edit(file, **content)
+    result = command("generate", "--model", model, "--summary", tmp_path / "summary.json")
+    assert_refused(result, model, *words.split(" … "))
+    assert not (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.some(8)
 @pytest.mark.parametrize("text", UNREADABLE, ids=("lists", "objects", "digits", "list"))
-@pytest.mark.parametrize("name", [name for name in LIBRARIES_READ if name != "hf_quant_config.json"])
+@pytest.mark.parametrize("name", LIBRARIES_READ)
 def test_json_that_no_library_can_read_is_named(command, model, name, text):
     (model / name).write_text(text)
     assert_refused(command("generate", "--model", model), f"{model / name}: cannot be read as")
@@ -109,31 +127,6 @@ def test_a_chat_template_without_end(command, model, monkeypatch, template, reas
     assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
 
 
-@pytest.mark.parametrize(
-    ("arrays", "words"),
-    [(b"\xff" * 100, "damaged or truncated"), (None, "no adapters.safetensors there"), (b"", "damaged or truncated")],
-    ids=["huge header", "none", "empty"],
-)
-def test_an_adapter_with_damaged_arrays_is_named(command, tmp_path, arrays, words):
-    (tmp_path / "adapter_config.json").write_text('{"num_layers": 2, "fine_tune_type": "full"}')
-    if arrays is not None:
-        (tmp_path / "adapters.safetensors").write_bytes(arrays)
-    assert_refused(command("generate", "--adapter-path", tmp_path), tmp_path, words)
-
-
-def test_the_configuration_of_an_adapter_is_named(command, tmp_path):
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), {"a": mx.zeros(2)})
-    (tmp_path / "adapter_config.json").write_text(UNREADABLE[0])
-    assert_refused(
-        command("generate", "--adapter-path", tmp_path), tmp_path / "adapter_config.json", "nested more than"
-    )
-
-
-def test_a_name_of_two_lines(command, tmp_path):
-    (tmp_path / "two\nlines").mkdir()
-    assert_refused(command("generate", "--model", tmp_path / "two\nlines"), "two\\nlines/config.json: missing")
-
-
 class TestCode:
     """Code beside a model runs only with --trust-remote-code, and the terminal never asks."""
 
@@ -159,12 +152,6 @@ class TestCode:
     def test_is_not_run(self, command, model, planted, tmp_path, name):
         assert_refused(command(*run_of(name, model, tmp_path)), model, "give --trust-remote-code")
         assert not planted.exists()
-
-    def test_is_not_run_where_mlx_lm_has_a_class_for_the_model(self, command, model, tmp_path):
-        (model / "own.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w').close()\nclass Model: pass\n")
-        edit(model / "config.json", auto_map={"AutoConfig": "own.Model", "AutoModelForCausalLM": "own.Model"})
-        assert command("generate", "--model", model, "-m", 1).status == 0
-        assert not (tmp_path / "mark").exists()
 
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
         assert gears_of(model) is None

@@ -83,11 +83,6 @@ class TestReplacing:
         write_text(tmp_path / "a", "ours")
         assert names(tmp_path) == {"a", ".a.tar.gz.part"}
 
-    def test_errors_of_other_files_pass(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match="missing"), replacing(tmp_path / "a"):
-            (tmp_path / "missing").read_text()
-        assert not names(tmp_path)
-
 
 class TestANewDirectory:
     def test_is_one_process_at_a_time(self, tmp_path, holding, command):
@@ -137,43 +132,3 @@ class TestAFailedConversion:
         done = command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared")
         assert done.status == 2
         assert f"{tmp_path}/original/tokenizer.model: cannot be read (Is a directory); check the path" in done.err
-
-    def test_of_a_table_says_why_it_cannot_be_written(self, tmp_path, command, monkeypatch):
-        """mlx-lm's functions raise their own errors on a full disk."""
-        save_model(tiny_model(vocab_size=4096), tmp_path / "original")
-        model, manifest = ("--model", tmp_path / "original"), tmp_path / "m.json"
-        text = ("--num-samples", 1, "--sequence-length", 8)
-        assert command("sensitivity", *model, *text, "--fast", "--bits", "4,5", "--out", manifest).status == 0
-        flags = (*model, "--manifest", manifest, *text, "--gears", 4, "--exchanges", 0)
-        assert command("allocate", *flags, "--out", manifest).status == 0
-
-        def full(*_):
-            raise RuntimeError("[write] Unable to write 224067 bytes to file.")
-
-        monkeypatch.setattr("gearbx_mlx.conversion.model_card.save", full)
-        done = command("convert", *model, "--manifest", manifest, "--mlx-path", tmp_path / "table")
-        assert done.status == 2
-        said = (
-            f"{tmp_path}/table: cannot be written ([write] Unable to write 224067 bytes to file.); choose another place"
-        )
-        assert said in done.err
-        assert names(tmp_path) == {"original", "m.json"}
-
-    def test_finds_a_damaged_companion_before_it_works(self, tmp_path, command):
-        save_model(tiny_model(), tmp_path / "original")
-        (tmp_path / "original" / "tokenizer.model").mkdir()
-        command("convert", "--model", tmp_path / "original", "--mlx-path", tmp_path / "geared")
-        assert names(tmp_path) == {"original"}
-
-
-def test_a_picture_that_cannot_be_written_is_an_error(tmp_path, command, monkeypatch):
-    (tmp_path / "text.txt").write_text("Once upon a time there was a king who had three sons. " * 3)
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
-    flags = ("--data", tmp_path / "text.txt", "--tokens", 4, "--context", 4, "--modes", "none")
-    done = command("evaluate", *flags, "--gears", "4,16", "--out", tmp_path / "out")
-    assert done.status == 2
-    assert "evaluation.png: cannot be written (No space left on device); make room" in done.err

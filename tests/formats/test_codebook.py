@@ -1,26 +1,19 @@
+import json
 import math
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import heavy
+from conftest import PROMPT, heavy, linear_layers, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lossless_texts import assert_written, written
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import GearbxError
+from gearbx_mlx import Gearbox, GearbxError, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
-from gearbx_mlx.formats.base import ReconstructedLinear, ReconstructedSwitchLinear
-from gearbx_mlx.formats.codebook import (
-    LAYOUT,
-    Codebook,
-    nbytes,
-    pack_codebook_codes,
-    row_bytes,
-    unpack_codebook_codes,
-)
+from gearbx_mlx.formats.codebook import LAYOUT, Codebook, nbytes, pack_codebook_codes, row_bytes, unpack_codebook_codes
 from gearbx_mlx.formats.codebook_fitting import (
     DEFAULTS,
     ROUNDS,
@@ -34,7 +27,7 @@ from gearbx_mlx.formats.codebook_fitting import (
     nearest,
     take_out,
 )
-from gearbx_mlx.formats.codebook_library import GROUP, LIBRARY, CodebookLibrary
+from gearbx_mlx.formats.codebook_library import LIBRARY, CodebookLibrary
 
 MODULES = {"codebook": codebook, "codebook-library": codebook_library}
 CASES = [("codebook", bits) for bits in LAYOUT] + [("codebook-library", bits) for bits in codebook_library.BITS]
@@ -103,15 +96,6 @@ class TestOutliers:
         assert outliers.count() == mask.sum()
         back = np.array(outliers.put_into(mx.full(shape, 9.0)))
         assert np.array_equal(back, np.where(mask, np.array(weight), 9.0))
-
-    def test_storage_is_row_offsets_and_16_bit_columns(self):
-        weight = mx.zeros((3, 70000 - 5000))
-        mask = np.zeros(weight.shape, bool)
-        mask[1, 64999] = mask[2, 1] = mask[2, 7] = True
-        outliers = take_out(weight, mask)
-        assert (outliers.values.dtype, outliers.columns.dtype) == (mx.float16, mx.uint16)
-        assert outliers.offsets.tolist() == [0, 0, 1, 3]
-        assert outliers.columns.tolist() == [64999, 1, 7]
 
     @pytest.mark.parametrize("name", MODULES)
     def test_an_outlier_of_a_half_precision_checkpoint_is_exact(self, name):
@@ -195,13 +179,6 @@ class TestLloyd:
 
 
 class TestCodebooks:
-    @pytest.mark.parametrize(("name", "bits"), CASES)
-    def test_two_runs_are_bit_identical(self, name, bits):
-        weight = heavy(40, 300)
-        first, second = (MODULES[name].encode(weight + 0, bits) for _ in range(2))
-        assert first.keys() == second.keys()
-        assert all(mx.array_equal(first[key], second[key]).item() for key in first)
-
     @pytest.mark.parametrize(("bits", "cosine"), [(2, 0.939), (3, 0.983), (4, 0.995)])
     def test_cosines_of_a_gaussian_are_those_of_theory(self, bits, cosine):
         weight = gaussian(128, 4096)
@@ -266,33 +243,6 @@ class TestCodebooks:
 
 
 class TestModules:
-    @pytest.mark.some(5)
-    @pytest.mark.parametrize(("name", "bits"), CASES)
-    @pytest.mark.parametrize("bias", [True, False])
-    def test_a_linear_layer_computes_with_its_reconstruction(self, name, bits, bias):
-        dense = linear(heavy(24, 200), bias)
-        module = get_format(name).modules(dense, bits, (bits,), 64, mx.float32)[bits]
-        weight = codebook.decode(MODULES[name].encode(dense.weight, bits), bits, 200)
-        x = mx.random.normal((2, 3, 200))
-        assert mx.allclose(module(x), x @ weight.T + (dense.bias if bias else 0), atol=1e-5).item()
-        assert module(x.astype(mx.bfloat16)).dtype == mx.bfloat16 or bias
-        assert not module.trainable_parameters()
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(("name", "bits"), CASES)
-    def test_experts_agree_with_linears_one_by_one(self, name, bits):
-        experts = SwitchLinear(150, 12, num_experts=8, bias=True)
-        experts.weight = heavy(8, 12, 150)
-        module = get_format(name).modules(experts, bits, (bits,), 64, mx.float32)[bits]
-        for wanted in ([0, 7, 1, 7, 0], [*range(8), 3, 3]):  # fewer than all experts, and more
-            x = mx.random.normal((len(wanted), 1, 1, 150))
-            y = module(x, mx.array([[expert] for expert in wanted]))
-            for i, expert in enumerate(wanted):
-                alone = linear(experts.weight[expert])
-                alone.bias = experts.bias[expert]
-                one = get_format(name).modules(alone, bits, (bits,), 64, mx.float32)[bits]
-                assert mx.allclose(y[i, 0], one(x[i]), atol=1e-5).item()
-
     @pytest.mark.parametrize(("name", "bits"), CASES)
     def test_bytes_read_are_those_of_the_arrays(self, name, bits):
         module = get_format(name).modules(linear(heavy(64, 384), bias=False), bits, (bits,), 64, mx.float32)[bits]
@@ -307,16 +257,6 @@ class TestModules:
         length, count = arrays["outliers"].shape[-1], Outliers.of(arrays).count()
         assert count < 4 * length
         assert sum(a.nbytes for a in arrays.values()) - nbytes(arrays) == 4 * (4 * length - count)
-
-
-def test_modules_say_what_they_are():
-    kinds = {ReconstructedLinear: linear(heavy(4, 40)), ReconstructedSwitchLinear: SwitchLinear(40, 4, num_experts=2)}
-    for kind, dense in kinds.items():
-        module = Codebook().modules(dense, 3, (3,), 64, mx.float32)[3]
-        assert type(module) is kind
-        assert "format=codebook, bits=3" in str(module)
-    assert CodebookLibrary().layer_bits == (2, 3, 4)
-    assert GROUP == 128
 
 
 class TestOptions:
@@ -376,10 +316,56 @@ class TestOptions:
 
         assert error("codebook-library:group=32") < error("codebook-library") < error("codebook-library:library=1")
 
-    def test_more_rounds_have_less_error(self):
-        weight = heavy(32, 512)
 
-        def error(name):
-            return mx.square(codebook.decode(get_format(name).encode(weight, 3), 3, 512) - weight).sum().item()
+class TestGearbox:
+    def test_a_layer_with_a_floor_gets_bits_that_the_ladder_has_not(self):
+        def floor(path, module):
+            return {"bits": 5} if "q_proj" in path else True
 
-        assert error("codebook:rounds=40") < error("codebook:rounds=3")
+        gearbox = Gearbox(tiny_model(), "2,16", format="codebook", manage=floor)
+        gearbox.shift("low")
+        assert gearbox.model.layers[0].self_attn.q_proj.bits == 5
+        assert gearbox.model.layers[0].self_attn.k_proj.bits == 2
+        assert (
+            Gearbox(tiny_model(), "2,16", manage=floor).bits_of(
+                next(e for e in gearbox.layers if "q_proj" in e.path), gearbox.ladder[0]
+            )
+            == 16
+        )
+
+    def test_outliers_are_counted_once_a_gear_is_made(self):
+        model = tiny_model()
+        for module in linear_layers(model).values():
+            module.weight = heavy(*module.weight.shape)
+        gearbox = Gearbox(model, "3,16", format="codebook")
+        low = gearbox.ladder[0]
+        expected = gearbox.bits_per_weight(low), gearbox.weight_bytes_per_token(low)
+        gearbox.shift(low)
+        assert gearbox.bits_per_weight(low) > expected[0]
+        assert gearbox.weight_bytes_per_token(low) > expected[1]
+
+
+FORMATS = ["codebook", "codebook-library"]
+
+
+def test_low_in_a_ladder(command, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    done = command(
+        *("generate", "--format", "codebook", "--gears", "4,16", "--manage", "attention"),
+        *("--thresholds", "1.0", "--max-tokens", "24", "--trace", trace),
+    )
+    assert done.status == 0, done.err
+    gears = [json.loads(line)["gear"] for line in trace.read_text().splitlines()]
+    assert set(gears) == {"low", "high"}
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("kernels", ["mlx", "native"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_drafts_in_lossless_mode(format, kernels):
+    model = tiny_model()
+    gearbox = Gearbox(model, "4,16", format=format, kernels=kernels)
+    prompt = PROMPT[0].tolist()
+    assert_written(written(gearbox, prompt, mode=Lossless(draft_length=3)), written(gearbox, prompt))
+    gearbox.shift("low")
+    assert not mx.array_equal(gearbox.model(PROMPT), tiny_model()(PROMPT)).item()

@@ -1,14 +1,21 @@
 """A KV cache in gears: its content, and what passes read of it."""
 
+import contextlib
 import copy
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from conftest import normal
-from mlx_lm.models.cache import BatchKVCache, KVCache, save_prompt_cache
+from conftest import normal, save_model, tiny_model
+from http_server import served
+from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache, save_prompt_cache
 
-from gearbx_mlx.decoding.caches import Snapshot, plain_cache
-from gearbx_mlx.formats.kv_cache import TOGETHER, KVGears, NestedKVCache, pack, unpack
+from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, stream_generate
+from gearbx_mlx.decoding.caches import Snapshot, cache_in_gears, plain_cache, put_in_gears
+from gearbx_mlx.formats import block
+from gearbx_mlx.formats.kv_cache import TOGETHER, KVGears, NestedKVCache, group_for, pack, unpack
+from gearbx_mlx.kernels import cpu, dispatch
+from gearbx_mlx.telemetry.summary import Tally, kv_rows, kv_summary
 
 
 def cache_of(ladder: tuple[int, ...], bits: int, native: bool = False) -> NestedKVCache:
@@ -155,3 +162,309 @@ def test_file_that_could_not_be_read_again_is_not_written(tmp_path):
     with pytest.raises(ValueError, match=r"write \[part.plain\(\) for part in cache\] instead"):
         save_prompt_cache(str(tmp_path / "cache.safetensors"), [cache])
     assert not list(tmp_path.iterdir())
+
+
+WIDTHS = (4, 4)
+
+
+def steps(vectors: mx.array, bits: int, group_size: int) -> np.ndarray:
+    """The distance between the codes of each number's group, (..., D)."""
+    grouped = np.array(vectors.astype(mx.float32)).reshape(*vectors.shape[:-1], -1, group_size)
+    spread = np.ptp(grouped, axis=-1) / (2**8 - 1) * 2 ** (8 - bits)
+    return np.repeat(spread, group_size, axis=-1)
+
+
+@pytest.mark.parametrize(("dims", "group_size"), [(64, 64), (64, 32), (80, 16), (16, 16), (8, 8), (128, 32)])
+def test_each_gear_is_off_by_half_a_step_at_most(dims, group_size):
+    vectors = normal(2, 3, 5, dims)
+    packed = pack(vectors, WIDTHS, group_size)
+    for bits in (4, 8):
+        off = np.abs(np.array(unpack(*packed, WIDTHS, bits)) - np.array(vectors))
+        assert (off <= steps(vectors, bits, group_size) * 0.5001 + 1e-6).all()
+
+
+def test_arrays_have_the_documented_shapes_and_types():
+    planes, scales, offsets = pack(normal(1, 2, 3, 64).astype(mx.bfloat16), WIDTHS, 32)
+    assert [(p.shape, p.dtype) for p in planes] == [((1, 2, 3, 8), mx.uint32)] * 2
+    assert scales.shape == offsets.shape == (1, 2, 3, 2)
+    assert scales.dtype == offsets.dtype == mx.bfloat16
+
+
+def test_position_is_packed_by_itself():
+    vectors = normal(1, 2, 6, 64)
+    whole, alone = pack(vectors, WIDTHS, 64), pack(vectors[:, :, 3:4], WIDTHS, 64)
+    for bits in (4, 8):
+        assert mx.array_equal(unpack(*whole, WIDTHS, bits)[:, :, 3:4], unpack(*alone, WIDTHS, bits))
+
+
+@pytest.mark.parametrize(
+    ("dims", "four", "eight"),
+    [(64, 0.3125, 0.5625), (96, 0.3125, 0.5625), (16, 0.375, 0.625), (80, 0.375, 0.625), (8, 0.5, 0.75),
+     (24, 0.5, 0.75), (40, 0.5, 0.75)],
+)  # fmt: skip
+def test_shares_of_bytes_in_bfloat16_are_those_of_the_page(dims, four, eight):
+    vectors = normal(1, 1, 1, dims).astype(mx.bfloat16)
+    (coarse, fine), scales, offsets = pack(vectors, WIDTHS, group_for(dims))
+    read = coarse.nbytes + scales.nbytes + offsets.nbytes
+    assert (read / vectors.nbytes, (read + fine.nbytes) / vectors.nbytes) == (four, eight)
+
+
+@pytest.mark.parametrize(("dims", "group"), [(64, 32), (96, 32), (80, 16), (40, 8), (36, None)])
+def test_group_divides_the_head(dims, group):
+    assert group_for(dims) == group
+
+
+@pytest.mark.parametrize(("widths", "group_size"), [((4, 8), 64), ((3,), 64), ((), 64), ((4, 4), 48), ((4, 4), 4)])
+def test_planes_that_cannot_be_made_are_refused(widths, group_size):
+    with pytest.raises(GearbxError):
+        pack(normal(1, 1, 1, 64), widths, group_size)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+@pytest.mark.parametrize("dims", [8, 16, 64, 80])
+def test_native_packing_has_the_bits_of_mlx(compiled, planes, dims):
+    vectors = mx.concatenate([normal(1, 2, 9, dims), mx.zeros((1, 2, 1, dims))], axis=2)
+    group = min(dims, 16)
+    expected, scales, offsets = pack(vectors, (4,) * planes, group)
+    made = dispatch.pack_kv(vectors, planes, group)
+    assert all(mx.array_equal(a, b) for a, b in zip(made, [*expected, scales, offsets], strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 5, 31])
+def test_a_number_that_is_none_makes_its_group_such(compiled, place):
+    vectors = normal(1, 1, 1, 64)
+    vectors[0, 0, 0, place] = mx.nan
+    expected = unpack(*pack(vectors, (4, 4), 32), (4, 4), 8)
+    coarse, fine, scales, offsets = dispatch.pack_kv(vectors, 2, 32)
+    made = unpack([coarse, fine], scales, offsets, (4, 4), 8)
+    assert mx.isnan(made).tolist() == mx.isnan(expected).tolist() == [[[[True] * 32 + [False] * 32]]]
+
+
+@pytest.mark.parametrize(("dims", "queries", "keys", "packed"), [
+    (64, 1, 300, 256), (64, 16, 600, 592), (16, 3, 100, 64), (80, 5, 40, 40), (8, 2, 77, 77),
+])  # fmt: skip
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("masked", ["none", "causal", "some"])
+def test_native_attention_over_planes_is_that_over_unpacked_keys(compiled, dims, queries, keys, packed, bits, masked):
+    nested = nested_of(dims, keys, packed, bits)
+    x = normal(2, 4, queries, dims, seed=3)
+    mask = {"none": None, "causal": "causal", "some": normal(queries, keys, seed=4) > -0.5}[masked]
+    y = dispatch.nested_attention(x, nested, 0.2, mask)
+    expected = mx.fast.scaled_dot_product_attention(x, *nested.unpacked(), scale=0.2, mask=mask)
+    assert mx.allclose(y, expected, atol=1e-5)
+
+
+def nested_of(dims: int, keys: int, packed: int, bits: int):
+    cache = cache_of((4, 8, 16), bits)
+    entries = normal(2, 2, keys, dims), normal(2, 2, keys, dims, seed=1)
+    cache.gears.exact = False
+    cache.update(*(a[:, :, :packed] for a in entries))
+    read = cache._nested(bits // 4)
+    return type(read)(entries, read.planes, packed)
+
+
+def test_query_has_the_same_bits_in_any_company(compiled):
+    nested = nested_of(64, 528, 512, 4)
+    x = normal(2, 4, 16, 64, seed=3)
+
+    def attend(queries, mask):
+        return dispatch.nested_attention(queries, nested, 0.2, mask)
+
+    together = attend(x, "causal")
+    assert mx.array_equal(together[:, :, 15:], attend(x[:, :, 15:], None))
+    seen = mx.arange(528) <= 515
+    assert mx.array_equal(together[:, :, 3:4], attend(x[:, :, 3:4], seen[None]))
+
+
+@pytest.mark.parametrize(("ladder", "bits"), [((4, 16), 4), ((4, 8, 16), 8), ((4, 8), 4)])
+def test_block_over_planes_is_one_operation_or_many_with_the_same_bits(demo, compiled, ladder, bits):
+    gearbox = Gearbox(demo.model, "4,16", kernels="native")
+
+    def logits(how) -> list[mx.array]:
+        gears, cache = KVGears(ladder, lambda: bits, native=True), make_prompt_cache(gearbox.model)
+        put_in_gears(cache, gears)
+        gears.begin_prompt()
+        gearbox.model(mx.arange(1, 151)[None], cache=cache)
+        gears.end_prompt()
+        with how():
+            return [
+                gearbox.model(mx.arange(first, first + count)[None], cache=cache)
+                for first, count in ((3, 1), (7, 5), (2, 1), (60, 16), (9, 16), (4, 1))
+            ] + [mx.array(list(gears.meter.take()[0].values()))]
+
+    whole, single = logits(contextlib.nullcontext), logits(block.single_operations)
+    assert all(mx.array_equal(a, b) for a, b in zip(whole, single, strict=True))
+
+
+PROMPT = [1 + i % 50 for i in range(90)]
+
+
+def logprobs(model, tokenizer, kernels: str, **keywords) -> np.ndarray:
+    gearbox = Gearbox(model, "4,16", kernels=kernels, activations="float")
+    responses = stream_generate(model, tokenizer, PROMPT, 3, gearbox=gearbox, mode=Static(), **keywords)
+    return np.array([np.array(response.logprobs) for response in responses])
+
+
+@pytest.mark.parametrize("architecture", ["minicpm3", "deepseek_v2"])
+@pytest.mark.parametrize("ladder", ["4,16", "4,8"])
+def test_values_may_be_narrower_than_keys(demo, compiled, architecture, ladder):
+    native, mlx = (
+        logprobs(tiny_model(architecture), demo.tokenizer, kernels, kv_gears=ladder, kv_gear=4)
+        for kernels in ("native", "mlx")
+    )
+    np.testing.assert_allclose(native, mlx, atol=1e-3)
+    assert np.abs(native - logprobs(tiny_model(architecture), demo.tokenizer, "native")).max() > 1e-3
+
+
+SHORT = [1 + i % 50 for i in range(150)]
+
+
+@pytest.fixture(scope="module", params=["mlx", "native"])
+def gearbox(request, demo):
+    """A gearbox of the demo model, on either kind of kernels; shared by all tests that ask for it."""
+    if request.param == "native" and cpu.why_not() is not None:
+        pytest.skip(f"no native kernels: {cpu.why_not()}")
+    return Gearbox(demo.model, "4,16", kernels=request.param)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A gearbox of a random model, whose vocabulary is smaller than that of the tokenizer."""
+    return Gearbox(tiny_model(), "4,8,16")
+
+
+def text(gearbox, tokenizer, prompt, mode, tokens=24, **keywords):
+    mx.random.seed(1)
+    return list(stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode, **keywords))
+
+
+@pytest.fixture(scope="module")
+def long(demo) -> list[int]:
+    """A prompt of more tokens than are packed at once."""
+    tokens = demo.tokenizer.encode("Once upon a time there was a king who had three daughters. " * 14)
+    assert len(tokens) > 2 * TOGETHER
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [Static(gear="low"), Kickdown(rule=lambda *_: False), Lossless(draft_length=2)])
+@pytest.mark.parametrize("ladder", ["4,16", "4,8"])
+def test_prompt_reads_its_entries_however_it_is_cut(demo, gearbox, long, mode, ladder):
+    prompt = long[:137]
+
+    def first_tokens(**keywords) -> np.ndarray:
+        responses = text(gearbox, demo.tokenizer, prompt, mode, 3, **keywords)
+        assert not responses[0].kv_bytes
+        return np.array([np.array(r.logprobs) for r in responses])
+
+    whole = first_tokens(kv_gears=ladder)
+    for step in (8, 17):
+        np.testing.assert_allclose(first_tokens(kv_gears=ladder, prefill_step_size=step), whole, atol=1e-3)
+    np.testing.assert_allclose(whole[0], first_tokens()[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
+    model = tiny_model()
+    gearbox = Gearbox(model, "4,16", dtype=dtype)
+    tally = Tally.of(["low", "high"])
+    prompt = [1 + i % 50 for i in range(2100)]
+    for response in text(gearbox, demo.tokenizer, prompt, Lossless(draft_length=3), 8, kv_gears="4,16"):
+        tally.add(response)
+    summary = kv_summary(tally, len(model.layers))
+    read = summary["kv_bytes_per_pass"]
+    assert read["4"] <= 0.35 * read["16"]
+    assert f"{read['4'] / read['16']:.2f}" in kv_rows(summary)[0][1]
+    assert summary["kv_passes"]["4"] == tally.drafted
+
+
+@pytest.mark.parametrize(
+    ("ladder", "expected"), [("4,16", {"low": 4, "mid": 4, "high": 16}), ("4,8,16", {"low": 4, "mid": 8, "high": 16})]
+)
+def test_gear_of_the_cache_follows_that_of_the_weights(demo, tiny, ladder, expected):
+    for name, bits in expected.items():
+        responses = text(tiny, demo.tokenizer, SHORT, Static(gear=name), 3, kv_gears=ladder)
+        assert set().union(*(r.kv_bytes for r in responses)) == {bits}
+
+
+@pytest.mark.parametrize(
+    ("gears", "ladder", "expected"), [("4,16", "4,8,16", {"low": 4, "high": 16}), ("16", "4,8", {"high": 8})]
+)
+def test_ladders_of_unlike_length_go_together_by_their_ends(demo, gears, ladder, expected):
+    gearbox = Gearbox(tiny_model(), gears)
+    for name, bits in expected.items():
+        responses = text(gearbox, demo.tokenizer, SHORT, Static(gear=name), 3, kv_gears=ladder)
+        assert set().union(*(r.kv_bytes for r in responses)) == {bits}
+
+
+@pytest.mark.parametrize("mode", [Route(), Kickdown(), Static(), "telemetry-only"])
+def test_one_gear_of_the_cache_may_be_asked_for(demo, tiny, mode):
+    gearbox, model = (None, tiny_model()) if mode == "telemetry-only" else (tiny, tiny.model)
+    responses = stream_generate(model, demo.tokenizer, SHORT, 4, gearbox=gearbox, mode=mode, kv_gears=(4, 8), kv_gear=4)
+    assert set().union(*(r.kv_bytes for r in responses)) == {4}
+
+
+def test_kickdown_reads_both_caches_as_it_climbs(demo, tiny):
+    responses = text(tiny, demo.tokenizer, SHORT, Kickdown(rule=lambda *_: True), 4, kv_gears="4,16")
+    plain = text(tiny, demo.tokenizer, SHORT, Static(), 4)
+    assert [r.token for r in responses] == [r.token for r in plain]
+    assert [set(r.kv_bytes) for r in responses] == [set(), *[{4, 16}] * 3]
+
+
+@pytest.mark.slow
+def test_text_goes_on_from_a_cache_that_is_kept(demo, gearbox, long):
+    cache = make_prompt_cache(demo.model)
+    first = text(gearbox, demo.tokenizer, long, Static(), 5, kv_gears="4,8", prompt_cache=cache)
+    assert {type(part) for part in cache} == {NestedKVCache}
+    told = [*long, *(r.token for r in first)]
+    for part in cache:
+        part.trim(part.offset - len(told) + 1)
+    again = text(gearbox, demo.tokenizer, told[-1:], Static(), 5, kv_gears="4,8", prompt_cache=cache)
+    whole = text(gearbox, demo.tokenizer, long, Static(), 10, kv_gears="4,8")
+    assert [r.token for r in [*first, *again]] == [r.token for r in whole]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "keywords", "complaint"),
+    [
+        ("llama", {"kv_gears": "4,5"}, "--kv-gears is 4,5; give ascending bits of 4, 8 and 16"),
+        ("llama", {"kv_gears": "8,4"}, "--kv-gears is 8,4; give ascending"),
+        ("llama", {"kv_gears": "four"}, "--kv-gears is four; give ascending"),
+        ("llama", {"kv_gears": ()}, "--kv-gears is ; give ascending"),
+        ("llama", {"kv_gears": "4,16", "kv_gear": 8}, "--kv-gear is 8, and --kv-gears 4,16; choose one of them"),
+        ("llama", {"kv_gear": 8}, "--kv-gear is 8, and there are no --kv-gears"),
+        ("llama", {"kv_gears": "4,16", "kv_bits": 4}, "--kv-gears and --kv-bits are two ways"),
+        ("llama", {"kv_gears": "4,16", "kv_gear": 4, "mode": "lossless"}, "--kv-gear does not go with mode 'lossless'"),
+        ("qwen2", {"kv_gears": "4,16", "max_kv_size": 8}, "--kv-gears is 4,16, and a cache that rotates"),
+        ("gemma3_text", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and a cache that rotates"),
+        ("mamba", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
+        ("lfm2", {"kv_gears": "4,16"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
+    ],
+)
+def test_gears_that_cannot_be_are_refused_in_one_line(demo, architecture, keywords, complaint):
+    model = tiny_model(architecture)
+    with pytest.raises(GearbxError, match=complaint) as refused:
+        stream_generate(model, demo.tokenizer, [1, 5, 9], 5, **keywords)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_ladder_than_that_of_the_cache_is_refused(demo):
+    cache = cache_in_gears(demo.model, None, "4,8")
+    with pytest.raises(GearbxError, match="--kv-gears is 4,16, and the prompt cache has 4,8"):
+        cache_in_gears(demo.model, None, "4,16", cache=cache)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "flags", "complaint"),
+    [
+        ("llama", {"mode": "lossless", "kv_gear": 4}, "--kv-gear does not go with mode 'lossless'"),
+        ("mamba", {"mode": "static"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
+    ],
+)
+def test_server_refuses_before_it_answers(tmp_path, architecture, flags, complaint):
+    save_model(tiny_model(architecture), tmp_path / "model")
+    with (
+        pytest.raises(GearbxError, match=complaint),
+        served(model=str(tmp_path / "model"), kv_gears="4,16", log_level="ERROR", **flags),
+    ):
+        pass

@@ -135,12 +135,6 @@ class TestExperts:
             with pytest.raises(ValueError, match=r"."):
                 native.dense_experts(*arguments)
 
-    def test_several_vectors_for_one_expert_go_to_mlx(self, native):
-        weight, x = mx.random.normal((EXPERTS, ROWS, COLUMNS)), mx.random.normal((3, 2, COLUMNS))
-        chosen = mx.array([0, 4, 2])
-        expected = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=chosen)
-        assert mx.array_equal(kernel_products.dense_experts(x, weight, chosen), expected).item()
-
     @pytest.mark.some(2)
     @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
     @pytest.mark.parametrize("format", ["planes", "affine"])
@@ -203,14 +197,6 @@ class TestTiedHead:
             assert gearbox.weight_bytes_per_token(gear) == stock.weight_bytes_per_token(gear)
         assert mx.allclose(gearbox.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
-    def test_the_stock_one_comes_back_with_mlx_kernels(self):
-        model, untouched = (tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True) for _ in range(2))
-        Gearbox(model, kernels="native")
-        Gearbox(model, "16", kernels="mlx")
-        assert type(model.model.embed_tokens) is nn.Embedding
-        assert not any(isinstance(module, Native) for module in model.modules())
-        assert mx.array_equal(model(PROMPT), untouched(PROMPT)).item()
-
 
 class TestOtherLayers:
     def test_layers_that_change_no_gear_run_natively_too(self):
@@ -223,34 +209,8 @@ class TestOtherLayers:
             fast.shift(gear)
             assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
-    def test_a_subclass_is_left_alone(self):
-        class Doubled(nn.Linear):
-            def __call__(self, x):
-                return 2 * super().__call__(x)
-
-        model = tiny_model()
-        model.model.layers[0].mlp.up_proj = Doubled(64, 128, bias=False)
-        gearbox = Gearbox(model, kernels="native")
-        assert type(model.model.layers[0].mlp.up_proj) is Doubled
-        assert "up_proj" not in [p.path for p in gearbox.layer_paths() if p.kernels == "mlx"]
-
 
 class TestDescription:
-    @pytest.mark.slow
-    def test_every_path_and_its_reason(self):
-        vectors = "16 vectors at a time" if dispatch.MOST_VECTORS is None else "up to 16 vectors, MLX beyond"
-        assert f"q_proj: 4, 8, 16; native ({vectors}" in Gearbox(tiny_model(), kernels="auto").describe()
-        assert "q_proj: 4, 8, 16; mlx (as asked)" in Gearbox(tiny_model(), kernels="mlx").describe()
-        mixture = Gearbox(tiny_model("mixtral"), kernels="native")
-        assert {path.kernels for path in mixture.layer_paths()} == {"native"}
-        tied = Gearbox(tiny_model(tie_word_embeddings=True), manage="attention", kernels="native").describe()
-        assert "mlp.up_proj: dense (not selected by manage); native (" in tied
-        assert "embed_tokens: dense (not selected by manage); native (" in tied
-        rows = Gearbox(tiny_model(), "4,8,16", format="rowwise", kernels="native").describe()
-        assert "q_proj: 4, 8, 16; native (" in rows
-        rows = Gearbox(tiny_model("mixtral"), "4,8,16", format="rowwise", kernels="native").describe()
-        assert "up_proj: 4, 8, 16; mlx, native at 16 bits (no native kernel for experts in rowwise)" in rows
-
     def test_the_original_weights_alone_stay_mlx_lm_unless_asked(self):
         alone = Gearbox(tiny_model(dtype=mx.bfloat16), "16", kernels="auto")
         assert "mlx (the original weights alone stay mlx-lm bit for bit)" in alone.describe()
@@ -267,15 +227,3 @@ class TestDescription:
             ("layers.5.mlp.a", 1),
             ("lm_head", 1),
         ]
-
-    @pytest.mark.slow
-    def test_the_flag(self, command):
-        plain = command("generate", "--max-tokens", 4, "--mode", "route")
-        told = command("generate", "--max-tokens", 4, "--mode", "route", "--describe")
-        assert told.out == plain.out
-        shown = " ".join(told.err.split())
-        assert "native kernels: " in shown
-        assert "4 8 16 model.layers.0-5.mlp.up_proj x 6" in shown
-        assert "mlx kernels: as asked" in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
-        watched = command("generate", "--max-tokens", 4, "--describe", "--mode", "telemetry-only").err
-        assert "telemetry only" in watched

@@ -8,20 +8,12 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.formats.native import for_kernels, with_kernels
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import PanelPlanes
 from gearbx_mlx.kernels.exact import PanelExactMatrix, decoded_by_tiles
 
 SHAPES = [(48, 64), (96, 576), (16, 2048), (64, 128)]
 WIDTHS = [(4,), (8,), (4, 4), (4, 2), (4, 1)]
 VECTORS = [1, 2, 3, 8, 9, 40]
-
-
-@pytest.fixture
-def native():
-    if cpu.why_not():
-        pytest.skip(cpu.why_not())
-    return cpu.native()
 
 
 def weight(shape, dtype=mx.bfloat16):

@@ -1,7 +1,6 @@
 """Adapters (LoRA, DoRA) on top of gears: in every format, from every source of gears, in every mode."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -10,16 +9,15 @@ import mlx_lm
 import numpy as np
 import pytest
 from conftest import PROMPT, normal, save_model, tiny_model, weights_of
-from mlx.optimizers import SGD
-from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_tokenizer
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, convert, stream_generate
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
-from gearbx_mlx.gears.adapters import adapters_of, layers_of
+from gearbx_mlx.gears.adapters import layers_of
 from gearbx_mlx.gears.gearbox import model_fingerprint
 
 LADDERS = {
@@ -124,22 +122,6 @@ def test_every_gear_is_mlx_lms_adapter_over_the_gears_weights(adapted, kind, for
         assert far(model(PROMPT), over_weights_of(gearbox, reference)) < 5e-6
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_an_affine_gear_is_mlx_lms_adapter_over_the_quantized_model(adapted, kind):
-    source, adapter = adapted(kind)
-    reference = mlx_lms(source, adapter)
-    quantized = {
-        f"{path}.linear": nn.QuantizedLinear.from_linear(module.linear, 64, 4)
-        for path, module in reference.named_modules()
-        if hasattr(module, "lora_a")
-    }
-    quantized["lm_head"] = nn.QuantizedLinear.from_linear(reference.lm_head, 64, 4)
-    reference.update_modules(tree_unflatten(list(quantized.items())))
-    model = loaded(source, adapter)
-    Gearbox(model, "4,16", format="affine", kernels="mlx").shift("low")
-    assert far(model(PROMPT), reference(PROMPT)) < 2e-6
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize("residency", ["resident", "disk"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -214,22 +196,6 @@ def test_experts_take_lora_in_every_gear_and_no_dora(adapted, tmp_path):
         loaded(source, adapter)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_fused_before_the_conversion_it_says_the_same(adapted, tmp_path, kind):
-    """Fusing rounds W + scale B A once to float32; on top, each product is rounded by itself. Both err by a few units
-    in the last place of logits of about 1."""
-    source, adapter = adapted(kind)
-    fused = mlx_lms(source, adapter)
-    parts = [(path, module.fuse()) for path, module in fused.named_modules() if hasattr(module, "fuse")]
-    fused.update_modules(tree_unflatten(parts))
-    save_model(fused, tmp_path / "fused")
-    convert(model=str(tmp_path / "fused"), mlx_path=str(tmp_path / "geared"), gears="4,16")
-    on_top, inside = loaded(source, adapter), loaded(tmp_path / "geared")
-    Gearbox(on_top, "4,16", kernels="mlx"), Gearbox(inside, kernels="mlx").shift("high")
-    logits = on_top(PROMPT)
-    assert far(logits, inside(PROMPT)) < 32 * 2.0**-24 * mx.abs(logits).max().item()
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
@@ -291,52 +257,6 @@ def test_of_an_embedding_a_token_reads_a_row_and_of_experts_the_chosen_ones(tmp_
             assert more == sum(array.nbytes for array in arrays.values()) // 2
 
 
-def test_tables_and_caps_name_layers_as_without_it(adapted):
-    source, adapter = adapted("dora")
-    path = "model.layers.0.mlp.up_proj"
-    gearbox = Gearbox(loaded(source, adapter), "4,16", tables={"low": {path: 16}}, widths=(8,), kernels="mlx")
-    plain = Gearbox(loaded(source), "4,16", kernels="mlx")
-    assert [layer.path for layer in gearbox.layers] == [layer.path for layer in plain.layers]
-    assert [row.path for row in gearbox.layer_paths()] == [row.path for row in plain.layer_paths()]
-    gearbox.shift("low")
-    assert type(layers_of(gearbox.model)[path]) is nn.Linear
-    gearbox.cap({path: 8})
-    assert layers_of(gearbox.model)[path].bits == 8
-
-
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_it_is_put_on_embeddings_that_are_packed_in_the_checkpoint(tmp_path, kind):
-    save_model(adapted_model(), tmp_path / "source")
-    adapter = save_adapter(adapted_model(), tmp_path / kind, kind, ["model.embed_tokens", "self_attn.q_proj"])
-    convert(model=str(tmp_path / "source"), mlx_path=str(tmp_path / "geared"), gears="4,8,16")
-    expected = Gearbox(loaded(tmp_path / "source", adapter), "4,8,16")
-    gearbox = Gearbox(loaded(tmp_path / "geared", adapter))
-    for gear in ("mid", "high"):
-        expected.shift(gear), gearbox.shift(gear)
-        assert mx.array_equal(gearbox.model(PROMPT), expected.model(PROMPT))
-
-
-@pytest.mark.slow
-def test_it_is_trained_in_compiled_steps_and_not_removed(adapted):
-    model = loaded(*adapted("lora"))
-    Gearbox(model, "4,16", kernels="mlx").shift("low")  # ours have no gradients
-    model.freeze()
-    for module in adapters_of(model).values():
-        module.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    optimizer = SGD(0.1)
-    state = [model.state, optimizer.state]
-
-    @partial(mx.compile, inputs=state, outputs=state)
-    def step():
-        loss, gradients = nn.value_and_grad(model, lambda model: mx.abs(model(PROMPT)).mean())(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    assert step().item() > step().item()
-    with pytest.raises(GearbxError, match="the next shift would undo this"):
-        remove_lora_layers(model)
-
-
 def test_it_cannot_be_fused_into_gears(adapted):
     model = loaded(*adapted("dora"))
     Gearbox(model, "4,16").shift("low")
@@ -354,3 +274,94 @@ def test_the_command_counts_its_bytes(command, fresh_demo, tmp_path):
         read.append(json.loads(summary.read_text())["weight_bytes_per_token"])
     size = sum(array.nbytes for array in mx.load(str(adapter / "adapters.safetensors")).values())
     assert np.diff(read) == size
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A directory with an original and a geared checkpoint that only gearbx-mlx can run."""
+    root = tmp_path_factory.mktemp("models")
+    save_model(adapted_model(), root / "original")
+    convert(model=str(root / "original"), mlx_path=str(root / "geared"), gears="4,8", format="rowwise")
+    return root
+
+
+class TestRefused:
+    """The error is one line with the adapter and the remedy, on an original and on a geared checkpoint."""
+
+    @pytest.fixture(params=["original", "geared"])
+    def source(self, models, request):
+        return models / request.param
+
+    @pytest.fixture
+    def adapter(self, tmp_path):
+        return save_adapter(adapted_model(), tmp_path / "adapter", "dora")
+
+    def refused(self, command, source, adapter, *words):
+        done = command("generate", "--model", source, "--adapter-path", adapter, "-m", 2)
+        assert (done.status, done.out) == (2, "")
+        assert len(done.err.splitlines()) == 1
+        assert all(str(word) in done.err for word in (adapter, *words)), done.err
+
+    @pytest.mark.some(10)
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"fine_tune_type": "qlora"}, 'fine_tune_type is "qlora"'),
+            ({"fine_tune_type": "lora"}, "model.layers.0.mlp.down_proj.m, which is not in this model with this"),
+            ({"lora_parameters": None}, "lora_parameters is missing"),
+            ({"lora_parameters": {"rank": 0, "scale": 1.0}}, "lora_parameters.rank is 0"),
+            ({"lora_parameters": {"rank": 4, "alpha": 1.0}}, "lora_parameters has no field 'scale'"),
+            ({"lora_parameters": {"rank": 5, "scale": 1.0}}, "has the shape [128, 4], and this model needs [128, 5]"),
+            ({"lora_parameters": {"rank": 4, "scale": 1.0, "keys": ["nothing"]}}, "is not in this model"),
+            ({"num_layers": 1}, "model.layers.0."),
+            ({"num_layers": "two"}, 'num_layers is "two"'),
+        ],
+    )
+    def test_settings(self, command, source, adapter, change, words):
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+        self.refused(command, source, adapter, words, "trained on this model" if "model" in words else "mlx_lm.lora")
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
+    def test_a_file_that_is_missing(self, command, source, adapter, name):
+        (adapter / name).unlink()
+        self.refused(command, source, adapter, f"no {name} there", "give the directory that mlx_lm.lora wrote")
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            (lambda arrays: arrays.popitem(), "which its settings ask for"),
+            (lambda arrays: arrays.clear(), "which its settings ask for"),
+            (lambda arrays: arrays.update({"x.lora_a": mx.zeros(2)}), "has x.lora_a, which is not in this model"),
+            (lambda arrays: arrays.update({n: a[1:] for n, a in arrays.items()}), "has the shape"),
+            (lambda arrays: arrays.update({n: a.astype(mx.int32) for n, a in arrays.items()}), "type int32"),
+        ],
+        ids=["one missing", "all missing", "one more", "shapes", "integers"],
+    )
+    def test_arrays(self, command, source, adapter, change, words):
+        file = str(adapter / "adapters.safetensors")
+        arrays = dict(mx.load(file))
+        mx.eval(arrays)
+        change(arrays)
+        mx.save_safetensors(file, arrays)
+        self.refused(command, source, adapter, words)
+
+    def test_truncated_arrays(self, command, source, adapter):
+        file = adapter / "adapters.safetensors"
+        file.write_bytes(file.read_bytes()[:-100])
+        self.refused(command, source, adapter, "adapters.safetensors: damaged or truncated")
+
+    def test_an_adapter_of_another_model(self, command, source, tmp_path):
+        other = save_adapter(tiny_model("llama", intermediate_size=192), tmp_path / "other", "lora")
+        self.refused(command, source, other, "and this model needs", "give an adapter that was trained on this model")
+
+    def test_a_full_fine_tune_on_gears(self, command, models, tmp_path):
+        model = adapted_model()
+        expected = model(PROMPT)
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
+        arrays = {name: array * 2 for name, array in weights_of(model).items() if "layers.1" in name}
+        mx.save_safetensors(str(tmp_path / "full" / "adapters.safetensors"), arrays)
+        words = "is a full fine-tune, whose layers the gears do not have", "fuse it into the original"
+        self.refused(command, models / "geared", tmp_path / "full", *words)
+        assert far(loaded(models / "original", tmp_path / "full")(PROMPT), expected) > 0.1

@@ -117,30 +117,6 @@ def test_the_bytes_counted_are_those_of_the_weights_that_a_step_reads(built, req
         assert counted == bytes_read(built.model, LONGER), gear
 
 
-WHOLE = ("gemma3n", "gpt_oss", "falcon_h1", "gpt2")  # tables of their own, biases of experts, states, a position table
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.filterwarnings("ignore:the top gear goes on alone")
-def test_one_copy_of_the_weights_has_all_gears(name, demo, request):
-    """Format exact; tests/formats/test_exact.py has more, for fewer classes."""
-    expect(request, "lossless", name)
-    demo.tokenizer.eos_token_ids = set()
-    plain, model = tiny(name, mx.bfloat16), tiny(name, mx.bfloat16)
-    plain.set_dtype(mx.float32)
-    gearbox = Gearbox(model, "4,16", format="exact", group_size=GROUP, kernels="mlx", dtype="float32")
-    assert gearbox.layers
-    for gear in ("high", "low", "high"):
-        gearbox.shift(gear)
-        assert np.array_equal(logits(model), logits(plain)) == (gear == "high"), gear
-    top = [r.token for r in mlx_lm.stream_generate(plain, demo.tokenizer, PROMPT, LENGTH)]
-    responses = list(
-        stream_generate(model, demo.tokenizer, PROMPT, LENGTH, mode=Lossless(draft_length=4), gearbox=gearbox)
-    )
-    assert [r.token for r in responses] == top
-
-
 def test_a_class_without_a_tiny_config_is_named():
     said = "mlx_lm.models.steam_engine has no tiny config; add one to tests/helpers/architectures"
     assert why_not("steam_engine") == said

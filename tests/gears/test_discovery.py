@@ -1,23 +1,21 @@
 """Layers of other kinds than a plain linear one: which of them change gear, and what is reported of the others."""
 
-import math
 import re
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm
 import pytest
-from architectures import CONFIGS, as_initialised, tiny, why_not
+from architectures import CONFIGS, VOCABULARY, as_initialised, tiny, why_not
 from architectures.reading import bytes_read
-from conftest import PROMPT, save_model, tiny_model
+from conftest import PROMPT, tiny_model, weights_of
+from mlx_lm.models.cache import make_prompt_cache
 
-import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.decoding.governor import cap_schedule_of
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats import FORMATS
 from gearbx_mlx.gears.cost import chosen_experts, experts_of
-from gearbx_mlx.gears.discovery import is_attention
+from gearbx_mlx.gears.discovery import is_attention, tied_head, vocabulary
 
 STEP = [1, 5, 9, 2, 7, 3, 11]
 LADDERS = {"groupwise": "4,16", "codebook": "4,6,16", "codebook-library": "4,16"}
@@ -60,34 +58,6 @@ class TestHeads:
         )
         gearbox.shift("low")
         assert mx.array_equal(model(PROMPT), stock(PROMPT)).item()
-
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize("residency", ["resident", "disk"])
-    @pytest.mark.parametrize("format", ["planes", "affine", "rowwise"])
-    def test_come_from_a_geared_checkpoint(self, tmp_path, format, residency):
-        source, out = tmp_path / "latent", tmp_path / "geared"
-        save_model(latent(vocab_size=4096), source)
-        layout = {"q_group_size": 32, "format": format, "gears": "4,8,16"}
-        gearbx_mlx.convert(hf_path=str(source), mlx_path=str(out), embeddings="keep", **layout)
-        saved = Gearbox(gearbx_mlx.load(out)[0], residency=residency, kernels="mlx")
-        made = Gearbox(gearbx_mlx.load(source)[0], "4,8,16", format=format, group_size=32, kernels="mlx")
-        for gear in ("low", "high", "mid", "low"):
-            saved.shift(gear)
-            made.shift(gear)
-            assert mx.array_equal(saved.model(PROMPT), made.model(PROMPT)).item()
-            assert saved.weight_bytes_per_token(saved.gear) == made.weight_bytes_per_token(made.gear)
-        stock = mlx_lm.load(str(out))[0]
-        if format == "rowwise":  # which mlx-lm cannot run, so it gets the original
-            made.shift("high")
-        assert mx.allclose(stock(PROMPT), made.model(PROMPT), atol=1e-5).item()
-
-    def test_all_of_them_are_counted(self):
-        model = latent()
-        gearbox = Gearbox(model, "4,16", format="affine", group_size=32)
-        heads = [layer for layer in gearbox.layers if layer.path.endswith("embed_q")]
-        weights = math.prod(heads[0].module.weight.shape)
-        assert gearbox.layer_bytes(heads[0], 16) == 4 * weights
-        assert gearbox.layer_bytes(heads[0], 4) == weights // 2 + 2 * 4 * weights // 32
 
 
 class TestOthers:
@@ -182,12 +152,6 @@ class TestTowers:
         for gear in plain.ladder:
             assert seeing.weight_bytes_per_token(gear) == plain.weight_bytes_per_token(gear)
 
-    def test_its_head_is_not_taken_for_the_models(self):
-        model = tiny_model(tie_word_embeddings=True)
-        model.vision_tower = nn.Sequential(nn.Linear(64, 64))
-        model.vision_tower.head = nn.Linear(64, 64)
-        assert "model.embed_tokens" in {layer.path for layer in Gearbox(model).layers}
-
 
 class TestMixtures:
     @pytest.mark.some(41)
@@ -216,11 +180,6 @@ class TestMixtures:
         told = Gearbox(tiny_model("mixtral"))
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) > told.weight_bytes_per_token(told.ladder.top)
 
-    def test_an_indexer_is_counted_as_in_long_contexts(self):
-        model = tiny("deepseek_v32", index_topk=3)
-        gearbox = Gearbox(model, group_size=32, kernels="mlx")
-        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
-
 
 @pytest.mark.parametrize(
     "path",
@@ -242,7 +201,96 @@ def test_what_only_mentions_attention_is_none(path):
     assert not is_attention(path, nn.Linear(1, 1))
 
 
-def test_manage_attention_has_the_linear_attention_of_a_model():
-    gearbox = Gearbox(tiny_model("qwen3_next"), manage="attention")
-    managed = {layer.path.split(".")[3] for layer in gearbox.layers}
-    assert managed == {"linear_attn", "self_attn"}
+NEEDS_METAL = {"bitnet", "muse_spark"}
+PER_LAYER = {  # architecture -> its tied head and its table of one row per token and layer
+    "gemma3n": ("model.language_model.embed_tokens", "model.language_model.embed_tokens_per_layer"),
+    "gemma4": ("language_model.model.embed_tokens", "language_model.model.embed_tokens_per_layer"),
+    "gemma4_text": ("model.embed_tokens", "model.embed_tokens_per_layer"),
+}
+
+
+def tied(name: str) -> nn.Module:
+    """An instance whose config asks for a tied head, if its class can have one."""
+    wish = {"tie_word_embeddings": True}
+    if "text_config" in CONFIGS[name]:
+        wish["text_config"] = CONFIGS[name]["text_config"] | wish
+    return as_initialised(name, **wish)
+
+
+def gear(model: nn.Module, ladder: str = "4,16", **keywords: object) -> Gearbox:
+    return Gearbox(model, ladder, group_size=32, kernels="mlx", dtype="float32", **keywords)
+
+
+def state(model: nn.Module) -> dict[str, dict]:
+    """Path to everything that a module keeps, by identity."""
+    return {
+        path: {key: id(value) for key, value in (*m.items(), *vars(m).items())} for path, m in model.named_modules()
+    }
+
+
+@pytest.mark.some(43)
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_the_vocabulary_is_the_length_of_the_logits_and_asking_changes_nothing(name):
+    model = as_initialised(name).eval()
+    before = state(model)
+    found = vocabulary(model)
+    assert state(model) == before
+    if name not in NEEDS_METAL:
+        assert found == model(PROMPT, cache=make_prompt_cache(model)).shape[-1]
+
+
+@pytest.mark.some(6)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - NEEDS_METAL - {"baichuan_m1", "prism_hadamard_qwen35"}))
+def test_the_tied_head_is_the_table_whose_rows_are_the_logits(name):
+    model = tied(name).eval()
+    token = mx.array([[0]])
+    logits = model(token, cache=make_prompt_cache(model))
+    heads = []
+    for path, module in model.named_modules():
+        if type(module) is nn.Embedding and len(module.weight) >= logits.shape[-1]:
+            whole = module.weight
+            module.weight = mx.concatenate([whole[:10], whole[10:] * 2])  # no row that the token looks up
+            if not mx.array_equal(model(token, cache=make_prompt_cache(model)), logits).item():
+                heads.append(path)
+            module.weight = whole
+    assert heads == ([] if (found := tied_head(model)) is None else [found])
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_a_table_of_one_row_per_layer_is_no_head_and_counts_a_row_a_token(name):
+    head, per_layer = PER_LAYER[name]
+    model = as_initialised(name).eval()
+    sizes = {path: array.nbytes for path, array in weights_of(model).items()}
+    gearbox = gear(model)
+    assert head in {layer.path for layer in gearbox.layers}
+    read = gearbox.weight_bytes_per_token(gearbox.ladder.top)
+    rows = sizes[f"{per_layer}.weight"] // VOCABULARY
+    others = sum(size for path, size in sizes.items() if path != f"{per_layer}.weight" and "tower" not in path)
+    assert read == others + rows
+    assert gearbox.weight_bytes_per_token(gearbox.ladder.top, positions=3) == others + 3 * rows
+
+
+class Table(nn.Embedding):
+    """A class outside mlx-lm."""
+
+
+def test_a_head_of_an_unknown_class_stays_dense_and_says_so():
+    model = tiny_model(tie_word_embeddings=True)
+    table = Table(VOCABULARY, 64)
+    model.model.embed_tokens = table
+    gearbox = gear(model)
+    assert gearbox.unmanaged == {"model.embed_tokens": "output heads of class Table are not known"}
+    total = sum(array.nbytes for array in weights_of(model).values())
+    assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == total
+
+
+def test_rows_that_are_no_tokens_do_not_count_as_vocabulary():
+    model = tiny_model()
+    model.model.embed_tokens = nn.Embedding(VOCABULARY + 64, 64)  # padded, beside a head that is not
+    assert vocabulary(model) == VOCABULARY
+    assert tied_head(model) is None
+
+
+def test_a_model_that_makes_no_logits_of_tokens_has_no_vocabulary():
+    with pytest.raises(GearbxError, match="Linear has no token embedding, so its vocabulary is unknown"):
+        vocabulary(nn.Linear(4, 4))

@@ -3,16 +3,16 @@
 import json
 
 import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
 import mlx_lm
 import pytest
-from chats import chat
 from conftest import active_memory, save_model, tiny_model
-from http_server import complete, served
+from mlx_lm.quant import awq, dwq, dynamic_quant, gptq
 from mlx_lm.utils import quantize_model
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
-from gearbx_mlx.chat.run import obey
+from gearbx_mlx import Gearbox, GearbxError, Lossless, Observer, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
@@ -98,26 +98,6 @@ def test_so_they_do_in_every_ladder(ladder, native):
     same_weights(int(ladder[-1]), ladder, 64, mx.bfloat16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["mlx", "native"])
-@pytest.mark.parametrize("ladder", ["3,5,8", "4,5,6,8", "4,6", "5,6"])
-def test_the_top_gear_writes_mlx_lms_text_in_every_ladder(ladder, kernels, request):
-    """Token for token by MLX's kernels; by ours the text of stock mlx-lm in float32."""
-    if kernels == "native":
-        request.getfixturevalue("native")
-    bits, (_, tokenizer) = int(ladder[-1]), gearbx_mlx.load()
-    stock = quantized(bits, 64, vocab_size=4096)
-    if kernels == "native":
-        stock.set_dtype(mx.float32)
-    expected = [response.token for response in mlx_lm.stream_generate(stock, tokenizer, [1, 2, 3], 24)]
-    model = quantized(bits, 64, vocab_size=4096)
-    box = Gearbox(model, ladder, kernels=kernels, activations="float")
-    assert str(box.ladder) == ladder
-    for mode in (Static(), Lossless(draft_length=3)):
-        made = gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 24, gearbox=box, mode=mode)
-        assert [response.token for response in made] == expected
-
-
 def test_no_kernel_is_refused_for_a_lower_gear(native, own_cache, monkeypatch):
     """Its product is compared with MLX's, which must not round the bias in the middle to the scales' type."""
     monkeypatch.setenv("GEARBX_TUNE", "1")
@@ -196,30 +176,6 @@ def test_a_mixed_recipe_has_the_gears_of_its_widest_codes():
     assert not mx.array_equal(model(PROMPT), stock)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("bits", "ladder"), [(8, "4,8"), (6, "6"), (5, "5")])
-def test_lossless_has_a_lower_gear_where_its_drafts_pay(command, tmp_path, bits, ladder):
-    mlx_lm.convert(str(DEMO_MODEL), str(tmp_path / "model"), quantize=True, q_bits=bits, q_group_size=32)
-    for flags, gears in (((), ladder), (("--mode", "route"), f"4,{bits}"), (("--draft-length", 2), f"4,{bits}")):
-        summary = tmp_path / "s.json"
-        done = command("generate", "--model", tmp_path / "model", *flags, *QUIET, "-p", "Once", "--summary", summary)
-        assert done.status == 0, done.err
-        told = json.loads(summary.read_text())
-        assert ",".join(str(gear["bits"]) for gear in told["ladder"]) == gears
-    with served(model=str(tmp_path / "model"), log_level="ERROR") as client:  # whose requests may have other modes
-        assert complete(client, "Once", max_tokens=2, gearbx={"mode": "static", "gear": "4"})["choices"]
-
-
-@pytest.mark.parametrize("bits", [8, 6, 5])
-def test_the_whole_codes_alone_with_a_tied_head(bits, native):
-    shape = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512, "tie_word_embeddings": True}
-    model = quantized(bits, 64, **shape)
-    expected = model(PROMPT).astype(mx.float32)
-    Gearbox(model, str(bits), kernels="native", activations="float")
-    error = mx.abs(model(PROMPT) - expected).max() / mx.abs(expected).max()
-    assert error.item() < 0.05
-
-
 def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
     folder = tmp_path / "model"
     save_model(quantized(8, 64, hidden_size=512, intermediate_size=1024, num_hidden_layers=6), folder)
@@ -232,25 +188,6 @@ def test_codes_that_are_not_read_yet_take_no_memory_twice(tmp_path, native):
     lazily = Gearbox(model, "4,8", kernels="native").fingerprint
     assert mx.get_peak_memory() - before < 1.06 * size
     assert Gearbox(gearbx_mlx.load(folder)[0], "4,8").fingerprint == lazily
-
-
-def test_no_second_copy_is_kept():
-    model = quantized(8, 64, hidden_size=512, intermediate_size=1024)
-    stored = sum(array.nbytes for arrays in codes_of(model).values() for array in arrays)
-    gearbox = Gearbox(model)
-    before = active_memory()
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
-        model(PROMPT)
-    made = {id(a): a.nbytes for g in gearbox._modules.made.values() for m in g.values() for a in arrays_of(m)}
-    assert sum(made.values()) < 1.1 * stored  # biases of the lower gear, and zeros
-    assert active_memory() < before + stored
-
-
-def arrays_of(module):
-    from mlx.utils import tree_flatten
-
-    return [array for _, array in tree_flatten(module.parameters()) if isinstance(array, mx.array)]
 
 
 @pytest.mark.parametrize(("bits", "ladder"), [(6, "5,8"), (8, "4,16"), (8, "4,6"), (4, "4,8")])
@@ -328,49 +265,6 @@ def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
         assert expected in done.out
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "kickdown"])
-def test_batches_in_every_mode(eight_bits, mode):
-    prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    alone = []
-    for prompt in prompts:
-        model, tokenizer = gearbx_mlx.load(eight_bits / "model")
-        made = gearbx_mlx.stream_generate(model, tokenizer, prompt, 6, mode=mode)
-        alone.append("".join(response.text for response in made))
-    model, tokenizer = gearbx_mlx.load(eight_bits / "model")
-    together = gearbx_mlx.batch_generate(model, tokenizer, prompts, max_tokens=6, mode=mode)
-    assert len(together.texts) == 2
-    if mode in ("lossless", "static"):
-        assert together.texts == alone
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_chat_in_every_mode(eight_bits, mode, capsys):
-    with chat(model=str(eight_bits / "model"), mode=mode, max_tokens=6) as session:
-        session.answer("How do bees find flowers?")
-        said = capsys.readouterr()
-        assert session.conversation.turns[-1]["content"]
-        assert said.err.count("gears 4,8 in place") == 1
-        if mode == "telemetry-only":
-            with pytest.raises(GearbxError, match="without it 8 bits: gears 4,8 in place"):
-                obey(session, "/mode static")
-        else:
-            obey(session, "/gear low")
-            session.answer("And then?")
-            assert "low 100%" in capsys.readouterr().err
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_server_in_every_mode(eight_bits, mode):
-    with served(model=str(eight_bits / "model"), mode=mode, log_level="ERROR") as client:
-        answer = complete(client, "Once", max_tokens=6)
-        (told,) = client.get("/v1/models").json()["data"]
-    assert answer["usage"]["completion_tokens"] == 6
-    assert (told["gearbx"]["mode"], told["gearbx"]["bits"]) == (mode, {"low": 4, "high": 8})
-
-
 def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
     """This works although the number of gears is unknown until the weights are read."""
     model = "--model", eight_bits / "model", "-p", "Once", *QUIET
@@ -387,42 +281,6 @@ def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
         assert done.err.count("\n") == 1
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("mode", ["route", "kickdown"])
-def test_calibrate(command, eight_bits, tmp_path, mode):
-    """Its result is for the gears of the codes, and `generate` uses it."""
-    model, file = eight_bits / "model", tmp_path / "found.json"
-    flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2
-    done = command("calibrate", "--model", model, "--mode", mode, "--out", file, *flags, *QUIET)
-    assert done.status == 0, done.err
-    found = json.loads(file.read_text())
-    assert found["gears"] == [4, 8]
-    assert len(found["thresholds"]) == 1
-    done = command("generate", "--model", model, "--mode", mode, "--thresholds", file, "-p", "Once", *QUIET)
-    assert done.status == 0, done.err
-
-
-@pytest.mark.slow
-def test_evaluate(command, eight_bits, tmp_path):
-    """The top gear is the reference: it agrees with itself."""
-    text = "--data", eight_bits / "text.txt", "--context", 32, "--tokens", 24
-    out = tmp_path / "report"
-    done = command("evaluate", "--model", eight_bits / "model", "--out", out, *text)
-    assert done.status == 0, done.err
-    report = json.loads((out / "evaluation.json").read_text())
-    assert [gear["bits"] for gear in report["ladder"]] == [4, 8]
-
-
-@pytest.mark.slow
-def test_analyze(command, eight_bits, tmp_path):
-    flags = "--prompts", eight_bits / "text.txt", "--num-prompts", 2, "--out", tmp_path / "out"
-    done = command("analyze", "--model", eight_bits / "model", *flags, *QUIET)
-    assert done.status == 0, done.err
-    told = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert [gear["bits"] for gear in told["ladder"]] == [4, 8]
-    assert len(told["thresholds"]) == 1
-
-
 def test_without_a_lower_gear_the_text_itself_proposes():
     """The text of a tiny model soon repeats itself; the single gear verifies what the text proposes."""
     _, tokenizer = gearbx_mlx.load()
@@ -434,3 +292,126 @@ def test_without_a_lower_gear_the_text_itself_proposes():
     assert told["lossless"][0] == told["static"][0]
     assert told["lossless"][1] > 0
     assert not any(response.drafted for response in made)
+
+
+DATA = mx.random.randint(0, 128, (4, 24), key=mx.random.key(1))
+
+
+def original_model():
+    return tiny_model(vocab_size=4096)  # that of the tokenizer
+
+
+def by_gptq(model):
+    model, quantization = gptq.gptq_quantize(model, DATA, 4, 64, 6, 64)
+    return model, {"quantization": quantization}
+
+
+def by_awq(model):
+    awq.awq_quantize(model, DATA, awq.llama_awq, n_grid=2)
+    return model, awq.update_config(model, {})
+
+
+def by_dynamic_quant(model):
+    sensitivities = dict(dynamic_quant.estimate_sensitivities(model, DATA, 4, 64, 6, 64))
+    threshold = sorted(sensitivities.values())[len(sensitivities) // 2]
+
+    def choose(path, module):
+        return {"bits": 6, "group_size": 64} if sensitivities.get(path, 0) > threshold else True
+
+    return quantize_model(model, {}, 64, 4, quant_predicate=choose)
+
+
+def by_dwq(model):
+    original = original_model()
+    model, config = quantize_model(model, {}, 64, 4)
+    texts = [(row, 0) for row in DATA.tolist()]
+    train = {"batch_size": 2, "max_seq_length": 32, "seed": 0, "dtype": mx.float32}
+    dwq.dwq_quantize(model, lambda batch, *_, **__: original(batch), optim.Adam(1e-4), texts, texts, **train)
+    return model, config
+
+
+MAKERS = {"gptq": by_gptq, "awq": by_awq, "dynamic": by_dynamic_quant, "dwq": by_dwq}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The directories of the original and of each quantizer's checkpoint."""
+    folder = tmp_path_factory.mktemp("quantized")
+    save_model(original_model(), folder / "original")
+    for name, maker in MAKERS.items():
+        model, config = maker(original_model())
+        model.args = original_model().args
+        save_model(model, folder / name)
+        file = folder / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_runs_watched(made, name):
+    model, tokenizer = gearbx_mlx.load(made / name)
+    assert any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
+    responses = list(gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=6, mode="telemetry-only"))
+    assert len(responses) == 6
+    assert all(0 <= response.entropy <= 12 for response in responses)
+    bits = Observer(gearbx_mlx.load(made / name)[0]).bits_per_weight(None)
+    assert 4 < bits < 9  # with float32 scales
+
+
+def run(model):
+    return model(DATA[:1, :6])
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_is_the_low_gear(made, name):
+    quantized, _ = gearbx_mlx.load(made / name)
+    original, tokenizer = gearbx_mlx.load(made / "original")
+    alone, above = run(quantized), run(original)
+    gearbox = gearbx_mlx.Gearbox(original, "4,8,16", low_model=gearbx_mlx.load(made / name)[0], kernels="mlx")
+    for gear in ("low", "high", "low", "mid", "high"):
+        gearbox.shift(gear)
+        assert mx.array_equal(run(original), alone).item() == (gear == "low")
+        assert mx.array_equal(run(original), above).item() == (gear == "high")
+    stored = sum(array.nbytes for layer in gearbox.layers for array in layer_of(quantized, layer.path).values())
+    weights = sum(layer.module.weight.size for layer in gearbox.layers)
+    assert gearbox.bits_per_weight(gearbox.ladder[0]) == pytest.approx(8 * stored / weights)
+    text = original, tokenizer, [1, 2, 3], 12
+    responses = list(gearbx_mlx.stream_generate(*text, gearbox=gearbox, mode=gearbx_mlx.Lossless(draft_length=3)))
+    assert any(response.drafted for response in responses)
+    gearbox.shift("high")
+    assert [r.token for r in responses] == [r.token for r in mlx_lm.stream_generate(*text)]
+
+
+def layer_of(model, path):
+    return dict(model.named_modules())[path]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_low_gear_runs_natively(made, name, native):
+    original, _ = gearbx_mlx.load(made / "original")
+    quantized = gearbx_mlx.load(made / name)[0]
+    alone = run(quantized)
+    gearbox = gearbx_mlx.Gearbox(original, "4,16", low_model=quantized, kernels="native", activations="float")
+    gearbox.shift("low")
+    assert mx.abs(run(original) - alone).max().item() < 1e-4 * mx.abs(alone).max().item()
+    assert {type(layer_of(original, layer.path)).__name__ for layer in gearbox.layers} >= {"NativeQuantizedLinear"}
+
+
+class TestNoLowGear:
+    def test_another_model(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        other, _ = quantize_model(tiny_model(vocab_size=2048), {}, 64, 4)
+        with pytest.raises(GearbxError, match=r"another model: \(2048, 64\) in place of \(4096, 64\) at lm_head"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=other)
+
+    def test_one_that_is_not_quantized(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        with pytest.raises(GearbxError, match="not quantized"):
+            gearbx_mlx.Gearbox(original, "4,16", low_model=original_model())
+
+    def test_none_above_it(self, made):
+        original, _ = gearbx_mlx.load(made / "original")
+        with pytest.raises(GearbxError, match="gears 4 have none above"):
+            gearbx_mlx.Gearbox(original, "4", low_model=gearbx_mlx.load(made / "gptq")[0])

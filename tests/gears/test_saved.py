@@ -1,6 +1,5 @@
 """A changed gears.json beside unchanged arrays: no gear is made from what does not fit."""
 
-import builtins
 import json
 import shutil
 import sys
@@ -192,22 +191,6 @@ class TestWhatItSaysOfArrays:
         moved = {path: manifest.layers[UP]} | {key: value for key, value in manifest.layers.items() if key != UP}
         with pytest.raises(GearbxError, match=f'layers has the key "{path}", and the model has'):
             SavedGears(geared, structs.replace(manifest, layers=moved), saved.hashes).check(model)
-
-    def test_a_file_without_permission_is_not_damaged(self, geared, monkeypatch):
-        own = open
-
-        def denied(path, *arguments, **keywords):
-            if str(path).endswith(MANIFEST):
-                raise PermissionError(13, "Permission denied")
-            return own(path, *arguments, **keywords)
-
-        monkeypatch.setattr(builtins, "open", denied)
-        refused(geared, "(Permission denied); check the path and its permissions")
-
-    def test_a_directory_in_its_place(self, geared):
-        (geared / MANIFEST).unlink()
-        (geared / MANIFEST).mkdir()
-        refused(geared, "(Is a directory); check the path")
 
 
 class TestArraysThatKernelsIndexWith:

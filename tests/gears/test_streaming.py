@@ -17,10 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mutations import sign_arrays
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
+from gearbx_mlx import Gearbox, GearbxError, stream_generate
 from gearbx_mlx.convert import convert
 from gearbx_mlx.gears.gearbox import attached
-from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST, RESTORE
+from gearbx_mlx.gears.manifest import GEARS_FILE, MANIFEST
 from gearbx_mlx.gears.strips import Piece, Strip, StripReader
 from gearbx_mlx.gears.tensor_files import ArrayHashes, ArrayPlace, hash_place
 
@@ -125,16 +125,6 @@ class TestTheSameAsResident:
         path = checkpoint()
         assert text(path, gearbox_of(path), mode=mode) == text(path, gearbox_of(path, "resident"), mode=mode)
 
-    def test_weights_of_layers(self, checkpoint):
-        path = checkpoint()
-        streamed, kept = gearbox_of(path), gearbox_of(path, "resident")
-        for box in (streamed, kept):
-            box.shift("high")
-        ours, theirs = (box.model.layers[0].mlp.up_proj for box in (streamed, kept))
-        assert mx.array_equal(ours.dense_weight(), theirs.dense_weight()).item()
-        assert ours.bytes_read == theirs.bytes_read
-        assert streamed.weight_bytes_per_token(streamed.ladder.top) == kept.weight_bytes_per_token(kept.ladder.top)
-
 
 class TestMemory:
     def test_the_remainder_is_not_in_memory(self, checkpoint):
@@ -222,12 +212,6 @@ class TestFilesThatFail:
         with pytest.raises(GearbxError, match=rf"{name} is damaged, or of another model; download it again"):
             logits(box)
 
-    def test_a_file_that_is_gone(self, copied):
-        box = gearbox_of(copied)
-        (copied / GEARS_FILE).rename(copied / "elsewhere")
-        with pytest.raises(GearbxError, match=rf"{GEARS_FILE}: cannot be read .*; download it again"):
-            box.residency.reader.hashes.verify(box.residency.reader.hashes.expected, RESTORE)
-
     @pytest.mark.slow
     def test_a_disk_that_vanishes_in_the_middle_of_a_text(self, copied):
         box, tokenizer = gearbox_of(copied), gearbx_mlx.load(copied)[1]
@@ -289,54 +273,11 @@ def layer(tmp_path):
     return of
 
 
-def slowed(monkeypatch, seconds):
-    """Make every read take so long."""
-    plain = os.preadv
-
-    def slow(*arguments):
-        time.sleep(seconds)
-        return plain(*arguments)
-
-    monkeypatch.setattr(os, "preadv", slow)
-
-
 def first_byte(strip, memory):
     return memory[:1].astype(mx.float32)
 
 
 class TestReader:
-    @pytest.mark.slow
-    def test_the_speed_has_the_time_of_the_disk_while_mlx_computes(self, layer, monkeypatch):
-        slowed(monkeypatch, 0.01)
-        matrix = mx.ones((400, 400))
-        mx.eval(matrix)
-        reader, strips = layer(12, 2**16)
-        for _ in range(2):
-            mx.eval(reader.over(strips, lambda strip, memory: (matrix @ (matrix * memory[0]) @ matrix).sum()))
-        assert 2**16 / 0.01 > reader.speed.bytes_per_second > 0
-
-    @pytest.mark.slow
-    def test_an_error_in_a_thread_is_not_one_of_the_others(self, layer, monkeypatch):
-        slowed(monkeypatch, 0.005)
-        reader, strips = layer(10, 2**10)
-        ended = []
-
-        def interrupted(strip, memory):
-            raise KeyboardInterrupt
-
-        def go_on():
-            for _ in range(8):
-                mx.eval(reader.over(strips, first_byte))
-            ended.append(True)
-
-        threads = [threading.Thread(target=go_on) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
-            with pytest.raises(KeyboardInterrupt):
-                reader.over(strips[5:], interrupted)
-        assert ended == [True, True]
-
     def test_memory_is_an_eighth_in_bytes_where_sizes_differ(self, layer):
         reader, strips = layer(240, 2**16)
         whole, none = Piece("low", 0, 10 * 2**16), strips[0].high._replace(end=strips[0].high.begin)
@@ -370,33 +311,6 @@ class TestRefusals:
 
 
 class TestSeveral:
-    @pytest.mark.slow
-    def test_two_models_in_turns(self, checkpoint):
-        paths = checkpoint(), checkpoint("tied")
-        expected = [text(path, gearbox_of(path, "resident")) for path in paths]
-        found, running = [[], []], []
-        for path in paths:
-            model, tokenizer = gearbx_mlx.load(path)
-            box = Gearbox(model, residency="stream", kernels="auto")
-            running.append(stream_generate(model, tokenizer, [1, 5, 9, 2], 12, gearbox=box, mode="lossless"))
-        for pair in zip(*running):
-            for tokens, response in zip(found, pair):
-                tokens.append(response.token)
-        assert found == expected
-
-    @pytest.mark.processes
-    def test_threads(self, checkpoint):
-        path = checkpoint()
-        box = gearbox_of(path)
-        expected, found = text(path, gearbox_of(path, "resident")), []
-        logits(box)
-        threads = [threading.Thread(target=lambda: found.append(text(path, box))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [expected] * 3
-
     def test_a_copy_reads_for_itself(self, checkpoint):
         box = gearbox_of(checkpoint())
         expected = logits(box)
@@ -413,21 +327,6 @@ class TestSeveral:
         assert readers()
         del box
         assert_no_reader_is_left()
-
-
-class TestWhenDraftsEnd:
-    @pytest.mark.slow
-    def test_measured_speeds_decide(self, checkpoint):
-        path, drafted = checkpoint(), []
-        for disk in (1e9, 1e6):
-            box = gearbox_of(path)
-            box.residency.memory.add, box.residency.reader.speed.add = (lambda *_: None,) * 2
-            for speed, value in ((box.residency.memory, 1e9), (box.residency.reader.speed, disk)):
-                speed._bytes, speed._seconds = value, 1.0
-            tokenizer = gearbx_mlx.load(path)[1]
-            responses = stream_generate(box.model, tokenizer, [1, 5], 24, gearbox=box, mode=Lossless())
-            drafted.append(sum(response.drafted for response in responses))
-        assert drafted[1] > drafted[0]
 
 
 def test_what_is_said(checkpoint):

@@ -242,11 +242,3 @@ def is_run(line: Line) -> bool:
 RUN = [line for line in ALL if is_run(line) and why_not_run(line) is None]
 PARSED = [line for line in ALL if is_run(line) and why_not_run(line) is not None]
 OTHER = [line for line in ALL if not is_run(line)]
-
-
-def described_fields(heading: str, table: int = 0, page: str = "docs/files.md") -> set[str]:
-    """The names in the first column of a table under a heading of a page."""
-    text = PAGES[page].read_text(encoding="utf-8")
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
-    rows = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[table].splitlines()[2:]
-    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}

@@ -1,4 +1,4 @@
-"""Where the CPU kernels cannot be compiled, one line says why, and MLX's kernels are used."""
+"""Where the CPU kernels cannot be compiled, one line says why, and MLX computes; and the cores that threads are for."""
 
 import os
 import subprocess
@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 from conftest import PROMPT, tiny_model
 
-from gearbx_mlx import Gearbox, GearbxWarning
-from gearbx_mlx.kernels import compiler, cpu
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
+from gearbx_mlx.kernels import compiler, cpu, tuner
+from gearbx_mlx.kernels.compiler import CompileTarget
 from gearbx_mlx.kernels.library_cache import BUILDING_LOCK
 
 
@@ -107,13 +108,321 @@ def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_pa
     assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
 
 
+NO_TOOLS = "the developer tools of macOS are not installed; run xcode-select --install"
+SYSCTL = """#include <cstdlib>
+#include <cstring>
+inline int sysctlbyname(const char* name, void* value, size_t* size, void*, size_t) {
+  const char* fast = std::getenv("FAST_CORES");
+  if (!fast || std::strcmp(name, "hw.perflevel0.logicalcpu") != 0 || *size != sizeof(int)) return -1;
+  *static_cast<int*>(value) = std::atoi(fast);
+  return 0;
+}
+"""
+QOS = """#include <atomic>
+enum qos_class_t { QOS_CLASS_USER_INTERACTIVE = 0x21 };
+inline std::atomic<int> preferring{0};
+inline int pthread_set_qos_class_self_np(qos_class_t, int) { return preferring++; }
+"""
+PRINT_THREADS = """#include <cstdio>
+#include <thread>
+#include <pthread/qos.h>
+#include "pool.h"
+void nothing(const void*, int) {}
+int main() {
+  gearbx::share_out(64, nothing, nullptr);
+  while (preferring + 1 < gearbx::thread_count()) std::this_thread::yield();
+  std::printf("%d %u %d", gearbx::thread_count(), std::thread::hardware_concurrency(), preferring.load());
+}
+"""
+
+
+def program(file: Path, text: str) -> Path:
+    file.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    file.chmod(0o755)
+    return file
+
+
+@pytest.fixture
+def mac(afresh, tmp_path):
+    """This machine claims to be a Mac; its compilers are placeholders, which write down their arguments."""
+    placeholders = tmp_path / "placeholders"
+    placeholders.mkdir()
+    for name in ("c++", "clang++"):
+        program(placeholders / name, f'echo "$@" >> {tmp_path / "log"}; echo "error: it ran" >&2; exit 1')
+    pretended = CompileTarget("darwin", "arm64", compiler.this_target().mlx)
+    afresh.setattr(compiler, "this_target", lambda: pretended)
+    afresh.setattr(compiler, "PLACEHOLDERS", placeholders)
+    afresh.setenv("PATH", f"{placeholders}:{tmp_path}:/bin:/usr/bin")
+    afresh.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    afresh.delenv("CXX", raising=False)
+    afresh.delenv("GEARBX_CPU", raising=False)
+    return pretended
+
+
+def answer(directory: Path, status: int) -> None:
+    program(directory / "xcode-select", f'[ "$*" = -p ] && exit {status}; exit 64')
+
+
+@pytest.mark.parametrize("named", [None, "clang++ -g", "wrapper c++"])
+def test_no_placeholder_is_run_without_developer_tools(mac, afresh, tmp_path, named):
+    program(tmp_path / "wrapper", "exit 3")
+    answer(tmp_path, status=2)
+    if named:
+        afresh.setenv("CXX", named)
+    assert cpu.why_not() == NO_TOOLS
+    assert not (tmp_path / "log").exists()
+
+
+def test_the_compiler_is_run_with_developer_tools(mac, tmp_path):
+    answer(tmp_path, status=0)
+    assert cpu.why_not() == "c++ could not compile the CPU kernels: error: it ran"
+    flags = (tmp_path / "log").read_text().split()
+    assert "-mcpu=apple-m1" in flags
+    assert not {"-march=native", "-mcpu=native", "-pthread"} & set(flags)
+
+
+def test_a_compiler_that_does_not_know_the_processor(mac, afresh, tmp_path):
+    said = "error: unknown value 'apple-m1' for '-mcpu'"
+    afresh.setenv("CXX", str(program(tmp_path / "gcc-14", f'echo "cc1plus: {said}" >&2; exit 1')))
+    expected = f"gcc-14 could not compile the CPU kernels: cc1plus: {said}; "
+    assert cpu.why_not() == expected + "use Apple's c++ (CXX=/usr/bin/c++), or GCC 15"
+
+
+def test_a_library_serves_any_mac_and_only_the_same_processor_elsewhere(afresh):
+    def keys(system: str) -> set[str]:
+        found = set()
+        for features in ("Apple M1", "Apple M4 Max"):
+            afresh.setattr(compiler, "processor_features", lambda named=features: named)
+            machine = CompileTarget(system, "arm64", compiler.this_target().mlx)
+            found.add(compiler.hash_recipe(compiler.make_recipe([], machine)))
+        return found
+
+    assert len(keys("darwin")) == 1
+    assert len(keys("linux")) == 2
+    assert not keys("darwin") & keys("linux")
+
+
+def test_the_name_of_the_processor(monkeypatch, tmp_path):
+    monkeypatch.setattr(compiler, "CPUINFO", tmp_path / "none")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    program(tmp_path / "sysctl", '[ "$*" = "-n machdep.cpu.brand_string" ] && echo "Apple M2 Pro"')
+    assert compiler.processor_features().endswith(" Apple M2 Pro")
+
+
 @pytest.mark.processes
-@pytest.mark.parametrize("named", ["no-such-compiler", "'"])
-def test_a_command_says_so_in_one_line_and_goes_on(tmp_path, named):
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "CXX": named}
-    run = [sys.executable, "-m", "gearbx_mlx.generate", "--device", "cpu", "-m", "3", "--kernels", "native"]
-    done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=120)
-    assert done.returncode == 0
-    warned = [line for line in done.stderr.splitlines() if line.startswith("warning")]
-    assert len(warned) == 1
-    assert warned[0].startswith(f"warning: MLX's own kernels are used: CXX is {named!r}, ")
+def test_threads_are_for_performance_cores(tmp_path):
+    """The lines for macOS, compiled here with a stand-in for its system call."""
+    if compiler.this_target().is_mac:
+        pytest.skip("a Mac has the system call itself")
+    (tmp_path / "sys").mkdir()
+    (tmp_path / "sys" / "sysctl.h").write_text(SYSCTL)
+    (tmp_path / "pthread").mkdir()
+    (tmp_path / "pthread" / "qos.h").write_text(QOS)
+    (tmp_path / "main.cpp").write_text(PRINT_THREADS)
+
+    sources = [str(tmp_path / "main.cpp"), *(str(compiler.SOURCES / name) for name in ("pool.cpp", "cores.cpp"))]
+    flags = ["-std=c++20", "-pthread", "-D__APPLE__", f"-I{tmp_path}", f"-I{compiler.SOURCES}"]
+    made = str(tmp_path / "main")
+    subprocess.run([*compiler.find_compiler(), *flags, *sources, "-o", made], check=True)
+
+    cores = len(os.sched_getaffinity(0))
+
+    def threads(**environment: str) -> list[int]:
+        done = subprocess.run([made], env=environment, capture_output=True, text=True, check=True)
+        return [int(number) for number in done.stdout.split()]
+
+    assert threads(FAST_CORES="3") == [3, cores, 2]  # the caller's thread keeps its own class
+    assert threads(FAST_CORES="3", GEARBX_THREADS="7") == [7, cores, 6]
+    assert threads(FAST_CORES="3", GEARBX_THREADS="all") == [cores, cores, cores - 1]
+    assert threads() == [cores, cores, cores - 1]
+
+
+ZEN_3 = "fpu sse4_2 movbe popcnt fma avx f16c abm bmi1 avx2 bmi2 sha_ni"
+ZEN_4 = f"{ZEN_3} avx512f avx512bw avx512_vnni avx512_bf16"
+NEHALEM = "fpu sse4_2 popcnt"
+NAMES = ("native", "avx2", "portable")
+
+
+@pytest.fixture
+def machine(afresh, tmp_path):
+    """Makes this machine look like an x86-64 under Linux whose processor has these flags, with this GEARBX_CPU."""
+
+    def pretend(flags: str, asked: str | None = None, system: str = "linux", name: str = "x86_64") -> None:
+        lines = f"processor\t: 0\nmodel name\t: {flags[-12:]}\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+        (tmp_path / "cpuinfo").write_text(lines)
+        afresh.setattr(compiler, "CPUINFO", tmp_path / ("cpuinfo" if system == "linux" else "none"))
+        afresh.setattr("platform.machine", lambda: name)
+        afresh.setattr("sys.platform", system)
+        afresh.delenv("GEARBX_CPU", raising=False) if asked is None else afresh.setenv("GEARBX_CPU", asked)
+
+    return pretend
+
+
+class TestNames:
+    @pytest.mark.parametrize("asked", [None, "", *NAMES])
+    def test_that_work(self, machine, asked):
+        machine(ZEN_3, asked)
+        assert compiler.instructions() == (asked or "native")
+        assert compiler.this_target().instructions == (asked or "native")
+
+    @pytest.mark.parametrize("asked", ["AVX2", "avx512", "native ", "nein\n", "\udcff"])
+    def test_that_nobody_knows(self, machine, asked):
+        machine(ZEN_3, asked)
+        with pytest.raises(GearbxError) as error:
+            compiler.this_target()
+        expected = f"GEARBX_CPU is {asked!r}, and that name is unknown; choose from native, avx2, portable"
+        assert str(error.value) == expected
+
+    @pytest.mark.parametrize(
+        ("flags", "lacks"),
+        [
+            (NEHALEM, "abm, avx2, bmi1, bmi2, f16c, fma, movbe"),
+            (ZEN_3.replace(" fma ", " "), "fma"),
+            (ZEN_3.replace(" avx2 ", " "), "avx2"),
+        ],
+    )
+    def test_that_this_processor_lacks(self, machine, flags, lacks):
+        machine(flags, "avx2")
+        with pytest.raises(GearbxError) as error:
+            compiler.this_target()
+        expected = f"GEARBX_CPU is 'avx2', and this processor has no {lacks}; choose from native, portable"
+        assert str(error.value) == expected
+
+    @pytest.mark.parametrize(("system", "name"), [("linux", "aarch64"), ("darwin", "arm64"), ("linux", "riscv64")])
+    def test_elsewhere(self, machine, system, name):
+        for asked in ("native", "portable"):
+            machine("", asked, system, name)
+            assert compiler.instructions() == asked
+        machine("", "avx2", system, name)
+        with pytest.raises(GearbxError, match=r"'avx2', and this processor has no avx2; choose from native, portable$"):
+            compiler.instructions()
+
+
+@pytest.mark.parametrize(
+    ("system", "name", "flags"),
+    [
+        ("linux", "x86_64", ["-march=native", "-march=x86-64-v3", "-march=x86-64 -DGEARBX_PORTABLE"]),
+        ("linux", "aarch64", ["-mcpu=native", "", "-march=armv8-a -DGEARBX_PORTABLE"]),
+        ("darwin", "arm64", ["-mcpu=apple-m1", "", "-mcpu=apple-m1 -DGEARBX_PORTABLE"]),
+        ("linux", "riscv64", ["-march=native", "", "-DGEARBX_PORTABLE"]),
+    ],
+)
+def test_flags_for_the_compiler(system, name, flags):
+    for asked, expected in zip(NAMES, flags):
+        target = CompileTarget(system, name, compiler.this_target().mlx, asked)
+        if expected:  # avx2 is for x86-64
+            recipe = compiler.make_recipe([], target)
+            named = [flag for flag in recipe.flags if flag.startswith(("-march", "-mcpu", "-DGEARBX"))]
+            assert named == expected.split()
+
+
+def library() -> str:
+    return cpu.library_name(compiler.make_recipe(["c++"]))
+
+
+class TestSharedCache:
+    def test_has_a_library_for_every_choice_and_for_every_processor_of_native(self, machine):
+        found = {}
+        for asked in NAMES:
+            for flags in (ZEN_3, ZEN_4):
+                machine(flags, asked)
+                found[asked, flags] = library()
+        assert found["native", ZEN_3] != found["native", ZEN_4]
+        assert found["avx2", ZEN_3] == found["avx2", ZEN_4]
+        assert found["portable", ZEN_3] == found["portable", ZEN_4]
+        assert len({*found.values()}) == 4
+
+    def test_times_count_for_one_processor_and_one_choice(self, machine):
+        kernels = set()
+        for asked in NAMES:
+            for flags in (ZEN_3, ZEN_4):
+                machine(flags, asked)
+                kernels.add(tuner.machine())
+        assert len(kernels) == 6
+
+
+# Says that the process may run on the cores 0 to argv[2] - 1, whatever this machine has.
+PROGRAM = """#include <sched.h>
+#include <cstdio>
+#include <cstdlib>
+#include "cores.h"
+static int cores;
+extern "C" int sched_getaffinity(pid_t, size_t, cpu_set_t* allowed) noexcept {
+  CPU_ZERO(allowed);
+  for (int core = 0; core < cores; core++) CPU_SET(core, allowed);
+  return cores > 0 ? 0 : -1;
+}
+int main(int, char** argv) {
+  cores = std::atoi(argv[2]);
+  std::printf("%d", gearbx::fast_cores(argv[1]));
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def counting_program(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cores")
+    (folder / "main.cpp").write_text(PROGRAM)
+    sources = [str(folder / "main.cpp"), str(compiler.SOURCES / "cores.cpp")]
+    flags = ["-std=c++20", f"-I{compiler.SOURCES}", "-o", str(folder / "main")]
+    subprocess.run([*compiler.find_compiler(), *sources, *flags], check=True, timeout=120)
+    return folder / "main"
+
+
+@pytest.fixture
+def fast(counting_program, tmp_path):
+    def count(cores: int) -> int:
+        done = subprocess.run(
+            [counting_program, tmp_path, str(cores)], capture_output=True, text=True, check=True, timeout=20
+        )
+        return int(done.stdout)
+
+    return count
+
+
+def write_capacities(devices: Path, *capacities: int) -> None:
+    for core, capacity in enumerate(capacities):
+        folder = devices / "system" / "cpu" / f"cpu{core}"
+        folder.mkdir(parents=True)
+        (folder / "cpu_capacity").write_text(f"{capacity}\n")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
+class TestIntel:
+    @pytest.mark.some(2)
+    @pytest.mark.parametrize(("named", "count"), [("0-7\n", 8), ("0,2,4-5\n", 4), ("0-3,16-19\n", 4), ("3", 1)])
+    def test_performance_cores_are_named(self, fast, tmp_path, named, count):
+        (tmp_path / "cpu_core").mkdir()
+        (tmp_path / "cpu_core" / "cpus").write_text(named)
+        assert fast(16) == count
+
+    def test_those_that_the_process_may_not_use_do_not_count(self, fast, tmp_path):
+        (tmp_path / "cpu_core").mkdir()
+        (tmp_path / "cpu_core" / "cpus").write_text("0-7\n")
+        assert fast(6) == 6
+
+    @pytest.mark.parametrize("text", ["", "\n", "nonsense", "-", "20-30"])
+    def test_a_list_that_says_nothing_of_these_cores_is_left_alone(self, fast, tmp_path, text):
+        (tmp_path / "cpu_core").mkdir()
+        (tmp_path / "cpu_core" / "cpus").write_text(text)
+        assert fast(8) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
+class TestArm:
+    def test_the_smallest_of_three_kinds_are_left_out(self, fast, tmp_path):
+        write_capacities(tmp_path, 250, 250, 250, 250, 870, 870, 870, 1024)
+        assert fast(8) == 4
+        assert fast(5) == 1
+        assert fast(4) == 4  # if only small ones may be used, they are all alike
+
+    def test_a_capacity_that_is_no_number_is_none(self, fast, tmp_path):
+        write_capacities(tmp_path, 1024, 1024)
+        (tmp_path / "system" / "cpu" / "cpu1" / "cpu_capacity").write_text("much\n")
+        assert fast(2) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
+def test_a_process_that_knows_no_core_of_its_own(fast, tmp_path):
+    write_capacities(tmp_path, 1024)
+    assert fast(0) == 0

@@ -11,16 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to, weights_of
+from conftest import assert_products_close, float64, stack_weights, tiny_model, up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gearbx_mlx import Gearbox, GearbxError
-from gearbx_mlx.formats.native import NativeDense
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
+from gearbx_mlx.formats import codebook, codebook_library, groupwise, rowwise
+from gearbx_mlx.formats.codebook import NativeCodebookLinear
 from gearbx_mlx.formats.planes import split
-from gearbx_mlx.kernels import products
+from gearbx_mlx.kernels import cpu, products
 from gearbx_mlx.kernels.bit_planes import Planes
 from gearbx_mlx.kernels.compiler import SOURCES, find_compiler
+from gearbx_mlx.kernels.products import SymmetricCodes, symmetric_product
 
 TYPES = [mx.float32, mx.bfloat16, mx.float16]
 ROWS = [1, 3, 17]
@@ -194,13 +196,6 @@ class TestNumbers:
         with pytest.raises(ValueError, match="differ in width"):
             native.dense_matvec(one, mx.ones((8, 63)))
 
-    def test_products_are_operations_of_the_graph(self, native):
-        """Nothing is computed before it is asked for."""
-        x = mx.ones((1, 64)) * 2  # unevaluated, like everything after it
-        y = native.dense_matvec(native.dense_matvec(x, mx.ones((64, 64))), mx.ones((3, 64)))
-        assert y.shape == (1, 3)
-        assert mx.array_equal(y + 0, mx.full((1, 3), 2.0 * 64 * 64)).item()
-
 
 class TestModel:
     @pytest.mark.some(2)
@@ -230,39 +225,6 @@ class TestModel:
         assert model.layers[0].mlp.up_proj.scales.dtype == mx.bfloat16
         assert isinstance(model.layers[0].mlp.up_proj, nn.QuantizedLinear)
 
-    def test_a_gearbox_with_mlx_kernels_after_one_with_native_ones(self):
-        model, untouched = tiny_model(dtype=mx.bfloat16), tiny_model(dtype=mx.bfloat16)
-        Gearbox(model, kernels="native")
-        Gearbox(model, kernels="mlx")
-        Gearbox(untouched, kernels="mlx")
-        assert not any(isinstance(m, NativeDense) for m in model.modules())
-        assert mx.array_equal(model(PROMPT), untouched(PROMPT)).item()
-        assert {p: a.dtype for p, a in weights_of(model).items()} == {
-            p: a.dtype for p, a in weights_of(untouched).items()
-        }
-
-    def test_residency(self, fresh_demo):
-        gearbox = Gearbox(fresh_demo.model, residency="disk", checkpoint=fresh_demo.path, kernels="native")
-        before = gearbox.model(PROMPT)
-        types = {path: a.dtype for path, a in weights_of(gearbox.model).items()}
-        for gear in ("low", "mid", "high"):
-            gearbox.shift(gear)
-            after = gearbox.model(PROMPT)
-            mx.eval(after)
-        assert mx.array_equal(after, before).item()
-        assert {path: a.dtype for path, a in weights_of(gearbox.model).items()} == types
-
-    def test_biases(self):
-        stock, fast = (Gearbox(tiny_model("gpt_neox"), kernels=k, activations="float") for k in ("mlx", "native"))
-        for gear in ("low", "mid", "high"):
-            stock.shift(gear)
-            fast.shift(gear)
-            assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
-
-    def test_the_flag(self, command):
-        done = command("generate", "--kernels", "native", "--max-tokens", 8)
-        assert done.status == 0, done.err
-
     def test_names_that_do_not_exist(self):
         with pytest.raises(GearbxError, match="kernels 'fast' do not exist; choose from auto, native, mlx"):
             Gearbox(tiny_model(), kernels="fast")
@@ -278,3 +240,322 @@ def test_integer_products_compile_for_newer_processors(tmp_path, flags):
     done = subprocess.run([*command, str(SOURCES / "integer.cpp")], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "vpdpbusd" in done.stdout
+
+
+class TestShapes:
+    @pytest.mark.parametrize("rows", [0, 1])
+    def test_stacks_of_few_rows(self, native, rows):
+        words, scales, biases = mx.quantize(mx.random.normal((2, 64)), 32, 4)
+        x = mx.random.normal((2, 64))
+        y = native.stack_matvec(x, [words[:rows]], scales[:rows], [biases[:rows]], [4], 32)
+        assert mx.array_equal(y, native.stack_matvec(x, [words], scales, [biases], [4], 32)[:, :rows]).item()
+
+    def test_no_vector_at_all(self, native):
+        assert products.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
+        assert products.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)
+
+    @pytest.mark.parametrize("vectors", [3, 40])
+    def test_activations_and_indices_that_are_not_in_rows(self, native, vectors):
+        weight = mx.random.normal((4, 9, 64)).astype(mx.float16)
+        wide = mx.random.normal((64, 1, 2 * vectors))
+        x, chosen = wide.T[::2], mx.random.randint(0, 4, (vectors, 3)).T[1]
+        expected = native.dense_experts(mx.contiguous(x), weight, mx.contiguous(chosen))
+        assert mx.array_equal(native.dense_experts(x, weight, chosen), expected).item()
+        assert mx.array_equal(
+            native.dense_matvec(x, weight[:, ::2][2]),
+            native.dense_matvec(mx.contiguous(x), mx.contiguous(weight[2, ::2])),
+        ).item()
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"group": 48}, "group size"),
+            ({"weight": mx.zeros((3, 96))}, "rows of groups"),
+            ({"weight": mx.zeros((3, 128), mx.int32)}, "float32, bfloat16 or float16"),
+            ({"steps": mx.ones((3, 1))}, "a step for each group"),
+            ({"offsets": mx.ones((3, 2), mx.bfloat16)}, "an offset for each group"),
+            ({"widths": [4, 5]}, "bits of a code"),
+            ({"widths": [0]}, "1 to 8 bits"),
+        ],
+        ids=str,
+    )
+    def test_weights_that_cannot_become_planes(self, native, change, said):
+        given = {"weight": mx.zeros((3, 128)), "steps": mx.ones((3, 2)), "offsets": mx.zeros((3, 2)), "widths": [4]}
+        given |= {"group": 64, "fit": True, "least": 1e-30} | change
+        mx.eval([each for each in given.values() if isinstance(each, mx.array)])
+        with pytest.raises(ValueError, match=said):
+            native.quantize(**given)
+
+
+class TestNumbersThatAreNone:
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_activations_that_are_not_finite_show_in_their_vector_alone(self, native, value):
+        x = mx.where(mx.arange(20)[:, None] == 7, value, mx.random.normal((20, 64)))
+        words, scales, biases = mx.quantize(mx.random.normal((5, 64)), 32, 4)
+        for y in (
+            native.dense_matvec(x, mx.random.normal((5, 64))),
+            native.stack_matvec(x, [words], scales, [biases], [4], 32),
+        ):
+            finite = np.isfinite(float64(y))
+            assert not finite[7].any()
+            assert finite.sum() == 19 * 5
+
+
+STEPS = {8: 127, 16: 32384}  # of the largest activation of a group
+
+
+@pytest.mark.usefixtures("compiled")
+class TestRoundedActivations:
+    @settings(max_examples=40)
+    @given(
+        bits=st.sampled_from([2, 3, 4, 5, 6, 8]),
+        x_bits=st.sampled_from([8, 16]),
+        group_size=st.sampled_from([32, 64, 128]),
+        rows=st.integers(1, 40),
+        groups=st.integers(1, 9),
+        vectors=st.integers(1, up_to(20)),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_the_product_of_rounded_activations(self, bits, x_bits, group_size, rows, groups, vectors, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        weight, scales, biases = mx.quantize(
+            mx.random.normal((rows, groups * group_size), key=keys[0]), group_size, bits
+        )
+        x = mx.random.normal((vectors, groups * group_size), key=keys[1])
+        y = products.stack_product(x, Planes([weight], scales, [biases], [bits], group_size), x_bits=x_bits)
+        stack = stack_weights([weight], scales, [biases], [bits], group_size)
+        assert_products_close(y, rounded(x, group_size, x_bits), *stack)
+
+    @settings(max_examples=20)
+    @given(
+        widths=st.sampled_from([(2,), (3,), (4,), (6,), (8,), (4, 4), (2, 2, 4), (4, 1, 1, 2)]),
+        x_bits=st.sampled_from([8, 16]),
+        group_size=st.sampled_from([32, 64, 128]),
+        rows=st.integers(1, 50),
+        groups=st.integers(1, 20),
+        vectors=st.sampled_from([2, 7, 16, up_to(17), up_to(100)]),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_same_bits_among_any_number_of_vectors(self, widths, x_bits, group_size, rows, groups, vectors, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        planes = split(mx.random.normal((rows, groups * group_size), key=keys[0]), widths, group_size)
+        x = mx.random.normal((vectors, groups * group_size), key=keys[1])
+        together = products.stack_product(x, planes, x_bits=x_bits)
+        for v in (0, vectors // 2, vectors - 1):
+            assert mx.array_equal(
+                together[v : v + 1], products.stack_product(x[v : v + 1], planes, x_bits=x_bits)
+            ).item()
+
+    @pytest.mark.parametrize("x_bits", STEPS)
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+    def test_what_is_not_finite_shows_in_its_vector_alone(self, native, value, x_bits):
+        weight, scales, biases = mx.quantize(mx.random.normal((9, 128)), 32, 4)
+        x = mx.where((mx.arange(3)[:, None] == 1) & (mx.arange(128) == 70), value, mx.random.normal((3, 128)))
+        finite = np.isfinite(float64(native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits=x_bits)))
+        assert not finite[1].any()
+        assert finite[[0, 2]].all()
+
+    @pytest.mark.parametrize("x_bits", STEPS)
+    def test_tiny_and_no_activations(self, native, x_bits):
+        weight, scales, biases = mx.quantize(mx.random.normal((9, 64)), 32, 4)
+        for x in (mx.zeros((1, 64)), mx.full((1, 64), 1e-40)):
+            y = native.stack_matvec(x, [weight], scales, [biases], [4], 32, x_bits=x_bits)
+            assert mx.abs(y).max().item() < 1e-36
+
+    @pytest.mark.parametrize(("activations", "error"), [("int16", 1e-3), ("int8", 0.05)])
+    def test_a_gearbox_that_rounds(self, activations, error):
+        exact, fast = (Gearbox(tiny_model(), "4,8,16", kernels="native", activations=a) for a in ("float", activations))
+        assert f"activations of {activations[3:]} bits" in fast.describe()
+        for gear in exact.ladder:
+            exact.shift(gear)
+            fast.shift(gear)
+            wanted, logits = exact.model(PROMPT), fast.model(PROMPT)
+            assert mx.array_equal(wanted, logits).item() is gear.dense
+            assert mx.abs(wanted - logits).max().item() < error * mx.abs(wanted).max().item()
+
+    def test_names(self):
+        with pytest.raises(GearbxError, match="activations 'int4' do not exist; choose from int16, int8, float"):
+            Gearbox(tiny_model(), activations="int4")
+        with pytest.warns(GearbxWarning, match="activations are not rounded"):
+            Gearbox(tiny_model(), kernels="mlx", activations="int8")
+
+
+def rounded(x: mx.array, group_size: int, bits: int) -> mx.array:
+    """Activations in steps of their group's largest."""
+    groups = np.array(x).reshape(len(x), -1, group_size)
+    steps = np.abs(groups).max(-1, keepdims=True) / np.float32(STEPS[bits])
+    q = np.rint(groups * (np.float32(1) / steps))
+    return mx.array((q.astype(np.float64) * steps.astype(np.float64)).astype(np.float32).reshape(x.shape))
+
+
+@pytest.mark.usefixtures("compiled")
+class TestSymmetricCodes:
+    @settings(max_examples=60)
+    @given(
+        bits=st.sampled_from([2, 4, 6, 8]),
+        rows=st.integers(1, 40),
+        width=st.integers(1, 300),
+        vectors=st.integers(1, 20),
+        dtype=st.sampled_from(TYPES),
+        seed=st.integers(0, 1 << 30),
+    )
+    def test_rowwise(self, bits, rows, width, vectors, dtype, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        codes, scales = rowwise.quantize(mx.random.normal((rows, width), key=keys[0]).astype(dtype), bits)
+        x = mx.random.normal((vectors, width), key=keys[1])
+        y = symmetric_product(x, SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width))
+        weights = float64(codes) * float64(scales)[:, None]
+        # Codes are multiplied with their offset; the sum of the activations removes it again.
+        assert_products_close(y, x, weights, np.abs(weights) + 2.0 ** (bits - 1) * float64(scales)[:, None])
+
+    @settings(max_examples=30)
+    @given(rows=st.integers(1, 40), width=st.integers(1, 300), vectors=st.integers(1, 20), seed=st.integers(0, 1 << 30))
+    def test_groupwise(self, rows, width, vectors, seed):
+        keys = mx.random.split(mx.random.key(seed))
+        codes, scales = groupwise.quantize(mx.random.normal((rows, width), key=keys[0]))
+        x = mx.random.normal((vectors, width), key=keys[1])
+        y = symmetric_product(x, SymmetricCodes(rowwise.pack_symmetric_codes(codes, 4), scales, 4, width))
+        sizes = np.repeat(float64(scales), 32, axis=1)[:, :width]
+        weights = float64(codes)[:, :width] * sizes
+        assert_products_close(y, x, weights, np.abs(weights) + 8 * sizes)
+
+    def test_same_bits_in_any_company(self, native):
+        codes, scales = rowwise.quantize(mx.random.normal((50, 203)), 6)
+        packed, x = rowwise.pack_symmetric_codes(codes, 6), mx.random.normal((20, 203))
+        for x_bits in (0, 8, 16):
+            together = native.symmetric_matvec(x, packed, scales, 6, x_bits)
+            for i in range(20):
+                alone = native.symmetric_matvec(x[i : i + 1], packed, scales, 6, x_bits)
+                assert mx.array_equal(together[i : i + 1], alone).item()
+
+    def test_wrong_arguments_are_refused(self, native):
+        codes, scales = rowwise.quantize(mx.random.normal((8, 64)), 4)
+        packed, x = rowwise.pack_symmetric_codes(codes, 4), mx.ones((1, 64))
+        for arguments in [
+            (x, packed, scales, 5),
+            (x, packed, scales, 8),
+            (x, packed.astype(mx.int32), scales, 4),
+            (x, packed, scales[:4], 4),
+            (x, packed, scales[:, None], 4),
+            (x, packed, scales.astype(mx.int32), 4),
+            (mx.ones((1, 65)), packed, scales, 4),
+            (mx.ones((0, 64)), packed, scales, 4),
+            (x, packed, scales, 4, 12),
+        ]:
+            with pytest.raises(ValueError, match=r"x|codes|rows|scale|vector|activations"):
+                native.symmetric_matvec(*arguments)
+
+
+CASES = [(codebook, bits) for bits in range(2, 7)] + [(codebook_library, bits) for bits in codebook_library.BITS]
+
+
+def kernel(native, module):
+    return native.codebook_matvec if module is codebook else native.library_matvec
+
+
+def heavy(*shape: int, seed: int = 0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_t(4, shape) * 0.02).astype(np.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled")
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(CASES), st.integers(1, 9), st.integers(1, 700), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_a_product_is_that_of_the_reconstruction_and_the_same_in_any_company(case, rows, width, vectors, seed):
+    (module, bits), native = case, cpu.native()
+    arrays = module.encode(mx.array(heavy(rows, width, seed=seed)), bits)
+    x = mx.array(np.random.default_rng(seed).standard_normal((vectors, width)).astype(np.float32))
+    weight = np.array(codebook.decode(arrays, bits, width)).astype(np.float64)
+    exact, bound = np.array(x) @ weight.T, np.abs(np.array(x)) @ np.abs(weight).T
+    found = kernel(native, module)(x, **arrays, bits=bits)
+    assert (np.abs(np.array(found) - exact) <= 1e-5 * bound + 1e-6).all()
+    alone = kernel(native, module)(x[-1:], **arrays, bits=bits)
+    assert mx.array_equal(found[-1:], alone).item()
+
+
+def experts_kernel(native, module):
+    return native.codebook_experts if module is codebook else native.library_experts
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("module", "bits"), CASES)
+def test_experts_are_products_with_each_one_s_own_tables_and_outliers(native, module, bits):
+    values = heavy(4, 9, 300)
+    values[1] = 0.5 * np.random.default_rng(1).standard_normal((9, 300))  # other tables, and fewer outliers
+    values[2, 3, ::20] = 2.0
+    arrays = module.encode(mx.array(values), bits)
+    weight = np.array(codebook.decode(arrays, bits, 300)).astype(np.float64)
+    x = mx.random.normal((40, 1, 300))
+    chosen = mx.random.randint(0, 4, (40, 2)).astype(mx.uint32)
+    y = experts_kernel(native, module)(x[:, None], **arrays, indices=chosen, bits=bits)
+    assert y.shape == (40, 2, 1, 9)
+    for token in range(40):
+        for k in range(2):
+            matrix, vector = weight[chosen[token, k].item()], np.array(x[token, 0])
+            bound = np.abs(matrix) @ np.abs(vector)
+            assert (np.abs(np.array(y[token, k, 0]) - matrix @ vector) <= 1e-5 * bound + 1e-6).all()
+            one = {name: array[chosen[token, k].item()] for name, array in arrays.items()}
+            assert mx.array_equal(y[token, k], kernel(native, module)(x[token], **one, bits=bits)).item()
+
+
+def test_an_expert_that_does_not_exist_gives_nan_and_arrays_that_do_not_fit_are_refused(native):
+    arrays = codebook.encode(mx.array(heavy(2, 4, 100)), 3)
+    y = native.codebook_experts(mx.ones((1, 1, 100)), **arrays, indices=mx.array([[1, 2]]), bits=3)
+    assert mx.isfinite(y[0, 0]).all().item()
+    assert mx.isnan(y[0, 1]).all().item()
+    short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:1]}
+    with pytest.raises(ValueError, match="an outlier offset for each row"):
+        native.codebook_experts(mx.ones((1, 1, 100)), **short, indices=mx.array([[1]]), bits=3)
+    with pytest.raises(ValueError, match="a matrix for each expert"):
+        native.codebook_experts(
+            mx.ones((1, 1, 100)), **codebook.encode(mx.array(heavy(4, 100)), 3), indices=mx.array([[0]]), bits=3
+        )
+
+
+@pytest.mark.parametrize(("module", "bits"), CASES)
+def test_many_outliers_at_their_places(native, module, bits):
+    values = heavy(8, 1000) * 0.01
+    values[3, ::60], values[5, 999], values[0, 0] = 1.0, -2.0, 3.0
+    arrays = module.encode(mx.array(values), bits)
+    for column in (0, 60, 999, 500):
+        x = mx.zeros((1, 1000))
+        x[0, column] = 1.0
+        expected = codebook.decode(arrays, bits, 1000)[:, column]
+        assert mx.allclose(kernel(native, module)(x, **arrays, bits=bits)[0], expected, atol=1e-6).item()
+
+
+def test_arguments_that_do_not_go_together(native):
+    arrays = codebook.encode(mx.array(heavy(4, 100)), 3)
+    with pytest.raises(ValueError, match="do not fit the width of x"):
+        native.codebook_matvec(mx.ones((1, 200)), **arrays, bits=3)
+    with pytest.raises(ValueError, match="do not fit the width of x"):
+        native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=4)
+    short = arrays | {"outlier_offsets": arrays["outlier_offsets"][:-1]}
+    with pytest.raises(ValueError, match="an outlier offset for each row"):
+        native.codebook_matvec(mx.ones((1, 100)), **short, bits=3)
+    with pytest.raises(ValueError, match="codes of 2 to 6 bits"):
+        native.codebook_matvec(mx.ones((1, 100)), **arrays, bits=7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["codebook", "codebook-library"])
+def test_a_mixture_of_experts_differs_from_mlx_in_last_bits_only(native, format):
+    stock, fast = (
+        Gearbox(tiny_model("qwen3_moe"), "2,4,16", format=format, kernels=kernels) for kernels in ("mlx", "native")
+    )
+    assert "switch_mlp.up_proj: 2, 4, 16; native" in fast.describe()
+    for gear in ("low", "mid"):
+        stock.shift(gear)
+        fast.shift(gear)
+        for tokens in (PROMPT, mx.arange(40)[None]):
+            assert mx.allclose(fast.model(tokens), stock.model(tokens), rtol=1e-4, atol=1e-5).item()
+
+
+def test_without_native_kernels_the_weight_is_reconstructed(monkeypatch):
+    weight = mx.array(heavy(6, 90))
+    dense = nn.Linear(90, 6)
+    dense.weight = weight
+    module = NativeCodebookLinear(dense, 4, codebook.encode(weight, 4), codebook.Codebook())
+    monkeypatch.setattr(cpu, "native", lambda: None)
+    x = mx.ones((2, 90))
+    assert mx.allclose(module(x), x @ module.dense_weight(mx.float32).T + dense.bias, atol=1e-6).item()

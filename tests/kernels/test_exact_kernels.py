@@ -1,10 +1,7 @@
 """Native kernels over exact weights: every bit of the weight, and every bit of the dense kernel's products."""
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
-import programs
 import pytest
 from exact_reference import as_bf16, bits_of, encode
 from hypothesis import given, settings
@@ -12,9 +9,6 @@ from hypothesis import strategies as st
 
 from gearbx_mlx.formats import exact
 from gearbx_mlx.kernels import cpu
-from gearbx_mlx.kernels.compiler import processor_features
-
-CHECK = Path(__file__).parent / "native" / "check_exact.c"
 
 
 @pytest.fixture(scope="module")
@@ -98,15 +92,6 @@ def test_any_number_of_vectors_gives_the_dense_results(native, count):
         assert same(y, native.dense_matvec(x, as_bf16(bits), x_bits))
 
 
-def test_wide_and_high_matrices(native):
-    for rows, columns in ((1, 8192), (1500, 64)):
-        bits = gaussian(rows, columns)
-        arrays = encode(bits, 64)
-        for count in (1, 3, 20):
-            x = vectors(count, columns)
-            assert same(native.exact_matvec(x, **arrays), native.dense_matvec(x, as_bf16(bits)))
-
-
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_experts(native, tokens):
     bits = gaussian(4, 6, 128)
@@ -157,11 +142,6 @@ class TestHostileOffsets:
         assert (found[others] == bits[others]).all()
         assert same(mx.array(y[:, others]), native.dense_matvec(x, as_bf16(bits))[:, mx.array(others)])
 
-    def test_no_bytes_at_all(self, native):
-        arrays, _, _ = self.spoiled(lambda offsets: offsets)
-        arrays["high"] = arrays["high"][:0]
-        assert np.isnan(np.array(native.exact_matvec(vectors(2, 192), **arrays))).all()
-
 
 def test_arguments_that_do_not_go_together(native):
     arrays, x = encode(gaussian(4, 128), 64), vectors(1, 128)
@@ -191,15 +171,3 @@ def test_shapes_types_and_strides_of_activations(native):
     assert same(y, native.dense_matvec(x, weight))
     half = x.astype(mx.bfloat16)
     assert same(native.exact_matvec(half, **arrays), native.dense_matvec(half, weight))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(programs.OWN != "-march=native", reason="for processors of the x86 family")
-@pytest.mark.parametrize("processor", ["haswell", "skylake-avx512", "icelake-client"])
-def test_the_core_on_other_processors(processor):
-    needs = {"haswell": "avx2", "skylake-avx512": "avx512bw", "icelake-client": "avx512_vbmi"}[processor]
-    if needs not in processor_features():
-        pytest.skip(f"this processor has no {needs}")
-    flags = ["-fsanitize=address,undefined", f"-march={processor}"]
-    plain = {name: ["-fno-sanitize=all"] for name in ("integer", "stack")}  # which are linked for their names
-    programs.run_sanitized(CHECK, flags, ["cores", "dense", "exact", "pool", *plain], plain)

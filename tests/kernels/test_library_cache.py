@@ -1,18 +1,19 @@
 """The cache of compiled kernels: what is compiled once, what is compiled again, what is never loaded."""
 
 import os
+import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from filelock import FileLock
 
 from gearbx_mlx import GearbxWarning
-from gearbx_mlx.kernels import compiler, cpu
-from gearbx_mlx.kernels.library_cache import BUILDING_LOCK
+from gearbx_mlx.kernels import compiler, cpu, library_cache
+from gearbx_mlx.kernels.library_cache import BUILDING_LOCK, remove_abandoned
 
 NO_BODY = 65534  # a user that owns nothing here
 
@@ -65,16 +66,6 @@ class TestCompiledOnce:
         assert cache.compilations() == 1
         assert set(cache.kept()) == {file, file.with_name(f"{file.name}.sha256")}
 
-    def test_and_a_process_that_waits_for_another_one_says_so(self, cache, afresh):
-        cache.directory.mkdir(mode=0o700, parents=True)
-        said, other = [], FileLock(cache.directory / BUILDING_LOCK, mode=0o600)
-        other.acquire()
-        afresh.setattr(cpu, "before_waiting", lambda: said.append("waits") or other.release())
-        cache.load()
-        cache.load()  # from the cache: nothing to wait for
-        assert said == ["waits"]
-        assert cache.compilations() == 1
-
     def test_and_loaded_again_whatever_the_umask(self, cache):
         before = os.umask(0)
         try:
@@ -84,12 +75,6 @@ class TestCompiledOnce:
         assert cache.compilations() == 1
         for path in (cache.directory, *cache.directory.iterdir()):
             assert not path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-    def test_in_a_shared_directory_whose_files_only_their_owners_replace(self, cache):
-        cache.directory.parent.mkdir()
-        cache.directory.parent.chmod(0o1777)
-        assert cache.load() == cache.load()
-        assert cache.compilations() == 1
 
     @pytest.mark.parametrize("named", [None, "no-such-compiler"])
     def test_and_used_when_the_compiler_has_gone(self, cache, afresh, tmp_path, named):
@@ -160,14 +145,6 @@ class TestCompiledAgain:
         assert file.read_bytes() == whole
         assert cache.compilations() == 2
 
-    def test_after_the_end_of_a_library_became_zeros(self, cache):
-        file = cache.load()
-        whole = file.read_bytes()
-        file.unlink()
-        file.write_bytes(whole[: len(whole) // 2].ljust(len(whole), b"\0"))
-        assert load_in_a_process() == "None"
-        assert file.read_bytes() == whole
-
     @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"0" * 64, None], ids=str)
     def test_when_the_hash_is_another(self, cache, content):
         file = cache.load()
@@ -177,15 +154,6 @@ class TestCompiledAgain:
         assert cache.load() == file
         assert cache.compilations() == 2
         assert hashed.read_bytes() == expected
-
-    @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"two\nlines", b"\x1b[31mred"], ids=str)
-    def test_when_the_reason_of_a_failure_cannot_be_read(self, cache, content):
-        file = cache.load()
-        for kept in cache.directory.iterdir():
-            kept.unlink()
-        file.with_name(f"{file.name}.why-not").write_bytes(content)
-        assert cache.load() == file
-        assert cache.compilations() == 2
 
 
 class TestFromAnotherProcessor:
@@ -222,16 +190,6 @@ class TestFromAnotherProcessor:
         afresh.setenv("CXX", "no-such-compiler")
         assert cache.load() == first
         assert cache.compilations() == 1
-
-    def test_without_a_compiler_native_kernels_are_not_used(self, cache, move, afresh):
-        move("avx512f", "native")
-        cache.load()
-        move("", "avx2")
-        cache.load()
-        move("", "native")
-        afresh.setenv("CXX", "no-such-compiler")
-        cpu._kernels_or_reason.cache_clear()
-        assert cpu.why_not() == "CXX is 'no-such-compiler', and there is no such compiler"
 
 
 class TestNeverLoaded:
@@ -298,19 +256,6 @@ class TestNeverLoaded:
         with pytest.warns(GearbxWarning, match=reason):
             assert not cache.load().is_relative_to(far)
 
-    @pytest.mark.slow
-    def test_and_the_text_still_comes(self, cache, command):
-        file = cache.load()
-        file.unlink()
-        file.symlink_to("/dev/null")
-        cpu._kernels_or_reason.cache_clear()
-        expected = command("generate", "-m", 3, "--kernels", "mlx")
-        cpu._kernels_or_reason.cache_clear()
-        result = command("generate", "-m", 3, "--kernels", "native")
-        assert (result.status, result.out) == (0, expected.out)
-        (warned,) = [line for line in result.err.splitlines() if line.startswith("warning")]
-        assert warned.startswith(f"warning: CPU kernels are compiled for this process alone: {file} is neither")
-
     def test_where_nothing_can_be_written(self, cache):
         cache.directory.parent.write_text("in the way", encoding="utf-8")
         self.assert_private(cache, f"{cache.directory.parent}.*; set XDG_CACHE_HOME to another directory")
@@ -331,3 +276,95 @@ class TestNeverLoaded:
         afresh.chdir(tmp_path)
         assert cache.load().is_relative_to(tmp_path / "own")
         assert not (tmp_path / "relative").exists()
+
+
+PREFIX = "gearbx-mlx-kernels-"
+USE_ONE = """
+import sys
+from pathlib import Path
+from gearbx_mlx.kernels.library_cache import process_directory
+
+with process_directory(Path(sys.argv[1]), sys.argv[2]) as directory:
+    (directory / "kernels.o").touch()
+    print(directory, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a process that uses a directory until its stdin is closed: the process, and the directory."""
+    processes = []
+
+    def run(parent: Path = tmp_path, prefix: str = PREFIX) -> tuple[subprocess.Popen, Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", USE_ONE, str(parent), prefix],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process, Path(process.stdout.readline().strip())
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def killed(process: subprocess.Popen) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def test_a_process_that_ends_removes_its_own(start):
+    process, directory = start()
+    assert [path.name for path in directory.iterdir()] == ["kernels.o"]
+    process.communicate("")
+    assert not directory.exists()
+
+
+def test_those_of_killed_processes_are_removed_and_those_of_living_ones_stay(start, tmp_path):
+    (dead, abandoned), (_, in_use) = start(), start()
+    remove_abandoned(tmp_path, PREFIX)
+    assert abandoned.is_dir()
+    killed(dead)
+    assert abandoned.is_dir()
+    remove_abandoned(tmp_path, PREFIX)
+    assert set(tmp_path.iterdir()) == {in_use}
+    assert (in_use / "kernels.o").exists()
+
+
+def test_what_only_looks_like_one_stays(tmp_path):
+    names = [f"{PREFIX}{end}" for end in ("linked00", "file0000", "mode0000", "short", "of-mine0", "muchlonger")]
+    for name in names[2:]:
+        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / names[0]).symlink_to(tmp_path / "target", target_is_directory=True)
+    (tmp_path / "target").mkdir(mode=0o700)
+    (tmp_path / names[1]).touch(mode=0o700)
+    (tmp_path / names[2]).chmod(0o755)
+    remove_abandoned(tmp_path, PREFIX)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "target"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_those_of_other_users_stay(tmp_path):
+    (directory := tmp_path / f"{PREFIX}abcdefgh").mkdir(mode=0o700)
+    os.chown(directory, NO_BODY, -1)
+    remove_abandoned(tmp_path, PREFIX)
+    assert directory.is_dir()
+    os.chown(directory, os.geteuid(), -1)
+    remove_abandoned(tmp_path, PREFIX)
+    assert not directory.exists()
+
+
+def test_opening_the_cache_removes_both_kinds(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = library_cache.open_cache()
+    for process, _ in (start(cache, library_cache.BUILDING), start(tmp_path, library_cache.PRIVATE)):
+        killed(process)
+    assert library_cache.open_cache() == cache
+    library_cache.remove_abandoned_private()
+    assert list(tmp_path.iterdir()) == [cache]
+    assert list(cache.iterdir()) == []

@@ -5,21 +5,30 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from metal_on_cpu.exact_cases import encode, rounded
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, groupwise, rowwise
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
-from gearbx_mlx.kernels.metal import available, choose_variant
+from gearbx_mlx.kernels.exact import ExactMatrix
+from gearbx_mlx.kernels.metal import Launch, available, choose_variant
+from gearbx_mlx.kernels.metal_attention import heads_together, parts_launch, rope_launch, takes_attention, takes_rope
+from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from gearbx_mlx.kernels.metal_products import (
     codebook_launch,
+    dense_launch,
     planes_launch,
     symmetric_launch,
+    takes_dense,
 )
+from gearbx_mlx.kernels.products import uses_order
 
 ROOT = Path(__file__).parents[2]
 needs_metal = pytest.mark.usefixtures("on_metal")
@@ -87,25 +96,6 @@ def test_on_metal_itself(bits, variant):
     assert mx.allclose(y, planes_matmul(given["x"], Planes(*(given[name] for name in Planes._fields))), atol=1e-3)
 
 
-@needs_metal
-@pytest.mark.parametrize("variant", metal.VARIANTS)
-@pytest.mark.parametrize("width", [533, 576])
-def test_other_formats_on_metal_itself(width, variant):
-    for bits in rowwise.Q_MAX:
-        given = rowwise_arguments(37, width, bits)
-        weight = rowwise.dequantize(rowwise.unpack_symmetric_codes(given["weight"], bits, width), given["scales"])
-        assert mx.allclose(symmetric_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
-    given = groupwise_arguments(37, width)
-    codes = rowwise.unpack_symmetric_codes(given["weight"], 4, given["scales"].shape[1] * groupwise.GROUP)
-    weight = groupwise.dequantize(codes, given["scales"], width)
-    assert mx.allclose(symmetric_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
-    for kind in CODEBOOKS:
-        for bits in (2, 3, 4):
-            given = codebook_arguments(kind, 37, width, bits)
-            weight = codebook.decode(given["arrays"], bits, width)
-            assert mx.allclose(codebook_launch(**given, variant=variant).run(), given["x"] @ weight.T, atol=1e-3)
-
-
 def test_selection():
     assert choose_variant(4, 4096, 8, mx.float16).name == "registers"
     assert choose_variant(4, 4096, 9, mx.float16).name == "device"
@@ -118,94 +108,69 @@ def test_selection():
         choose_variant(4, 4096, 1, mx.float16, "shared")
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"x": mx.zeros((1, 128), mx.int32)}, "activations of"),
-        ({"x": mx.zeros((1, 64), mx.float16)}, "do not fit weights of 128 columns"),
-        ({"x": mx.zeros((17, 128), mx.float16)}, "not 1 to 16 vectors"),
-        ({"x": mx.zeros((0, 128), mx.float16)}, "not 1 to 16 vectors"),
-        ({"group_size": 48}, "group size 48"),
-        ({"widths": (9,)}, "9 bits"),
-        ({"widths": ()}, "bits"),
-        ({"widths": (4, 4)}, "as many weights"),
-        ({"widths": (3,)}, "plane 0"),
-        ({"biases": [mx.zeros((8, 3), mx.float16)]}, "biases of plane 0"),
-        ({"bias": mx.zeros((7,), mx.float16)}, "output bias"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_arguments_that_do_not_fit_are_refused(changed, said):
+def launch_codebook(arrays, **given):
+    """The launch, given arrays by their names beside the others."""
+    named = {name: given.pop(name) for name in [*given] if name in arrays}
+    return codebook_launch(arrays=arrays | named, **given)
+
+
+OF_PLANES = (launch_planes, arguments)
+OF_ROWS = (symmetric_launch, rowwise_arguments)
+OF_GROUPS = (symmetric_launch, groupwise_arguments)
+OF_CODEBOOK = (launch_codebook, codebook_arguments)
+OF_LIBRARY = (launch_codebook, partial(codebook_arguments, "library"))
+DO_NOT_FIT = [
+    (OF_PLANES, "x", mx.zeros((1, 128), mx.int32), "activations of"),
+    (OF_PLANES, "x", mx.zeros((1, 64), mx.float16), "do not fit weights of 128 columns"),
+    (OF_PLANES, "x", mx.zeros((17, 128), mx.float16), "not 1 to 16 vectors"),
+    (OF_PLANES, "x", mx.zeros((0, 128), mx.float16), "not 1 to 16 vectors"),
+    (OF_PLANES, "group_size", 48, "group size 48"),
+    (OF_PLANES, "widths", (9,), "9 bits"),
+    (OF_PLANES, "widths", (), "bits"),
+    (OF_PLANES, "widths", (4, 4), "as many weights"),
+    (OF_PLANES, "widths", (3,), "plane 0"),
+    (OF_PLANES, "biases", [mx.zeros((8, 3), mx.float16)], "biases of plane 0"),
+    (OF_PLANES, "bias", mx.zeros((7,), mx.float16), "output bias"),
+    (OF_ROWS, "x", mx.zeros((1, 20)), "do not fit weights of 21 columns"),
+    (OF_ROWS, "x", mx.zeros((17, 21)), "not 1 to 16 vectors"),
+    (OF_ROWS, "bits", 5, "5 bits are none of 8, 6, 4, 2"),
+    (OF_ROWS, "bits", 8, "not rows of 21 8-bit codes"),
+    (OF_ROWS, "width", 0, "not rows of 0"),
+    (OF_ROWS, "width", 22, "do not fit weights of 22 columns"),
+    (OF_ROWS, "width", 200, "not rows of 200"),
+    (OF_ROWS, "weight", mx.zeros((8, 24), mx.uint8), "not rows of 21"),
+    (OF_ROWS, "weight", mx.zeros((8, 512), mx.uint8), "not rows of 21"),
+    (OF_ROWS, "weight", mx.zeros((1, 8, 32), mx.uint8), "not rows of 21"),
+    (OF_ROWS, "scales", mx.zeros((7,)), "do not fit 8 rows"),
+    (OF_ROWS, "bias", mx.zeros((7,)), "output bias"),
+    (OF_GROUPS, "x", mx.zeros((1, 71)), "do not fit weights of 70 columns"),
+    (OF_GROUPS, "width", 100, "not rows of 100"),
+    (OF_GROUPS, "width", 64, "do not fit 8 rows of 2 groups"),
+    (OF_GROUPS, "weight", mx.zeros((8, 48), mx.int8), "not rows of 70"),
+    (OF_GROUPS, "scales", mx.zeros((8, 2)), "do not fit 8 rows of 3 groups"),
+    (OF_CODEBOOK, "x", mx.zeros((1, 80)), "weight is"),
+    (OF_CODEBOOK, "x", mx.zeros((17, 70)), "not 1 to 16 vectors"),
+    (OF_CODEBOOK, "bits", 7, "7 bits are none of 2 to 6"),
+    (OF_CODEBOOK, "bits", 3, "weight is"),
+    (OF_CODEBOOK, "codebook", mx.zeros((8, 8), mx.float16), "codebook is"),
+    (OF_CODEBOOK, "codebook", mx.zeros((8, 16)), "codebook is"),
+    (OF_CODEBOOK, "outliers", mx.zeros((3, 1), mx.float16), "not a list"),
+    (OF_CODEBOOK, "outlier_columns", mx.zeros((99,), mx.uint16), "outlier_columns is"),
+    (OF_CODEBOOK, "outlier_offsets", mx.zeros((8,), mx.uint32), "outlier_offsets is"),
+    (OF_CODEBOOK, "bias", mx.zeros((7,)), "output bias"),
+    (OF_LIBRARY, "bits", 5, "5 bits are none of 2, 3, 4"),
+    (OF_LIBRARY, "x", mx.zeros((1, 200)), "weight is"),
+    (OF_LIBRARY, "library", mx.zeros((31, 16), mx.float16), "library is"),
+    (OF_LIBRARY, "entries", mx.zeros((8, 1), mx.int8), "entries is"),
+    (OF_LIBRARY, "scales", mx.zeros((8, 2), mx.float16), "scales is"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "value", "said"), DO_NOT_FIT)
+def test_arguments_that_do_not_fit_are_refused(kind, name, value, said):
+    launch, given = kind
     with pytest.raises(GearbxError, match=said):
-        launch_planes(**arguments() | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"x": mx.zeros((1, 20))}, "do not fit weights of 21 columns"),
-        ({"x": mx.zeros((17, 21))}, "not 1 to 16 vectors"),
-        ({"bits": 5}, "5 bits are none of 8, 6, 4, 2"),
-        ({"bits": 8}, "not rows of 21 8-bit codes"),
-        ({"width": 0}, "not rows of 0"),
-        ({"width": 22}, "do not fit weights of 22 columns"),
-        ({"width": 200}, "not rows of 200"),
-        ({"weight": mx.zeros((8, 24), mx.uint8)}, "not rows of 21"),
-        ({"weight": mx.zeros((8, 512), mx.uint8)}, "not rows of 21"),
-        ({"weight": mx.zeros((1, 8, 32), mx.uint8)}, "not rows of 21"),
-        ({"scales": mx.zeros((7,))}, "do not fit 8 rows"),
-        ({"bias": mx.zeros((7,))}, "output bias"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_rowwise_arguments_that_do_not_fit_are_refused(changed, said):
-    with pytest.raises(GearbxError, match=said):
-        symmetric_launch(**rowwise_arguments() | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"x": mx.zeros((1, 71))}, "do not fit weights of 70 columns"),
-        ({"width": 100}, "not rows of 100"),
-        ({"width": 64}, "do not fit 8 rows of 2 groups"),
-        ({"weight": mx.zeros((8, 48), mx.int8)}, "not rows of 70"),
-        ({"scales": mx.zeros((8, 2))}, "do not fit 8 rows of 3 groups"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_groupwise_arguments_that_do_not_fit_are_refused(changed, said):
-    with pytest.raises(GearbxError, match=said):
-        symmetric_launch(**groupwise_arguments() | changed)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changed", "said"),
-    [
-        ("codebook", {"x": mx.zeros((1, 80))}, "weight is"),
-        ("codebook", {"x": mx.zeros((17, 70))}, "not 1 to 16 vectors"),
-        ("codebook", {"bits": 7}, "7 bits are none of 2 to 6"),
-        ("codebook", {"bits": 3}, "weight is"),
-        ("codebook", {"codebook": mx.zeros((8, 8), mx.float16)}, "codebook is"),
-        ("codebook", {"codebook": mx.zeros((8, 16))}, "codebook is"),
-        ("codebook", {"outliers": mx.zeros((3, 1), mx.float16)}, "not a list"),
-        ("codebook", {"outlier_columns": mx.zeros((99,), mx.uint16)}, "outlier_columns is"),
-        ("codebook", {"outlier_offsets": mx.zeros((8,), mx.uint32)}, "outlier_offsets is"),
-        ("codebook", {"bias": mx.zeros((7,))}, "output bias"),
-        ("library", {"bits": 5}, "5 bits are none of 2, 3, 4"),
-        ("library", {"x": mx.zeros((1, 200))}, "weight is"),
-        ("library", {"library": mx.zeros((31, 16), mx.float16)}, "library is"),
-        ("library", {"entries": mx.zeros((8, 1), mx.int8)}, "entries is"),
-        ("library", {"scales": mx.zeros((8, 2), mx.float16)}, "scales is"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
-)
-def test_codebook_arguments_that_do_not_fit_are_refused(kind, changed, said):
-    given = codebook_arguments(kind)
-    of_arrays = {name: changed[name] for name in changed if name in given["arrays"]}
-    others = {name: changed[name] for name in changed if name not in of_arrays}
-    with pytest.raises(GearbxError, match=said):
-        codebook_launch(**given | {"arrays": given["arrays"] | of_arrays} | others)
+        launch(**given() | {name: value})
 
 
 def test_no_rows_are_no_launch(monkeypatch):
@@ -238,12 +203,6 @@ def test_names_are_unique():
     ]
     texts = {launch.spec.name: launch.spec.header for launch in launches}
     assert len(texts) == len(set(texts.values())) == (27 + 9) + 24 + 2 + 11  # 9: staged activations of other widths
-
-
-def test_shape_of_the_result_is_that_of_the_activations():
-    given = arguments()
-    given["x"] = mx.zeros((2, 1, 128), mx.float16)
-    assert launch_planes(**given).shape == (2, 1, 8)
 
 
 @pytest.mark.processes
@@ -310,3 +269,166 @@ def test_a_small_array_is_padded_and_no_other():
     complete = launch.prepared.completed(launch.inputs)
     assert [array.shape for array in complete] == [(1, 21), (3, 32), (8,), (3,)]
     assert complete[2].tolist()[:3] == launch.inputs[2].tolist()
+
+
+def exact_arguments(rows=8, columns=128, group=64, vectors=1) -> dict:
+    weight = rounded(np.random.default_rng(0).standard_normal((rows, columns)) * 0.1)
+    return {"x": mx.zeros((vectors, columns), mx.bfloat16)} | encode(weight, group).arguments()
+
+
+def decoding(given: dict) -> ExactMatrix:
+    return ExactMatrix(*(given[name] for name in ExactMatrix._fields))
+
+
+def multiplying(given: dict) -> Launch:
+    return exact_launch(given["x"], decoding(given), given.get("bias"))
+
+
+@pytest.mark.usefixtures("on_metal")
+def test_exact_weights_on_metal_itself():
+    given = exact_arguments(rows=37, columns=1152, vectors=16)
+    given["x"] = mx.random.normal((16, 1152))
+    weight = decode_launch(decoding(given)).run()
+    original = rounded(np.random.default_rng(0).standard_normal((37, 1152)) * 0.1)
+    assert (np.array(weight.view(mx.uint16)) == original).all()
+    y = multiplying(given).run()
+    assert mx.allclose(y, given["x"] @ weight.T.astype(mx.float32), atol=1e-3)
+    for first, count in ((0, 1), (15, 1), (3, 2), (5, 8)):
+        some = multiplying(given | {"x": given["x"][first : first + count]}).run()
+        assert mx.array_equal(some, y[first : first + count])
+
+
+WRONG_PACKED = [
+    ("group_size", 48, "group size 48 is none of 32, 64, 128"),
+    ("codes", mx.zeros((8, 12), mx.uint32), "codes of exact weights"),
+    ("codes", mx.zeros((8, 16), mx.int32), "codes of exact weights"),
+    ("scales", mx.zeros((8,), mx.uint16), "no rows"),
+    ("scales", mx.zeros((8, 2), mx.bfloat16), "scales of exact weights is .*bfloat16, not .*uint16"),
+    ("biases", mx.zeros((8, 3), mx.uint16), "biases of exact weights"),
+    ("low", mx.zeros((8, 20), mx.uint32), "low of exact weights"),
+    ("high", mx.zeros((0,), mx.uint8), "high of exact weights is 0 bytes"),
+    ("high", mx.zeros((3, 3), mx.uint8), "high of exact weights"),
+    ("offsets", mx.zeros((8,), mx.uint32), "offsets of exact weights"),
+    ("offsets", mx.zeros((9,), mx.int64), "offsets of exact weights"),
+]
+WRONG_VECTORS = [
+    ("x", mx.zeros((1, 128), mx.int32), "activations of mlx.core.int32"),
+    ("x", mx.zeros((1, 64)), "do not fit weights of 128 columns"),
+    ("x", mx.zeros((17, 128)), "not 1 to 16 vectors"),
+    ("x", mx.zeros((0, 128)), "not 1 to 16 vectors"),
+    ("bias", mx.zeros((7,)), "output bias"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), WRONG_PACKED + WRONG_VECTORS)
+def test_exact_arrays_that_do_not_fit_are_refused(name, value, said):
+    given = exact_arguments() | {name: value}
+    with pytest.raises(GearbxError, match=said):
+        multiplying(given)
+    if name not in ("x", "bias"):
+        with pytest.raises(GearbxError, match=said):
+            decode_launch(decoding(given))
+
+
+def test_stacked_experts_are_decoded_and_not_multiplied():
+    given = exact_arguments()
+    for name in ("codes", "scales", "biases", "low"):
+        given[name] = given[name].reshape(2, 4, -1)
+    assert decode_launch(decoding(given)).shape == (2, 4, 128)
+    assert decode_launch(decoding(given), mx.array([4, 1])).shape == (2, 128)
+    for product in (exact_launch, exact_matmul_tiles):
+        with pytest.raises(GearbxError, match="one matrix"):
+            product(given["x"], decoding(given))
+
+
+def test_names_over_exact_weights_are_unique():
+    """MLX keeps compiled kernels by name: it would confuse two texts of one name."""
+    launches = [decode_launch(decoding(exact_arguments(group=group))) for group in (32, 64, 128)]
+    launches += [
+        multiplying(exact_arguments(group=group, vectors=vectors) | bias)
+        for group in (32, 64, 128)
+        for vectors in (1, 2, 16)
+        for bias in ({}, {"bias": mx.zeros((8,))})
+    ]
+    specs = {(launch.spec.name, launch.spec.header, *launch.spec.input_names) for launch in launches}
+    assert len(specs) == len({name for name, *_ in specs}) == 3 + 18
+
+
+def attention(heads=4, kv_heads=2, length=2, keys=9, width=16, dtype=mx.float16, mask="causal", **change) -> dict:
+    k = mx.zeros((1, kv_heads, keys, width), dtype)
+    given = {"queries": mx.zeros((1, heads, length, width), dtype), "keys": k, "values": k, "mask": mask}
+    return given | change
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "said"),
+    [
+        (mx.zeros((1, 8)), mx.zeros((3, 9)), "do not fit a weight"),
+        (mx.zeros((1, 8)), mx.zeros((8,)), "do not fit a weight"),
+        (mx.zeros((17, 8)), mx.zeros((3, 8)), "not 1 to 16 vectors"),
+        (mx.zeros((0, 8)), mx.zeros((3, 8)), "not 1 to 16 vectors"),
+        (mx.zeros((1, 8), mx.int32), mx.zeros((3, 8)), "not 1 to 16 vectors"),
+        (mx.zeros((1, 8)), mx.zeros((3, 8), mx.int8), "not 1 to 16 vectors"),
+    ],
+)
+def test_dense_products_refuse_what_does_not_fit(x, weight, said):
+    with pytest.raises(GearbxError, match=said):
+        dense_launch(x, weight)
+
+
+def test_dense_products_take_each_type_and_up_to_16_vectors():
+    weight = mx.zeros((3, 8), mx.bfloat16)
+    assert all(takes_dense(mx.zeros((4, 4, 8), dtype), weight) for dtype in (mx.float16, mx.bfloat16, mx.float32))
+    assert dense_launch(mx.zeros((4, 4, 8)), weight).shape == (4, 4, 3)
+    assert not takes_dense(mx.zeros((4, 5, 8)), weight)
+
+
+@pytest.mark.parametrize("dims", [0, 20])
+def test_rotary_positions_refuse_frequencies_that_do_not_fit(dims):
+    with pytest.raises(GearbxError, match=f"rotary positions of {dims} values do not fit"):
+        rope_launch(mx.zeros((1, 2, 1, 16)), mx.zeros((dims // 2,)), 0, False, 1.0)
+
+
+def test_rotary_positions_take_up_to_16_tokens():
+    assert takes_rope(mx.zeros((3, 2, 16, 8)))
+    assert not takes_rope(mx.zeros((3, 2, 17, 8)))
+    assert not takes_rope(mx.zeros((2, 16, 8)))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        attention(length=17, keys=20),
+        attention(length=3, keys=2),
+        attention(kv_heads=3),
+        attention(width=256, dtype=mx.float32),  # whose tiles are larger than threadgroup memory
+        attention(keys=0),
+        attention(dtype=mx.int32),
+        attention(values=mx.zeros((1, 2, 9, 8), mx.float16)),
+        attention(values=mx.zeros((1, 2, 9, 16))),
+        attention(queries=mx.zeros((2, 4, 2, 16), mx.float16)),
+        attention(mask="sliding"),
+        attention(mask=mx.zeros((2, 9))),  # which is added
+    ],
+)
+def test_attention_refuses_what_it_cannot_compute(given):
+    assert not takes_attention(**given)
+    assert parts_launch(**given, scale=1.0) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "together"), [(4, 16, 4), (8, 16, 8), (12, 16, 6), (71, 16, 1), (71, 1, 71)]
+)
+def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, together):
+    assert heads_together(heads, length) == together
+
+
+def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):
+    few, many = mx.zeros((16 * 10,), mx.uint32), mx.zeros((512 * 8,), mx.uint32)
+    monkeypatch.setattr(metal, "available", lambda: False)
+    assert uses_order(few, True)
+    assert not uses_order(few, False)
+    monkeypatch.setattr(metal, "available", lambda: True)
+    assert not uses_order(few, True)
+    assert uses_order(many, True)
+    assert not uses_order(many, False)

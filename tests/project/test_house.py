@@ -1,10 +1,9 @@
-"""The house: where code is, how long it is, and what is loaded before a command needs it."""
+"""The house: where code is, how long it is, what is loaded before a command needs it, and what runs without extras."""
 
 import ast
 import graphlib
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import grimp
@@ -78,12 +77,62 @@ def test_every_export_is_there_and_has_a_docstring():
         assert getattr(gearbx_mlx, name).__doc__, name
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_main(name):
-    assert callable(import_module(f"gearbx_mlx.{name}").main)
-
-
 def test_generate_needs_no_web():
     code = "import sys, gearbx_mlx.generate.run; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"fastapi", "starlette", "uvicorn", "pydantic"} & set(done.stdout.split())
+
+
+SERVER = ("fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance", "httpx", "httpx_sse")
+BLOCKED = f"""
+import runpy, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {(*SERVER, "lm_eval")}:
+            raise ModuleNotFoundError(f"No module named '{{name}}'", name=name)
+
+sys.meta_path.insert(0, Blocked())
+sys.argv = ["gearbx_mlx", *sys.argv[1:]]
+runpy.run_module("gearbx_mlx", run_name="__main__")
+"""
+
+
+def without_extras(*arguments: str) -> subprocess.CompletedProcess:
+    """Run the program without the modules of these extras."""
+    return subprocess.run([sys.executable, "-c", BLOCKED, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.some(3)
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "lm_eval"])
+def test_every_command_shows_its_help_without_extras(name):
+    done = without_extras(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"gearbx_mlx {name}" in done.stdout.partition("\n")[0]
+
+
+@pytest.mark.slow
+def test_a_text_is_written_without_extras():
+    done = without_extras("generate", "--max-tokens", "2", "--verbose", "False")
+    assert (done.returncode, done.stdout != "") == (0, True), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("server",), "server needs"),
+        (("server", "--server", "http://127.0.0.1:9", "--server-model", "a,b"), "server needs"),
+        (("analyze", "--server", "http://127.0.0.1:9", "--prompts", "prompts.txt"), "analyze --server needs"),
+        (("lm_eval", "--tasks", "x"), "lm_eval needs lm_eval"),
+    ],
+)
+def test_what_needs_an_extra_says_what_installs_it(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("Hello\n")
+    done = without_extras(*arguments)
+    extra = "lm-eval" if arguments[0] == "lm_eval" else "server"
+    install = f"pip install 'gearbx-mlx[{extra}]' (in a clone: pip install '.[{extra}]')"
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"error: {said}")
+    assert done.stderr.endswith(f", which is not installed: {install}\n")
+    assert done.stderr.count("\n") == 1

@@ -9,7 +9,6 @@ import pytest
 from ranks import Ranks, free_addresses, run_ranks
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.cli.start import LEFT
 from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import place_here
 
@@ -125,28 +124,6 @@ class TestMeeting:
         assert f"{hosts[rank][0]}: cannot be used (Address already in use)" in line
         assert ("rank 1: " in line) == (rank == 1)
 
-    def test_an_address_of_another_machine(self):
-        hosts = free_addresses(2)
-        hosts[1] = ["192.0.2.1:5000"]  # kept for documentation
-        ended = run_ranks(2, GENERATE, hosts=hosts, environment=IMPATIENT)
-        assert [each.status for each in ended] == [2, 2]
-        assert "rank 1: 192.0.2.1:5000: cannot be used (Cannot assign requested address)" in ended[0].stderr
-
-    def test_an_unknown_host(self):
-        ended = run_ranks(2, GENERATE, hosts=[["nowhere.invalid:5000"], ["127.0.0.1:5001"]], environment=IMPATIENT)
-        assert [each.status for each in ended] == [2, 2]
-        assert all("nowhere.invalid:5000: unknown host" in line for (line,) in errors(ended))
-
-    def test_another_hostfile_on_a_rank(self, tmp_path):
-        hosts = free_addresses(2)
-        other = tmp_path / "other.json"
-        other.write_text(json.dumps([*hosts, ["127.0.0.1:1"]]))
-        code = f"import os, runpy; os.environ['MLX_RANK'] == '1' and os.environ.update(MLX_HOSTFILE={str(other)!r}); "
-        code += "runpy.run_module('gearbx_mlx.generate', run_name='__main__')"
-        ended = run_ranks(2, ["-c", code], hosts=hosts, environment=IMPATIENT)
-        assert [each.status for each in ended] == [2, 2]
-        assert errors(ended) == [["error: rank 1: has another hostfile, of 3 ranks; give all ranks the same one"], []]
-
     @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])
     def test_commands_of_one_process_refuse_on_rank_0(self, command):
         ended = run_ranks(2, ["-m", f"gearbx_mlx.{command}"])
@@ -156,38 +133,12 @@ class TestMeeting:
             [],
         ]
 
-    def test_a_batch_is_refused(self):
-        code = "import mlx.core as mx, gearbx_mlx as g; model, tokenizer = g.load(group=mx.distributed.init())\n"
-        code += "try: g.batch_generate(model, tokenizer, ['The king'], mode='lossless', max_tokens=3)\n"
-        code += "except g.GearbxError as error: print(error)"
-        ended = run_ranks(2, ["-c", code])
-        line = "ranks share this model, and they write one text at a time; use stream_generate for each"
-        assert [each.stdout.strip() for each in ended] == [line] * 2
-
 
 class TestDifferences:
     def test_an_error_of_a_rank_is_shown_once_with_its_number(self):
         ended = run_ranks(2, GENERATE, each={1: ["--temp", "-1"]})
         assert [each.status for each in ended] == [2, 2]
         assert errors(ended) == [["error: rank 1: --temp is -1.0; give 0 to 1000"], []]
-
-    def test_an_error_of_all_ranks_is_shown_once(self):
-        ended = run_ranks(2, [*GENERATE, "--temp", "-1"])
-        assert [each.status for each in ended] == [2, 2]
-        assert errors(ended) == [["error: --temp is -1.0; give 0 to 1000"], []]
-
-    @pytest.mark.parametrize(("flag", "status"), [("--nonsense", 2), ("--help", 1)])
-    def test_a_rank_that_its_flags_end_ends_all(self, flag, status):
-        ended = run_ranks(2, GENERATE, each={1: [flag]})
-        assert [each.status for each in ended] == [status, status]
-        assert max(each.seconds for each in ended) < SOON
-        assert errors(ended) == [[f"error: rank 1: {LEFT}"], []]
-
-    def test_help_on_all_ranks_is_shown_once(self):
-        first, second = run_ranks(2, [*GENERATE, "--help"])
-        assert [first.status, second.status] == [0, 0]
-        assert first.stdout.startswith("usage: ")
-        assert (first.stderr, second.stdout, second.stderr) == ("", "", "")
 
     def test_another_seed_is_refused_before_anything_is_loaded(self):
         ended = run_ranks(2, [*GENERATE, "--model", "/nowhere"], each={0: ["--seed", "1"], 1: ["--seed", "2"]})

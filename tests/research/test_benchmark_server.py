@@ -5,11 +5,9 @@ from asked_servers import Client, ClientRequest, listens
 from http_server import WORD_PROBLEM, served
 
 from gearbx_mlx.errors import GearbxError
-from research.server import prompts, row, server
+from research.server import server
 
 pytestmark = pytest.mark.processes
-
-WORDS = WORD_PROBLEM.split() * 20
 
 
 @pytest.fixture(scope="module")
@@ -55,27 +53,8 @@ def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, 
         assert client.ask(ClientRequest(WORD_PROBLEM, 2)).tokens == 2
 
 
-def test_a_server_that_is_not_there_is_an_error():
-    with Client("http://127.0.0.1:9") as client, pytest.raises(GearbxError, match=r":9/?: ConnectError"):
-        client.ask(ClientRequest(WORD_PROBLEM, 4))
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_is_refused_is_an_error_in_the_servers_words(url, stream):
     with Client(url) as client, pytest.raises(GearbxError, match=r"/v1/completions answers 400: .* context") as caught:
         client.ask(ClientRequest(WORD_PROBLEM * 100, 4, stream))
     assert "\n" not in str(caught.value)
-
-
-def test_prompts_are_unlike_from_the_beginning_and_the_same_in_every_run():
-    made = prompts(WORDS, [3, 5, 3])
-    assert made == prompts(WORDS, [3, 5, 3])
-    assert [len(text.split()) for text in made] == [4, 6, 4]
-    assert len({text.split()[0] for text in made}) == 3
-
-
-def test_a_row_says_whether_its_aim_was_reached():
-    assert row("", "", [1, 3, 2], least=2)["reached"]
-    assert not row("", "", [1, 3, 2], least=2.5)["reached"]
-    assert not row("", "", [1, 3, 2], most=1)["reached"]
-    assert row("", "", [1, 3, 2])["spread"] == [1, 3]

@@ -15,16 +15,13 @@ from research.codebook import (
     as_mixture,
     bounded,
     draw_points,
-    evenly,
     grouped_error,
-    has_experts,
     needed,
     points_table,
     row_curve,
     squared_error,
 )
 from research.conservation import compiled
-from research.disk import residency_row
 
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
 
@@ -68,16 +65,6 @@ def test_a_product_of_bytes_is_nearly_that_of_the_weights(tmp_path):
     assert 0 < np.abs(y - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-def test_a_mixture_is_taken_as_it_is():
-    assert has_experts(tiny_model("qwen3_moe"))
-    assert not has_experts(tiny_model())
-
-
-def test_places_are_spread_evenly():
-    assert evenly(10, 4) == [0, 3, 6, 9]
-    assert evenly(3, 12) == [0, 1, 2]
-
-
 ROWS = [
     {"strict": 0.99, "lazy": lazy, "steady": steady, "spike": 3 * 10**8, "reserve": 2 * 10**8, "effective_bits": 3.0}
     | {"kl": kl, "looped": 0, "outcome": outcome}
@@ -99,13 +86,3 @@ def test_the_table_has_the_reserve_and_both_boundaries(tmp_path):
     assert bounded(ROWS, 1e9) == ROWS
     draw_points(ROWS, 4.5e8, tmp_path / "x.svg")
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
-
-
-def test_a_residency_has_a_row_and_one_gear_alone_has_no_shifts():
-    trial = {"memory": [2e8], "shift": [0.25], "token": [0.02]}
-    assert residency_row("4 bits alone", {"4": trial}) == [
-        *("4 bits alone", "200 (200 to 200)", "", "", "", "50 (50 to 50)", ""),
-    ]
-    both = residency_row("disk", {"4": trial, "16": {"memory": [4e8], "shift": [0.5], "token": [0.05]}})
-    assert both[1:5] == ["200 (200 to 200)", "400 (400 to 400)", "250.0 (250.0 to 250.0)", "500.0 (500.0 to 500.0)"]
-    assert both[5:] == ["50 (50 to 50)", "20 (20 to 20)"]

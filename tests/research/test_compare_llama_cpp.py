@@ -1,33 +1,13 @@
 """The study compare-llama-cpp, as far as it runs without llama.cpp."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import normal, tiny_model, weights_of
-from pages import fill
 
-from gearbx_mlx import GearbxError
-from research import llama_cpp
-from research.llama_cpp import LENGTHS, THEIRS, gguf_name, interleaved, rows_of, spent_in_turn, table_of, write_gguf
+from research.llama_cpp import THEIRS, gguf_name, interleaved, rows_of, spent_in_turn, write_gguf
 
-ROOT = Path(__file__).parents[2]
 HEADS, SIZE = 3, 8
-SPEED = {
-    "tokens_per_second": 123.4,
-    "llama_cpp_tokens_per_second": 45.67,
-    "ratio": 2.702,
-    "spread": [2.5, 2.96],
-    "read_bandwidth_gigabytes_per_second": 28.64,
-}
-SIDES = {"bits": 4, "llama_cpp_type": "q4_0", "activations": "int8"}
-ROWS = {
-    "decode": SIDES | SPEED | {"context": 1000},
-    "prompt": SIDES | SPEED | {"prompt_tokens": 512},
-}
 
 
 def test_queries_meet_keys_in_llama_cpps_rotation_as_in_mlx_lms():
@@ -71,11 +51,6 @@ def test_a_gguf_has_every_weight_of_the_model(tmp_path):
         assert np.array_equal(found[gguf_name(path)], weight), path
 
 
-def test_names_of_weights():
-    assert gguf_name("model.layers.13.self_attn.k_proj.weight") == "blk.13.attn_k.weight"
-    assert gguf_name("model.norm.weight") == "output_norm.weight"
-
-
 def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
     order = []
 
@@ -97,42 +72,3 @@ def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
             "spread": [0.5, 3],
         }
     ]
-
-
-def test_tables_go_to_their_places_in_a_page(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("".join(f"<!-- llama_cpp_{subject} -->\n<!-- end -->\n" for subject in LENGTHS))
-    fill(page, {f"llama_cpp_{subject}": lambda s=subject: table_of(s, [ROWS[s]]) for subject in LENGTHS})
-    cells = [line for line in page.read_text().splitlines() if line.startswith("| ") and "---" not in line][1::2]
-    assert cells == [
-        "| 1000 | 4 | q4_0 | int8 | 123 | 45.7 | 2.70 | 2.50-2.96 | 28.6 |",
-        "| 512 | 4 | q4_0 | int8 | 123 | 45.7 | 2.70 | 2.50-2.96 | 28.6 |",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ({"shape": "1000x2"}, "--shape '1000x2': give a width that is a multiple of 256"),
-        ({"contexts": [1, -2]}, "--contexts -2: is too few; give 0 or more"),
-        ({"prompts": [512, 0]}, "--prompts 0: is too few; give 1 or more"),
-        ({"trials": 0}, "--trials 0: is too few; give 1 or more"),
-        ({"tokens": 0}, "--tokens 0: is too few"),
-    ],
-)
-def test_a_wrong_flag_is_an_error(flags, said, monkeypatch):
-    monkeypatch.setattr(llama_cpp, "versions", dict)
-    with pytest.raises(GearbxError, match=said):
-        llama_cpp.compare_llama_cpp(**flags)
-
-
-@pytest.mark.processes
-def test_a_missing_package_is_one_line(tmp_path):
-    code = "import sys; sys.modules['llama_cpp'] = None; sys.argv = ['x', 'compare-llama-cpp', '--json', sys.argv[1]]\n"
-    code += "from research.__main__ import main; main()"
-    line = [sys.executable, "-c", code, str(tmp_path / "x.json")]
-    done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "is not installed: pip install llama-cpp-python gguf" in done.stderr
-    assert not (tmp_path / "x.json").exists()

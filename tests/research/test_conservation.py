@@ -8,7 +8,7 @@ import pytest
 
 from gearbx_mlx.errors import GearbxError
 from research import conservation
-from research.conservation import Arrays, law, predictions, steps
+from research.conservation import Arrays, law
 from research.conservation import conservation as study
 
 ROWS, COLUMNS = 8, 1024
@@ -72,13 +72,6 @@ def test_activations_are_rounded_as_numpy_does(library, x):
     assert (arrays.bytes == expected).mean() > 0.99
 
 
-def test_a_product_is_predicted_from_its_terms():
-    terms = {"read_4": 3.0, "unpack_4": 2.0, "sdot_x": 1.0, "scale_sums": 4.0, "quant_act": 2048.0}
-    found = predictions(terms, {"read_4": 6.0, "w4a8": 10.0}, "w4a8")
-    assert (found["sum"], found["larger"]) == (14.0, 8.0)
-    assert (found["sum_error"], found["larger_error"]) == (pytest.approx(0.4), pytest.approx(-0.2))
-
-
 def test_the_law_has_the_difference_of_both_products_in_it():
     terms = {"fma_x": 8.0, "sdot_x": 1.0, "quant_act": 4096.0, "unpack_4": 2.0, "dequant_4": 5.0}
     found = law(terms)
@@ -86,11 +79,6 @@ def test_the_law_has_the_difference_of_both_products_in_it():
     assert found == {"arithmetic": 7.0} | costs | {"rows for which it would hold": pytest.approx(409.6)}
     floats, integers = terms["dequant_4"] + terms["fma_x"], terms["unpack_4"] + terms["sdot_x"] + terms["quant_act"]
     assert found["arithmetic"] - found["with unpacking"] == floats - integers
-
-
-def test_instructions_between_marks_are_found_without_comments():
-    text = "x\n# LLVM-MCA-BEGIN a\n\t#NO_APP\n\tadd $4, %rdx  # c\n\tsub w0, w0, #4 // d\n\t.loc 1\n# LLVM-MCA-END a\n"
-    assert steps(text) == {"a": ["add $4, %rdx", "sub w0, w0, #4"]}
 
 
 @pytest.mark.slow
@@ -101,8 +89,3 @@ def test_the_study(library):
     assert len(re.findall("^. `", found.tables["law_terms"], re.MULTILINE)) == len(conservation.MEANINGS)
     for counted in found.data["instructions"].values():
         assert not counted or counted["fma_x"][0] > 0
-
-
-def test_columns_that_do_not_fit_are_refused():
-    with pytest.raises(GearbxError, match="--columns 100: is not a multiple of 512"):
-        study(columns=100)

@@ -4,13 +4,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import heavy, same_weights, tiny_model, weights_of
+from conftest import heavy, tiny_model
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.errors import GearbxError
 from research import attention
 from research import errors as analysis
-from research.attention import PARTS, attention_errors, relative_entropy
+from research.attention import PARTS, attention_errors
 
 TOKENS = [(7 * i + i * i) % 50 for i in range(40)]
 
@@ -46,18 +45,6 @@ def test_the_error_of_a_layer_is_that_of_all_its_weights(model):
             assert row["ratio"] == pytest.approx(row["mse"] / rows[number, 8]["mse"])
 
 
-def test_the_ratios_in_theory_are_those_of_the_paper():
-    assert [round(analysis.IDEAL[bits], 1) for bits in (8, 6, 4, 2)] == [1.0, 16.8, 329.2, 16129.0]
-
-
-def test_even_weights_err_as_estimated_and_rare_large_ones_make_codes_of_two_bits_err_less():
-    even = mx.array(np.random.default_rng(0).uniform(-1, 1, (64, 1024)).astype(np.float32))
-    mse, estimate = analysis.error_of(even, 4)
-    assert mse == pytest.approx(estimate, rel=0.02)
-    mse, estimate = analysis.error_of(heavy(64, 1024), 2)
-    assert mse < 0.5 * estimate
-
-
 def test_the_parts_of_the_error_of_quantizing_twice_add_up():
     weight = heavy(32, 256)
     parts = analysis.twice(weight, analysis.by_groups(4), analysis.by_rows(4))
@@ -70,16 +57,6 @@ def test_the_parts_of_the_error_of_quantizing_twice_add_up():
     for name, value in expected.items():
         assert parts[name] == pytest.approx(value, rel=1e-3, abs=1e-9), name
     assert parts["original"] + parts["second"] + parts["cross"] == pytest.approx(parts["total"], rel=1e-4)
-
-
-def test_codes_of_few_values_are_flagged_and_quantizing_alike_adds_nothing(model):
-    ways = {"4": analysis.by_rows(4), "same": lambda weight: weight}
-    rows = {(row["first"], row["then"]): row for row in analysis.twice_in_all_ways(model, ways)}
-    assert rows["4", "4"]["flagged"]
-    assert not rows["same", "4"]["flagged"]
-    assert rows["4", "4"]["second"] < 1e-6 * rows["4", "4"]["original"]
-    assert rows["same", "4"]["original"] == 0
-    assert rows["same", "4"]["total"] == pytest.approx(rows["4", "4"]["total"], rel=1e-4)
 
 
 @pytest.mark.parametrize("architecture", [None, "qwen3", "phi3", "gpt_neox", "gemma3_text"])
@@ -98,28 +75,6 @@ def test_what_heads_add_is_the_output_of_attention(architecture, model):
         np.testing.assert_allclose(np.array(call.attended.probabilities().sum(axis=-1)), 1, atol=1e-5)
 
 
-def test_watching_leaves_no_trace(model):
-    before = {kind: vars(kind).get("__call__") for kind in {type(module) for module in model.modules()}}
-    attend = mx.fast.scaled_dot_product_attention
-    expected = np.array(model(mx.array([TOKENS])))
-    with attention.watched(model):
-        np.testing.assert_array_equal(np.array(model(mx.array([TOKENS]))), expected)
-    with pytest.raises(TypeError), attention.watched(model):
-        model(None, None, None, None, None, None)
-    assert mx.fast.scaled_dot_product_attention is attend
-    assert {kind: vars(kind).get("__call__") for kind in before} == before
-
-
-def test_only_inputs_of_attention_change_while_it_is_called_again(model):
-    (call, *_), weights = attention.calls_of(model, TOKENS), weights_of(model)
-    other = attention.changed(call, lambda weight: 2 * weight)
-    names = ("queries", "keys", "values")
-    for name in names:
-        twice, once = np.array(getattr(other, name)), np.array(getattr(call.attended, name))
-        np.testing.assert_allclose(twice, 2 * once, rtol=1e-5, atol=1e-6)
-    assert same_weights(weights_of(model), weights)
-
-
 def test_sinks_take_a_part_and_a_mask_hides():
     random = np.random.default_rng(0)
     queries, keys = (mx.array(random.standard_normal((1, heads, 4, 8)).astype(np.float32)) for heads in (4, 2))
@@ -134,11 +89,6 @@ def test_sinks_take_a_part_and_a_mask_hides():
     np.testing.assert_allclose(np.array(causal), shares / whole, rtol=1e-4, atol=1e-6)
 
 
-def test_relative_entropy_is_one_for_equal_shares_and_zero_for_one_position():
-    shares = mx.array([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0, 1.0, 0, 0], [0.5, 0.5, 0, 0]]])
-    np.testing.assert_allclose(np.array(relative_entropy(shares))[0], [1, 1, 0, 0.5], atol=1e-6)
-
-
 def test_an_error_in_one_projection_is_that_of_its_own_output(model):
     rows = attention_errors(model, [TOKENS], lambda weight: 1.1 * weight, first=0)
     by_part = {part: [row for row in rows if row["part"] == part] for part in PARTS}
@@ -150,11 +100,6 @@ def test_an_error_in_one_projection_is_that_of_its_own_output(model):
         assert shared / sum(row["samples"] for row in by_part[part]) == pytest.approx(0.01, rel=1e-3)
     heads = model.layers[0].self_attn.n_heads
     assert sum(row["samples"] for row in by_part["Q and K"]) == heads * len(model.layers) * len(TOKENS)
-
-
-def test_a_model_without_attention_is_refused():
-    with pytest.raises(GearbxError, match="no layer of this model calls MLX's attention"):
-        attention_errors(tiny_model("mamba2"), [TOKENS])
 
 
 KINDS = ("deepseek_v3", "gemma3", "gpt_oss", "qwen3_next", "lfm2", "mixtral", "cohere2", "olmo2")
@@ -179,11 +124,6 @@ def gearbox():
     return Gearbox(tiny_model(), "4,16")
 
 
-def test_runs_take_turns_and_end_with_the_text(gearbox):
-    low, high = gearbox.ladder
-    assert analysis.runs_of([low, high], 10, 4) == [(0, 4, low), (4, 8, high), (8, 10, low)]
-
-
 def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
     low, high = gearbox.ladder
     rows = analysis.kv_errors(gearbox, [TOKENS], [low, high], [8, 64])
@@ -202,10 +142,3 @@ def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
             assert row[name] == pytest.approx(np.square(a - b).sum() / np.square(b).sum(), rel=1e-3)
         kl = (np.exp(logprobs) * (logprobs - changed)).sum(axis=-1).mean() / np.log(2)
         assert row["kl"] == pytest.approx(kl, rel=1e-2, abs=1e-7)
-
-
-def test_the_top_gear_alone_has_no_error_beyond_rounding(gearbox):
-    high = gearbox.ladder[-1]
-    (row,) = analysis.kv_errors(gearbox, [TOKENS], [high], [1])
-    assert row["positions"] == 40
-    assert max(row["keys"], row["values"]) < 1e-10

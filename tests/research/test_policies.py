@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx import GearbxError
-from research.evaluation.policies import COUNTED
-from research.evaluation.report import STYLES
 from research.policies import policies
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
@@ -47,26 +45,11 @@ class TestReport:
         assert change["oracle"] < change["kickdown"] < -0.1
         assert change["inverted"] > 0.05
 
-    def test_shares_are_what_was_asked_for(self, report):
-        for row in report["policies"]:
-            if row["policy"] in ("random", "kickdown", "inverted"):
-                assert row["share_top"] == pytest.approx(0.25, abs=0.04)
-
     def test_lossless_loses_nothing_and_reads_less(self, report):
         rows = {row["name"]: row for row in report["policies"]}
         assert rows["lossless"]["kl_max"] < 1e-6
         assert rows["lossless"]["top1_agreement"] == 1
         assert rows["lossless"]["weight_bytes_per_token"] < 0.7 * rows["static-16"]["weight_bytes_per_token"]
-
-    def test_the_noise_floor_is_far_under_three_bits(self, report):
-        low = next(row for row in report["policies"] if row["name"] == "static-3")
-        assert 1e-7 < report["noise_floor"]["kl_mean"] < low["kl_mean"] / 100
-
-    def test_a_picture_in_which_policies_differ_in_shape_and_colour(self, report):
-        assert (report["out"] / "evaluation.png").read_bytes().startswith(b"\x89PNG")
-        colors, markers, _ = zip(*STYLES.values())
-        assert len(set(markers)) == len(set(colors)) == len(STYLES)
-        assert {*STYLES} == {*COUNTED} - {"static"}
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pages import fill, table
 
 from gearbx_mlx import GearbxError
 from research import MODULES, studies
-from research.studies import Found, Study, in_turn, listed, modules_of_studies, parser_of, publish, spread, start
+from research.studies import Found, Study, listed, modules_of_studies, parser_of, publish, start
 
 ROOT = Path(__file__).parents[2]
 MAY_BE_MISSING = ("llama_cpp", "gguf", "torch", "torch.nn", "transformers", "tokenizers", "selenium")
@@ -47,13 +47,6 @@ def test_a_study_shows_its_flags(name, nothing_imported, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: python -m research {name} ")
     assert "--write" in shown
-
-
-def test_every_study_that_is_declared_is_listed(nothing_imported):
-    lines = [*listed()]
-    assert [line.split()[0] for line in lines] == [*modules_of_studies()]
-    assert {*studies.STUDIES} == {*modules_of_studies()}
-    assert all(" min  " in line for line in lines)
 
 
 def test_a_name_that_is_no_study(nothing_imported):
@@ -96,7 +89,7 @@ def test_a_script_shows_its_flags(path, stand_ins, monkeypatch, capsys):
 def test_a_part_of_a_script_is_imported(path, stand_ins, monkeypatch):
     monkeypatch.setenv("GEARBX_WRAPPER", "mlx-lm")
     if path.stem == "plugin":
-        pytest.skip("it changes mlx-lm; test_mlx_lm_tests.py runs it")
+        pytest.skip("it changes mlx-lm; test_scripts.py runs it")
     importlib.import_module(".".join(path.relative_to(ROOT / "scripts").with_suffix("").parts))
 
 
@@ -115,18 +108,6 @@ def test_flags_are_the_parameters():
     assert found.pop("json") is None
     assert found == {"file": Path("x.txt"), "sizes": [2, 3], "fast": True, "temp": 0.5}
     assert "One that is read, line by line." in " ".join(parser.format_help().split())
-
-
-def test_works_take_turns_and_the_first_round_does_not_count():
-    order: list[str] = []
-    found = in_turn({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 2)
-    assert order == ["a", "b"] * 3
-    assert [len(seconds) for seconds in found.values()] == [2, 2]
-
-
-def test_a_spread_is_median_and_ends_or_quartiles():
-    assert spread([3, 1, 2]) == "2.00 (1.00 to 3.00)"
-    assert spread([1, 2, 3, 4, 5, 6, 7], 1, quartiles=True) == "4.0 (2.0 to 6.0)"
 
 
 def test_tables_go_into_the_page_and_figures_into_the_file(tmp_path, monkeypatch, capsys):

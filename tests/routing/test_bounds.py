@@ -1,6 +1,7 @@
 """The entropy of a whole distribution lies between the bounds from its largest log-probabilities."""
 
 import math
+from collections import deque
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.bounds import EXACT, Rounding, bits, entropy_bounds, is_bfloat16, rounding_of
+from gearbx_mlx.routing.bounds import BoundedRouting, Rounding, bits, entropy_bounds, is_bfloat16, rounding_of
+from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, ThresholdGate, replay
 
 ROUNDED = 1e-9  # of sums of float64, on either side
 WEIGHTS = st.lists(st.floats(0, 1) | st.sampled_from([0.0, 1e-12, 1.0, 50.0]), min_size=1, max_size=40)
@@ -116,13 +118,6 @@ def test_decimals_bracket_the_entropy(probabilities, digits):
     assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
 
 
-def test_single_precision_costs_next_to_nothing():
-    given = [float(np.float32(math.log(p))) for p in (0.7, 0.2, 0.05)]
-    wide, exact = entropy_bounds(given, 1000, rounding_of(given)), entropy_bounds(given, 1000, EXACT)
-    assert wide == pytest.approx(exact, abs=2e-3)
-    assert exact[1] - exact[0] > 0.2
-
-
 @pytest.mark.parametrize(
     ("logprobs", "words"),
     [
@@ -145,3 +140,51 @@ def test_what_no_distribution_has_is_refused(logprobs, words):
 )
 def test_which_numbers_are_bfloat16(value, fits):
     assert is_bfloat16(value) == fits
+
+
+VOCABULARY = 4096
+ENTROPY = st.floats(0, 12) | st.sampled_from([1.0, 1.1, 2.0, 2.1, 3.0, 2.9, 11.9])
+GATES = st.tuples(
+    st.sampled_from([(), (1.0,), (1.0, 2.0), (1.0, 2.0, 3.0)]), st.sampled_from([0.0, 0.1, 1.5]), st.integers(1, 5)
+)
+
+
+def routing(settings, window: int, first: int) -> tuple[BoundedRouting, Monitor, ThresholdGate]:
+    """Routing by bounds, and a monitor and a gate for entropies between them."""
+
+    def monitor() -> Monitor:
+        return Monitor(VOCABULARY, window)
+
+    def gate() -> ThresholdGate:
+        return ThresholdGate(*settings, initial_gear=first)
+
+    return BoundedRouting(monitor, gate, first), monitor(), gate()
+
+
+def delayed(gears: list[int], first: int) -> list[int]:
+    """The gears that compute the tokens, where each decision acts some tokens later."""
+    coming = deque([first] * RUN_AHEAD)
+    coming.extend(gears)
+    return list(coming)[: len(gears)]
+
+
+@given(GATES, st.integers(1, 3), st.lists(st.tuples(ENTROPY, ENTROPY, st.floats(0, 1)), max_size=30), st.data())
+def test_the_gear_of_entropies_between_the_bounds_is_possible(settings, window, tokens, data):
+    first = data.draw(st.integers(0, len(settings[0])))
+    bounded, monitor, gate = routing(settings, window, first)
+    bounds = [(min(a, b), max(a, b)) for a, b, _ in tokens]
+    true = [min(high, low + part * (high - low)) for (low, high), (_, _, part) in zip(bounds, tokens)]
+    gears = delayed(replay(true, monitor, gate), first)
+    for pair, gear in zip(bounds, gears):
+        seen = bounded.update(pair)
+        assert gear in seen.possible
+        assert set(seen.gears) <= seen.possible
+
+
+@given(GATES, st.integers(1, 3), st.lists(ENTROPY, max_size=30), st.data())
+def test_a_known_entropy_has_one_gear_which_is_that_of_mode_route(settings, window, entropies, data):
+    first = data.draw(st.integers(0, len(settings[0])))
+    bounded, monitor, gate = routing(settings, window, first)
+    for value, gear in zip(entropies, delayed(replay(entropies, monitor, gate), first)):
+        seen = bounded.update((value, value))
+        assert (seen.gears, seen.possible) == ((gear, gear), {gear})

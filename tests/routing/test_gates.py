@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError, Monitor, ThresholdGate
 from gearbx_mlx.routing import calibration
-from gearbx_mlx.routing.gates import Reading, default_thresholds, difficulty, first_gear, replay
+from gearbx_mlx.routing.gates import Reading, default_thresholds, difficulty, first_gear, policy_named, replay
 
 VOCABULARY = 32768
 bits = st.floats(0, 15, allow_nan=False)
@@ -112,10 +112,6 @@ class TestGate:
         assert gate.peek(5.0) == 2
         assert gate.gear == 0
 
-    def test_one_gear_never_shifts(self):
-        gate = ThresholdGate(())
-        assert replay([0.0, 14.9, 14.9], Monitor(VOCABULARY), gate) == [0, 0, 0]
-
     @pytest.mark.parametrize(
         ("thresholds", "complaint"),
         [((3.5, 1.8), "ascend"), ((1.8, 1.8), "ascend"), ((1.8, math.nan), "finite"), ((1.8, math.inf), "finite")],
@@ -147,10 +143,6 @@ class TestThresholds:
         assert calibration.percentile_thresholds([9.0 + i for i in range(10)], 3, VOCABULARY) == pytest.approx(
             (0.06 * 15, 0.12 * 15)
         )
-
-    def test_a_band_that_is_just_wide_enough_stays_as_it_is(self):
-        band = 0.3
-        assert calibration.widen(0.0101, 0.0101 + band, band) == (0.0101, 0.0101 + band)
 
     def test_percentile_band_is_widened_around_its_centre(self):
         low, high = calibration.percentile_thresholds([0.5] * 10, 3, VOCABULARY)
@@ -212,3 +204,28 @@ class TestPrompt:
     def test_a_hyphen_is_no_minus(self):
         assert difficulty("a well-known two-step") < 1
         assert difficulty("7 - 5") > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "wishes", "gear"),
+    [
+        ("highest", [0, 2, 1, 0], 2),
+        ("most", [0, 2, 0, 1], 0),
+        ("most", [0, 2, 2, 0, 1], 2),  # a tie goes to the higher
+        ("quantile:0.5", [0, 0, 2, 1], 0),
+        ("quantile:0.75", [0, 0, 2, 1], 1),
+        ("quantile:0.76", [0, 0, 2, 1], 2),
+        ("quantile:0", [1, 2, 1], 1),
+        ("quantile:1", [0, 1, 2], 2),
+        ("quantile:0.7", [0] * 7 + [1] * 3, 0),  # 0.7 times 10 is a little more than 7 in floating point
+        ("quantile:0.5", [1], 1),
+    ],
+)
+def test_the_gear_of_a_step(name, wishes, gear):
+    assert policy_named(name)(wishes) == gear
+
+
+@pytest.mark.parametrize("name", ["", "high", "quantile", "quantile:", "quantile:1.1", "quantile:-1", "quantile:nan"])
+def test_a_name_that_no_policy_has_is_refused_in_one_line(name):
+    with pytest.raises(GearbxError, match=r"^batch policy .* does not exist; choose highest, most, or quantile:Q"):
+        policy_named(name)

@@ -3,13 +3,17 @@
 import json
 import re
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
-from http_server import chat, in_the_making
-from page_in_browser import CONTRASTS, PLACES, QUESTION, chromium, chunk
+from fastapi import APIRouter
+from http_server import in_the_making
+from page_in_browser import CONTRASTS, PLACES, QUESTION, Page, chromium, chunk
 
 from gearbx_mlx.serving.job import Batch
+from gearbx_mlx.serving.listening import Server
+from gearbx_mlx.serving.web import Gatekeeper, Guard, application, front
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser
@@ -116,18 +120,6 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
     assert len(asked[2]["messages"]) == 1
 
 
-def test_reset_in_the_middle_of_an_answer_leaves_nothing_of_it(page, client, monkeypatch):
-    step = Batch.step
-    monkeypatch.setattr(Batch, "step", lambda batch: time.sleep(0.1) or step(batch))
-    page.send(QUESTION)
-    page.wait(lambda: page.all(".point"))
-    page.find("#reset").click()
-    page.wait(lambda: in_the_making(client) == 0, 2)
-    page.wait(lambda: page.run("return running === null"))
-    assert page.all(".turn") == page.all(".point") == []
-    assert page.text("#problem") == ""
-
-
 def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
     scripted(chunk("One", ("low", 1.25, 1.0)), chunk(" two", ("mid", 0.5, 1.0), ("high", 3.5, 2.0)))
     page.send("Count")
@@ -142,19 +134,6 @@ def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
     assert page.text("#readout") == "token 3: high, 3.50 bits"
     page.find("#trace").send_keys("\ue012")  # left
     assert page.find("#trace").get_attribute("aria-valuetext") == "token 2: mid, 0.50 bits"
-
-
-def test_the_end_of_the_text_stays_in_sight_unless_its_reader_scrolls_up(page, scripted):
-    beyond = "return talk.scrollHeight - talk.scrollTop - talk.clientHeight"
-    scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(2000)))
-    page.send("Hello")
-    page.answer()
-    page.wait(lambda: abs(page.run(beyond)) < 2)
-    page.run("talk.scrollTop = 0")
-    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    page.run("answers[0].take({choices: [{delta: {content: ' more'.repeat(200)}}]}); follow()")
-    page.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
-    assert page.run("return talk.scrollTop") == 0
 
 
 def test_a_server_without_gears_is_a_plain_chat(page, scripted):
@@ -197,32 +176,6 @@ def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
     assert len(asked) == 2
     assert [turn["content"] for turn in asked[1]["messages"]] == ["Hello"]
     assert len(page.all(".turn")) == 1
-
-
-def test_lossless_has_no_thresholds_in_its_legend(page):
-    assert "threshold" in page.text("#legend")
-    page.choose("mode", "lossless")
-    assert "threshold" not in page.text("#legend")
-
-
-def test_of_another_servers_tokens_the_middle_between_the_bounds_is_shown(page, scripted):
-    told = [{"gear": "large", "entropy_low": 1.0, "entropy_high": 2.0}]
-    scripted({"choices": [{"delta": {"content": "Plain."}}], "gearbx": {"mode": "prompt", "tokens": told}})
-    page.send("Hello")
-    page.answer()
-    assert "mean entropy 1.50 bits" in page.text(".summary")
-
-
-def test_a_model_without_a_chat_template_answers(page, client, monkeypatch):
-    def text():
-        return chat(client, QUESTION, max_tokens=40)["choices"][0]["message"]["content"]
-
-    templated = text()
-    tokenizer = client.scheduler.provider.served.tokenizer._tokenizer  # to which the wrapper passes on what is set
-    monkeypatch.setattr(tokenizer, "has_chat_template", False)
-    page.send(QUESTION)
-    assert page.answer()["text"] == text() != templated
-    assert page.text("#problem") == ""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -284,3 +237,103 @@ def test_thresholds_and_rolling_means_are_the_modes_own(client):
     tokens = [token for one in chunks for token in one["gearbx"]["tokens"]]
     assert tokens[0]["mean_entropy"] == tokens[0]["entropy"]
     assert tokens[1]["mean_entropy"] == pytest.approx((tokens[0]["entropy"] + tokens[1]["entropy"]) / 2, abs=1e-4)
+
+
+HOSTILE = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>&lt;b&gt;'
+
+
+def ask_for_a_key(monkeypatch):
+    """The server asks for the key `sesame` from now on."""
+    check = Gatekeeper.check_key
+    monkeypatch.setattr(
+        Gatekeeper, "check_key", lambda _, headers: check(SimpleNamespace(guard=Guard("sesame")), headers)
+    )
+
+
+@pytest.mark.browser
+def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
+    ask_for_a_key(monkeypatch)
+    page.driver.refresh()  # the list of models needs it too
+    for key, why in (("wrong", "asks for a key"), ("sesame", "does not take this key")):
+        page.wait(lambda why=why: why in page.text("#ask-why") and page.find("#ask").is_displayed())
+        page.find("#key").send_keys(key + "\ue007")
+    page.wait(lambda: page.all("#legend .token"))
+    page.send(QUESTION)
+    assert len(page.answer()["points"]) == 40
+    kept = page.run("return [sessionStorage.getItem('gearbx-key'), localStorage.length, document.cookie]")
+    assert kept == ["sesame", 0, ""]
+    page.driver.refresh()
+    page.wait(lambda: page.all("#legend .token"))
+    assert not page.find("#ask").is_displayed()
+
+
+@pytest.mark.browser
+def test_an_error_of_the_server_is_one_line(page):
+    page.run("document.getElementById('message').value = 'word '.repeat(600)")
+    page.send("")
+    page.wait(lambda: page.text("#problem"))
+    assert "tokens, and the model's context 512" in page.text("#problem")
+    assert page.find("#problem").size["height"] == 24
+    page.run("document.getElementById('message').value = ''")
+    page.send("Hi")
+    assert page.text("#problem") == ""
+    page.answer()
+
+
+@pytest.mark.browser
+def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
+    scripted(chunk("Half", ("low", 1.0, 1.0)), ended=False)
+    page.send("Hello")
+    answer = page.answer()
+    assert (answer["text"], len(answer["points"])) == ("Half", 1)
+    assert page.text("#problem") == "The answer broke off: the server ended the connection."
+    assert page.text(".summary").startswith("broken off · 1 token · ")
+
+
+@pytest.mark.browser
+def test_hostile_text_is_text(page, scripted):
+    tokens = (HOSTILE, 1.0, 1.0), ("low", 1.0, 1.0)
+    error = {"error": {"message": HOSTILE}}
+    scripted({"choices": [{"delta": {"reasoning": HOSTILE}}]}, chunk(HOSTILE, *tokens), error)
+    page.send(HOSTILE)
+    assert page.answer()["text"] == HOSTILE
+    assert page.text(".question") == page.text(".thoughts") == page.text("#problem") == HOSTILE
+    assert page.text(".answer") == HOSTILE + HOSTILE
+    assert page.all("img") == []
+    assert page.run("return window.hacked ?? null") is None
+
+
+@pytest.mark.browser
+def test_even_a_script_in_the_page_would_not_run(page):
+    page.run(
+        """const script = document.createElement("script");
+        script.textContent = "window.hacked = 1";
+        document.body.append(script);
+        document.body.insertAdjacentHTML("beforeend", arguments[0]);""",
+        HOSTILE,
+    )
+    time.sleep(0.1)
+    assert page.run("return window.hacked ?? null") is None
+    refused = [entry["message"] for entry in page.driver.get_log("browser")]
+    assert any("Content Security Policy" in message for message in refused)
+
+
+@pytest.mark.browser
+def test_a_server_that_has_gone(driver):
+    router = APIRouter()
+    router.include_router(front)
+
+    @router.get("/v1/models")
+    async def models():  # of a server that has no gears
+        return {"data": [{"id": "other"}]}
+
+    page = Page(driver)
+    with Server("127.0.0.1", 0) as server:
+        server.start(application(router, Guard()))
+        page.open(server.where)
+        page.wait(lambda: page.text("#model") == "other")
+        server.stop()
+    page.send("Hello")
+    page.wait(lambda: page.text("#problem"))
+    assert page.text("#problem") == "The server does not answer. Is it still running?"
+    assert page.find("#message").get_attribute("value") == "Hello"

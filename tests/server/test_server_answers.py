@@ -7,7 +7,7 @@ import math
 
 import pytest
 from conftest import save_model, tiny_model
-from http_server import MESSAGES, TEMPLATE, TOOL, chat, complete, error_of, events, served
+from http_server import MESSAGES, TEMPLATE, TOOL, chat, error_of, events, served
 from scripted_model import save_scripted
 
 from gearbx_mlx.errors import GearbxError
@@ -100,15 +100,6 @@ def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}', ', "arguments": "{}"'])
-def test_a_call_may_have_no_arguments(tmp_path, arguments):
-    with writing(tmp_path, f'{{"name": "add"{arguments}}}') as client:
-        choice = chat(client, **asked())["choices"][0]
-    assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": "{}"}
-
-
-@pytest.mark.slow
 def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(tmp_path):
     one, none = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": math.nan}}
     texts = [json.dumps(calls) for calls in ([one, one | {"id": "call_2"}], [one, none], one)]
@@ -117,23 +108,6 @@ def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(
     assert (text, reason) == (texts[1], "tool_calls")
     assert [call["index"] for call in (first, second, third)] == [0, 1, 2]
     assert second["id"] == "call_2"
-
-
-@pytest.mark.slow
-def test_an_answer_that_may_call_nothing_calls_nothing(tmp_path):
-    call = '{"name": "add", "arguments": {}}'
-    with writing(tmp_path, call) as client:
-        choice = chat(client, **asked(tool_choice="none"))["choices"][0]
-        assert (choice["message"]["content"], choice["finish_reason"]) == (call, "stop")
-        assert in_parts(client, tool_choice="none") == (call, [], "stop")
-        none = {"tools": [{"name": "add", "input_schema": {}}], "tool_choice": {"type": "none"}}
-        message = client.post("/v1/messages", json=asked(**none)).json()
-        assert (message["content"][0]["text"], message["stop_reason"]) == (call, "end_turn")
-        text = complete(client, "Answer:", temperature=0)["choices"][0]
-        assert (text["text"], text["finish_reason"]) == (call, "stop")
-        for choice in ("any", {"type": "function"}, {"type": "function", "function": {"name": ""}}, 5):
-            answer = client.post("/v1/chat/completions", json=asked(tool_choice=choice))
-            assert "tool_choice" in error_of(answer)
 
 
 @pytest.mark.some(2)

@@ -34,11 +34,7 @@ BYTES = [
 SMILE = " Gr\u00fc\u00dfe \U0001f642 !\n  x"
 KINDS = {
     "sentencepiece": (["\u2581Gr", *BYTES], {"type": "Sequence", "decoders": [*LLAMA, STRIP]}, SMILE[1:]),
-    "sentencepiece that keeps the first space": (
-        ["\u2581Gr", *BYTES],
-        {"type": "Sequence", "decoders": LLAMA},
-        SMILE,
-    ),
+    "sentencepiece that keeps the first space": (["\u2581Gr", *BYTES], {"type": "Sequence", "decoders": LLAMA}, SMILE),
     "first spaces": (
         ["\u2581", "\u2581Gr", "\u2581ab", "cd"],
         {"type": "Sequence", "decoders": [*LLAMA, STRIP]},

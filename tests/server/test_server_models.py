@@ -7,10 +7,9 @@ import time
 import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
-from http_server import WORD_PROBLEM, chat, complete, error_of, events, served, text_of
+from http_server import WORD_PROBLEM, complete, error_of, events, served, text_of
 from mlx_lm.utils import quantize_model
 
-from gearbx_mlx import Lossless, convert, generate, load
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.server import parse_span
@@ -44,12 +43,6 @@ def test_a_pair_takes_turns(small):
 
 
 @pytest.mark.slow
-def test_an_infinite_threshold_is_no_line_in_a_trace(small):
-    with served(small_model=small, thresholds="inf", **QUIET) as client:
-        assert events(client, "/v1/completions", prompt="Once")[0]["gearbx"]["thresholds"] == []
-
-
-@pytest.mark.slow
 def test_a_quantized_checkpoint_of_four_bits_drafts_by_lookup(tmp_path):
     model, config = quantize_model(tiny_model(vocab_size=4096), {}, 64, 4)
     save_model(model, tmp_path / "quantized")
@@ -61,28 +54,6 @@ def test_a_quantized_checkpoint_of_four_bits_drafts_by_lookup(tmp_path):
         seen = complete(client)["gearbx"]
         assert seen["mode"] == "lossless"
         assert sum(seen["gear_tokens"].values()) == 24
-
-
-@pytest.mark.slow
-def test_a_geared_checkpoint_of_format_exact_is_lossless_from_the_start(tmp_path):
-    convert(model=None, gears="4,16", format="exact", mlx_path=tmp_path / "exact")
-    model, tokenizer = load(tmp_path / "exact")
-    expected = generate(model, tokenizer, WORD_PROBLEM, max_tokens=24, mode=Lossless())
-    with served(model=str(tmp_path / "exact"), **QUIET) as client:
-        answer = complete(client)
-        assert answer["gearbx"]["mode"] == "lossless"
-        assert answer["gearbx"]["accepted"] > 0
-        assert answer["choices"][0]["text"] == expected
-
-
-@pytest.mark.slow
-def test_a_chat_template_of_the_flags_is_used(small):
-    template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
-    messages = [{"role": "user", "content": WORD_PROBLEM}]
-    with served(gears="16", chat_template=template, **QUIET) as client:
-        text = chat(client, messages=messages)["choices"][0]["message"]["content"]
-        _, tokenizer = load()
-        assert text == text_of(client, tokenizer.encode(f"<{WORD_PROBLEM}>", add_special_tokens=False))
 
 
 @pytest.mark.slow
@@ -116,14 +87,6 @@ def test_other_models_are_loaded_only_where_that_is_allowed(small):
         assert text_of(client, "Once", max_tokens=8) == own
         error_of(client.post("/v1/completions", json={**body, "model": "/nowhere/at/all"}))
         assert text_of(client, "Once", max_tokens=8) == own
-
-
-@pytest.mark.slow
-def test_quantized_caches_and_rotating_ones_are_served():
-    for flags in ({"kv_bits": 8, "quantized_kv_start": 4}, {"max_kv_size": 16}):
-        with served(gears="4,16", **flags, **QUIET) as client:
-            for gearbx in ({"mode": "route"}, {"gear": "high"}):
-                assert complete(client, gearbx=gearbx)["usage"]["completion_tokens"] == 24
 
 
 @pytest.mark.parametrize(
@@ -196,8 +159,3 @@ def test_a_time_to_keep_a_model_is_as_ollama_writes_it():
     for text in ("", "m", "soon", "nan", "5d"):
         with pytest.raises(GearbxError, match="give seconds, 5m or 1h"):
             parse_span(text)
-
-
-def test_a_directory_without_models_is_refused(tmp_path):
-    with pytest.raises(GearbxError, match="no folder in it has"), served(models=str(tmp_path), **QUIET):
-        pass

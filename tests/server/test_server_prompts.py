@@ -93,21 +93,6 @@ def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
     assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == whole
 
 
-def test_what_a_lower_gear_only_used_is_still_the_top_gears():
-    with served(gears="4,8,16", prompt_gear="8", prompt_cache_size=1, log_level="ERROR") as client:
-        unread(client, LOSSLESS)
-        unread(client, LOW)  # its KV cache replaces the first one
-        assert unread(client, LOSSLESS) == 1
-
-
-@pytest.mark.slow
-def test_one_gear_of_prompts_for_all_modes():
-    with served(gears="4,8,16", prompt_gear="high", log_level="ERROR") as client:
-        assert client.get("/v1/models").json()["data"][0]["gearbx"]["mode"] == "lossless"
-        assert unread(client, LOW) > 10
-        assert unread(client, LOSSLESS) == 1
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize(
     "flags",

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from http_server import WORD_PROBLEM, chat, complete, error_of, events, in_the_making, served, text_of
+from http_server import WORD_PROBLEM, complete, error_of, events, in_the_making, served, text_of
 
 WARM = {"temperature": 1.0, "seed": 7}
 MODES = ({"gear": "high"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
@@ -43,11 +43,6 @@ def test_seeded_texts_differ_are_repeatable_and_the_first_is_that_of_one(client,
     assert sum(whole[0]["gearbx"]["gear_tokens"].values()) == whole[0]["usage"]["completion_tokens"]
 
 
-def test_without_a_temperature_the_texts_are_alike(client):
-    one, three = chat(client), chat(client, n=3)
-    assert texts_of(three) == texts_of(one) * 3
-
-
 def test_a_prompt_of_several_texts_counts_once(client):
     one, three = (complete(client, n=n, **WARM)["usage"] for n in (1, 3))
     assert three["prompt_tokens"] == one["prompt_tokens"]
@@ -63,11 +58,6 @@ def test_every_prompt_of_a_list_gets_what_it_gets_alone(client, gearbx):
     assert texts_of(together) == [texts_of(one)[0] for one in alone]
     for count in ("prompt_tokens", "completion_tokens"):
         assert together["usage"][count] == sum(one["usage"][count] for one in alone)
-
-
-def test_prompts_may_be_lists_of_tokens(client):
-    tokens = [[5, 6, 7], [8, 9]]
-    assert texts_of(complete(client, tokens)) == [text_of(client, one) for one in tokens]
 
 
 def test_texts_of_several_prompts_stand_prompt_by_prompt(client):
@@ -96,20 +86,6 @@ def test_a_stream_has_the_same_texts(client, path, body):
     assert [chunks[-1]["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
     reports = [chunk["gearbx"] for chunk in chunks if "gear_tokens" in chunk.get("gearbx", {})]
     assert [sum(report["gear_tokens"].values()) for report in reports] == [chunks[-1]["usage"]["completion_tokens"]]
-
-
-@pytest.mark.slow
-def test_more_texts_than_are_in_the_making_at_once():
-    with served(gears="16", decode_concurrency=2, log_level="ERROR") as client:
-        whole = complete(client, n=5, **WARM)
-        chunks = events(client, "/v1/completions", prompt=WORD_PROBLEM, n=5, **WARM)
-    assert streamed(chunks)[0] == texts_of(whole)
-    assert len(set(texts_of(whole))) == 5
-
-
-def test_a_prompt_that_does_not_fit_refuses_all(client):
-    assert "context" in error_of(client.post("/v1/completions", json={"prompt": ["Once", "king " * 600]}))
-    assert "4096" in error_of(client.post("/v1/completions", json={"prompt": [[5], [100_000]]}))
 
 
 def test_too_many_texts_are_refused(client):

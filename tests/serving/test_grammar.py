@@ -1,4 +1,5 @@
 import json
+import time
 
 import jsonschema
 import mlx.core as mx
@@ -11,9 +12,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from schemas import CHOICE, PERSON, PROMPT, format_of
 from transformers import AutoTokenizer
 
-from gearbx_mlx import Gearbox, Lossless, Pair, stream_generate
+from gearbx_mlx import GearbxError, Lossless, stream_generate
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.grammar import (
+    LARGEST_SCHEMA,
     AnswerForm,
     Constraint,
     JsonObject,
@@ -25,6 +27,8 @@ from gearbx_mlx.serving.grammar import (
     mask_of,
     tokens_of,
 )
+from gearbx_mlx.serving.requests import TextRequest, parse
+from gearbx_mlx.serving.web import Refused
 
 END = 0  # the demo model's end of text
 
@@ -70,23 +74,6 @@ def test_a_lossless_answer_is_the_top_gears(demo, geared_demo, mode, temperature
     check(lossless, PERSON)
     assert sum(r.drafted + r.looked_up for r in lossless) > 0
     assert any(r.source != "model" for r in lossless)
-
-
-def test_two_models_answer_under_a_schema(demo):
-    small = mlx_lm.load(str(DEMO_MODEL))[0]
-    responses, _ = written(demo.model, demo.tokenizer, PERSON, mode=Pair(small, threshold=2.0))
-    check(responses, PERSON)
-    assert {"small", "large"} == {r.gear for r in responses}
-
-
-@pytest.mark.slow
-def test_without_gears_and_with_a_draft_model_of_mlx_lm(demo):
-    model = mlx_lm.load(str(DEMO_MODEL))[0]
-    draft = mlx_lm.load(str(DEMO_MODEL))[0]
-    check(written(model, demo.tokenizer, PERSON, mode="telemetry-only")[0], PERSON)
-    drafts = {"draft_model": draft, "num_draft_tokens": 3}
-    responses, _ = written(model, demo.tokenizer, PERSON, gearbox=Gearbox(model, "4,16"), mode="route", **drafts)
-    check(responses, PERSON)
 
 
 def test_texts_of_a_batch_have_schemas_of_their_own(demo):
@@ -228,16 +215,57 @@ def test_a_model_that_thinks_is_known_by_its_tokenizer(demo, opened):
     assert (tokenizer.think_start_id in left[0]) or opened
 
 
-def test_a_thinking_part_may_end_with_several_tokens():
-    thinking = Thinking((1, 2), (3, 4), opened=False)
-    assert thinking.over(np.array([1, 2, 3, 3])) is None
-    assert thinking.over(np.array([1, 2, 3, 3, 4, 5])) == 5
-    assert thinking.over(np.array([5, 3, 4])) == 0
-
-
 def test_a_text_ends_where_its_grammar_takes_too_long(demo):
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}
     responses, constraint = written(demo.model, demo.tokenizer, schema, mode="telemetry-only")
     assert responses[-1].finish_reason == "stop"
     assert constraint.error.startswith("response_format: the answer cannot be finished (")
     assert "\n" not in constraint.error
+
+
+DEEP = {"type": "integer"}
+for _ in range(70):
+    DEEP = {"type": "array", "items": DEEP}
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"type": "objekt"}, "Invalid type: objekt"),
+        ({"type": "string", "pattern": "(a"}, "unclosed group"),
+        ({"type": "integer", "minimum": 7, "maximum": 3}, "Unsatisfiable"),
+        ({"$ref": "http://example.com/schema"}, "does not fetch"),
+        ({"$ref": "#"}, "no grammar"),
+        ({"not": {"type": "object"}}, "Unimplemented"),
+        (DEEP, "64 levels deep"),
+        ({"enum": ["x" * LARGEST_SCHEMA]}, f"at most {LARGEST_SCHEMA}"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_is_refused_in_one_line(demo, schema, said):
+    start = time.perf_counter()
+    with pytest.raises(GearbxError, match="response_format") as error:
+        constraint_for(demo.tokenizer, format_of(schema))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({}, " is {}: unable to extract tag using discriminator 'type'"),
+        ({"type": 5}, " is {\"type\": 5}: input tag '5' found using 'type' does not match"),
+        ({"type": "yaml"}, "expected tags: 'text', 'json_object', 'json_schema'"),
+        ({"type": "json_schema"}, "response_format.json_schema: field required"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": [1]}},
+            ".json_schema.schema is [1]: input should be a valid",
+        ),
+        ({"type": "json_schema", "json_schema": {"schema": {}, "name": 3}}, ".json_schema.name is 3: input should be"),
+    ],
+)
+def test_a_response_format_that_is_none_is_refused(content, said):
+    with pytest.raises(Refused) as error:
+        parse(TextRequest, {"prompt": "x", "response_format": content})
+    assert error.value.message.startswith("response_format")
+    assert said in error.value.message

@@ -1,4 +1,3 @@
-import threading
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -92,27 +91,3 @@ def test_tokens_per_second_are_those_of_the_last_ten_seconds():
     assert read(metrics)["gearbx_tokens_per_second",] == 10
     clock.now += 100
     assert read(metrics)["gearbx_tokens_per_second",] == 0
-
-
-def test_threads_lose_nothing():
-    metrics = Metrics()
-
-    def work():
-        for _ in range(500):
-            metrics.token(response(), 0.01)
-            metrics.answered("/", 200)
-            metrics.text() if _ % 100 == 0 else None
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = read(metrics)
-    assert found["gearbx_generated_tokens_total", "low"] == found["gearbx_requests_total", "/", "200"] == 2000
-
-
-def test_two_servers_of_one_process_count_apart():
-    one, other = Metrics(), Metrics()
-    one.token(response(), 0.01)
-    assert ("gearbx_generated_tokens_total", "low") not in read(other)

@@ -55,11 +55,7 @@ LATENTS = {
         "dim_model_base": 32,
         "scale_depth": 1.0,
         "scale_emb": 1.0,
-        "rope_scaling": {
-            "original_max_position_embeddings": 256,
-            "short_factor": [1.0] * 8,
-            "long_factor": [1.0] * 8,
-        },
+        "rope_scaling": {"original_max_position_embeddings": 256, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
     },
     "mistral4": DEEPSEEK
     | {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},

@@ -6,13 +6,7 @@ from .parts import COMMON, EXPERTS, FIRST_DENSE, FULL, GATED_DELTA, LATENT, PAIR
 
 LING = PAIRS | EXPERTS | SHARED | FIRST_DENSE | {"layer_group_size": 2, "group_norm_size": 2}
 QWEN = COMMON | GATED_DELTA
-DELTA = {
-    "num_heads": 2,
-    "head_dim": 32,
-    "kda_layers": [1],
-    "full_attn_layers": [2],
-    "short_conv_kernel_size": 3,
-}
+DELTA = {"num_heads": 2, "head_dim": 32, "kda_layers": [1], "full_attn_layers": [2], "short_conv_kernel_size": 3}
 KIMI: dict[str, Any] = (
     COMMON
     | EXPERTS

@@ -32,12 +32,7 @@ WINDOWS = {
     "cohere2": COMMON | {"sliding_window": WINDOW, "sliding_window_pattern": 2},
     "exaone4": COMMON | {"sliding_window": WINDOW, "sliding_window_pattern": "LG"},
     "exaone_moe": COMMON | EXPERTS | SHARED | WINDOWED | {"is_moe_layer": [False, True]},
-    "gear": COMMON
-    | {
-        "num_hidden_layers": 3,
-        "layer_types": [SLIDING, "conv_mixer", FULL],
-        "sliding_window": WINDOW,
-    },
+    "gear": COMMON | {"num_hidden_layers": 3, "layer_types": [SLIDING, "conv_mixer", FULL], "sliding_window": WINDOW},
     "gemma3_text": GEMMA3,
     "gemma4_text": GEMMA4,
     "gpt_oss": COMMON | EXPERTS | WINDOWED,

@@ -121,11 +121,7 @@ def run_launch(made: Launch, order: int = 0, schedule: int = 0, change: Callable
 
 
 def run_prepared(
-    made: Prepared,
-    inputs: Sequence[Any],
-    order: int = 0,
-    schedule: int = 0,
-    change: Callable[[str], str] | None = None,
+    made: Prepared, inputs: Sequence[Any], order: int = 0, schedule: int = 0, change: Callable[[str], str] | None = None
 ) -> Report:
     """The result of a prepared launch on a CPU with these inputs."""
     kernel, names = build(made.spec), made.spec.input_names

@@ -1,14 +1,12 @@
 """benchmark metal: without Metal it says so; with launches on the CPU it checks, times and writes everything."""
 
-import dataclasses
 import json
 
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx.benchmark import MOST_VECTORS, kernels, measuring, metal_checks
+from gearbx_mlx.benchmark import kernels, measuring, metal_checks
 from gearbx_mlx.benchmark import metal as subject
-from gearbx_mlx.benchmark.kernels import cases_of_stack, product_paths
 from gearbx_mlx.kernels import metal, tuner
 from gearbx_mlx.kernels.metal import Prepared, available
 
@@ -98,10 +96,6 @@ def test_flags_that_make_no_sense_are_refused(bench, flags, said):
     assert said in result.err
 
 
-def test_as_many_vectors_as_a_kernel_takes():
-    assert MOST_VECTORS == metal.MAX_VECTORS
-
-
 @pytest.mark.slow
 @pytest.mark.clang
 def test_checks_every_kernel(short, launches):
@@ -182,56 +176,6 @@ def test_a_wrong_kernel_is_named(short, monkeypatch):
 
 
 @pytest.mark.clang
-def test_an_error_ends_the_checks_of_one_kernel(short, monkeypatch):
-    """A kernel whose checks were interrupted has no row; a kernel that refuses its arrays is wrong."""
-    right = Prepared.__call__
-
-    def pack(weight: mx.array) -> list:
-        raise ValueError("no room for that")
-
-    def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        if self.spec.layout.name == "rowwise_8":
-            raise ValueError("bad strides")
-        return right(self, *inputs)
-
-    def every(group_size: int, every=subject.all_kernels) -> list:
-        return [
-            dataclasses.replace(kernel, pack=pack) if kernel.name == "rowwise 6" else kernel
-            for kernel in every(group_size)
-        ]
-
-    monkeypatch.setattr(Prepared, "__call__", run)
-    monkeypatch.setattr(subject, "all_kernels", every)
-    only(monkeypatch, "rowwise 8", "rowwise 6", "rowwise 4")
-    result = short("--check-only", *SHORT)
-    assert result.status == 1
-    report = written()
-    assert report["failed"] == ["rowwise 6: no room for that"]
-    assert {row["what"]: bool(row["wrong"]) for row in report["checks"]} == {"rowwise 8": True, "rowwise 4": False}
-    assert "wrong: rowwise 8, 37x640, 2 vectors, float32, metal registers: bad strides" in result.out
-
-
-@pytest.mark.clang
-def test_kernels_that_fail_at_a_large_size_leave_the_others_timed(short, monkeypatch):
-    right = Prepared.__call__
-
-    def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        if self.shape[-1] == 64:
-            raise RuntimeError("out of memory")
-        return right(self, *inputs)
-
-    monkeypatch.setattr(Prepared, "__call__", run)
-    only(monkeypatch, "rowwise 8")
-    only_timed(monkeypatch)
-    result = short(*SHORT, "--shapes", "64x128,32x128")
-    assert result.status == 1
-    report = written()
-    assert report["failed"] == ["64x128, 2 vectors: out of memory"]
-    assert "failed: 64x128, 2 vectors: out of memory" in result.out
-    assert {row["rows"] for row in report["kernels"]} == {32}
-
-
-@pytest.mark.clang
 def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
     only(monkeypatch, "rowwise 8")
     only_timed(monkeypatch)
@@ -250,40 +194,3 @@ def test_an_interrupted_run_keeps_what_is_done(short, monkeypatch):
     assert [row["what"] for row in report["checks"]] == ["rowwise 8"]
     assert {row["rows"] for row in report["kernels"]} == {32}
     assert "| rowwise" in result.out
-
-
-@pytest.mark.slow
-def test_gears_and_modes_of_a_model(bench, monkeypatch):
-    """On MLX's kernels: test_gears.py checks whole models on those of Metal."""
-    monkeypatch.setattr(metal, "available", lambda: True)
-    monkeypatch.setattr(measuring, "ON_METAL", ())
-    monkeypatch.setattr(measuring, "READ", 2**14)
-    for name in ("add_checks", "add_times"):
-        monkeypatch.setattr(subject, name, lambda *arguments: None)
-    result = bench("--gears", "4,16", "--tokens", "3", "--trials", "1", "--json", "all.json")
-    assert result.status == 0, result.err
-    with open("all.json", encoding="utf-8") as file:
-        report = json.load(file)
-    assert [(row["bits"], row["path"]) for row in report["gears"]] == [(4, "mlx"), (16, "mlx")]
-    assert all(row["shift_seconds"] > 0 and row["peak_memory_bytes"] > 0 for row in report["gears"])
-    modes = {row["mode"]: row for row in report["modes"]}
-    assert list(modes) == ["top gear", "route", "lossless"]
-    assert (modes["top gear"]["ratio"], modes["top gear"]["tokens"]) == (1, 9)
-    assert modes["lossless"]["identical"] == 1
-    assert all(row["peak_memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in modes.values())
-    assert report["model"] == "demo"
-    assert "| lossless | mlx" in result.out
-
-
-@pytest.mark.clang
-def test_paths_of_benchmark_kernels_on_a_mac(launches):
-    """Each variant has its own path, launches what its name says, and computes the same."""
-    weight, x = mx.random.normal((16, 64), key=mx.random.key(0)), mx.ones((1, 64))
-    paths = product_paths(64, 1, mx.float32, ours_alone=False)
-    assert paths == ["metal", *VARIANTS, "mlx"]
-    assert product_paths(64, 17, mx.float32, ours_alone=False) == ["mlx"]
-    results = {case.row["path"]: case.make(x) for case in cases_of_stack(weight, (4,), 1, paths)}
-    assert list(results) == [*VARIANTS, "mlx"]
-    assert [launch.spec.variant.name for launch in launches] == list(metal.VARIANTS)
-    for result in results.values():
-        assert mx.allclose(result[0], results["mlx"][0], atol=1e-4).item()

@@ -45,26 +45,6 @@ def test_all_patterns_of_bf16_come_back(order):
     assert access_fault(p, report) == ""
 
 
-@pytest.mark.some(1)
-def test_what_trained_weights_look_like_comes_back():
-    """In groups that all have a scale; few groups of random patterns have one."""
-    rng = np.random.default_rng(2)
-    for group, values in itertools.product(
-        (32, 64, 128), (rng.standard_normal((7, 1152)), rng.standard_t(5, (7, 1152)))
-    ):
-        p = of_bits(rounded(values * 0.02), group)
-        assert (p.packed.scales & 0x7FFF != 0).all()
-        report = run_launch(p.decoder())
-        assert report.error == ""
-        assert (report.out[0] == p.bits).all()
-        assert access_fault(p, report) == ""
-
-
-def test_zeros_of_both_signs_come_back():
-    bits = np.where(np.arange(3 * 64).reshape(3, 64) % 3 == 0, 0x8000, 0).astype(np.uint16)
-    assert (decoded(of_bits(bits, 64)) == bits).all()
-
-
 def cases():
     """Every type, while shapes, groups, numbers of vectors and biases take turns."""
     shapes = itertools.cycle([(13, 128), (1, 32), (8, 512), (21, 544), (5, 1056), (9, 64)])
@@ -112,11 +92,6 @@ def test_some_rows_are_decoded():
         assert (decoded(p, mx.array(chosen)) == p.bits[chosen]).all()
 
 
-def test_a_number_beyond_the_rows_is_the_last_one():
-    p = product(ExactCase(13, 576))
-    assert (decoded(p, mx.array([13, 2**32 - 1], mx.uint32)) == p.bits[[12, 12]]).all()
-
-
 def test_rows_of_a_table_are_a_launch(launches):
     model, chosen = tiny_model(tie_word_embeddings=True, dtype=mx.bfloat16), mx.array([[3, 1, 5]])
     expected = model.model.embed_tokens(chosen)
@@ -143,17 +118,6 @@ def test_tiles_are_the_product(launches):
         unit = {mx.float32: 0.0, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}[dtype]
         off = np.abs(np.array(y.astype(mx.float32)) - wanted)
         assert (off <= 576 * 2.0**-24 * terms + unit * np.abs(wanted)).all()
-
-
-def test_a_row_longer_than_a_tile_is_a_tile(launches):
-    p = product(ExactCase(3, 128, vectors=17))
-    assert exact_matmul_tiles(p.x, p.packed.matrix, tile=1).shape == (17, 3)
-    assert [launch.shape for launch in launches] == [(1, 128)] * 3
-
-
-def test_no_vectors_have_a_product_of_none(launches):
-    p = product(ExactCase(3, 128))
-    assert exact_matmul_tiles(mx.zeros((0, 128)), p.packed.matrix).shape == (0, 3)
 
 
 def test_experts_are_rows_after_rows(launches):

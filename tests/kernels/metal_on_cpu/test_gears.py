@@ -10,8 +10,12 @@ from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.kernels import dispatch, metal
+from gearbx_mlx.kernels.dispatch import NATIVE
+from gearbx_mlx.kernels.metal import Prepared
 
+from .cases import run_prepared
 from .checks import exact
+from .test_mutations import changer
 
 GEARS = {"planes": "4,8,16", "affine": "3,6,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 GEARS |= {"codebook": "3,5,16", "codebook-library": "2,4,16"}
@@ -110,3 +114,97 @@ def test_what_goes_to_metal(monkeypatch):
     assert not dispatch.is_metal(mx.zeros((17, 64)))
     assert not dispatch.is_metal(mx.zeros((0, 64)))
     assert not dispatch.is_metal(x.astype(mx.int32))
+
+
+LONG_PROMPT = mx.array([list(range(1, 25))])
+
+
+def model():
+    made = tiny_model("qwen2")
+    made.set_dtype(mx.bfloat16)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.clang
+def test_the_top_gear_is_the_dense_model_on_kernels_of_its_own(launches):
+    native = Gearbox(model(), "4,16", format="exact", kernels="native")
+    for tokens in (LONG_PROMPT[:, :1], LONG_PROMPT[:, :16], LONG_PROMPT):
+        launches.clear()
+        y, wanted = exact(native.model(tokens)), exact(model()(tokens))
+        assert any(launch.spec.text == "exact" for launch in launches)
+        np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())  # both round activations to bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.clang
+def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches, monkeypatch):
+    broken = changer("WINDOW = 144", "WINDOW = 16")
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
+        multiplies = self.spec.text == "exact" and self.spec.vectors  # the encoder needs the kernel that decodes
+        report = run_prepared(self, inputs, change=broken if multiplies else None)
+        return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
+
+    monkeypatch.setattr(Prepared, "__call__", run)
+    made = Gearbox(model(), "4,16", format="exact", kernels="auto")
+    y, wanted = exact(made.model(LONG_PROMPT[:, :1])), exact(model()(LONG_PROMPT[:, :1]))
+    np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())
+    wrong = made.kernel_choices.tuner.wrong
+    assert len(wrong) > 3  # shapes of layers
+    assert all("exact" in product and found[NATIVE] > 0.01 for product, found in wrong.items())
+
+
+STOCK = {"rope": "RoPE", "attention": "Attention", "norm": "RMSNorm", "mlp": "MLP", "block": "TransformerBlock"}
+
+
+@pytest.fixture
+def on_metal(monkeypatch):
+    monkeypatch.setattr(metal, "available", lambda: True)
+
+
+def classes(model) -> dict[str, str]:
+    """What rotates, attends, normalizes and gates in the first block, and the block itself, as class names."""
+    block = model.layers[0]
+    parts = block.self_attn.rope, block.self_attn, block.input_layernorm, block.mlp, block
+    return dict(zip(STOCK, (type(part).__name__ for part in parts)))
+
+
+def bfloat16_model():
+    made = tiny_model()
+    made.set_dtype(mx.bfloat16)
+    return made
+
+
+@pytest.mark.clang
+@pytest.mark.slow
+def test_auto_replaces_products_alone_on_metal(launches):  # which makes the gears in format exact
+    gearbox = Gearbox(bfloat16_model(), "4,16", format="exact", kernels="auto")
+    assert gearbox.kernels.native
+    assert classes(gearbox.model) == STOCK
+
+
+def test_native_replaces_what_would_depend_on_other_rows_on_metal(on_metal):
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="native")
+    assert classes(gearbox.model) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}
+
+
+def test_everything_is_replaced_on_a_cpu(native):
+    gearbox = Gearbox(tiny_model(), "4,16", kernels="native")
+    assert classes(gearbox.model) == {part: f"Native{name}" for part, name in STOCK.items()}
+
+
+def test_a_second_gearbox_gives_back_what_it_does_not_replace(on_metal):
+    model = tiny_model()
+    Gearbox(model, "16", kernels="native")
+    assert classes(model)["rope"] == "NativeRoPE"
+    Gearbox(model, "16", kernels="mlx")
+    assert classes(model) == STOCK
+
+
+def test_a_model_from_the_cpu_gives_its_norms_back_on_metal(native, monkeypatch):
+    model = tiny_model()
+    Gearbox(model, "16", kernels="native")
+    monkeypatch.setattr(metal, "available", lambda: True)
+    Gearbox(model, "16", kernels="native")
+    assert classes(model) == STOCK | {"rope": "NativeRoPE", "attention": "NativeAttention"}

@@ -9,8 +9,17 @@ import numpy as np
 import pytest
 from conftest import PATHS
 
+from gearbx_mlx.kernels.metal import Launch, build
+from gearbx_mlx.kernels.metal_attention import parts_launch
+from gearbx_mlx.kernels.metal_products import dense_launch
+
+from .cases import Case, launch, problem
+from .compiler import DoesNotCompile, unroll
 from .conftest import NOT_CHECKED
+from .exact_cases import ExactCase, product
 from .launch import Report, run_call
+from .test_mutations import changer
+from .text import generated_text
 
 KERNELS, ROOT = Path(__file__).parents[1], Path(__file__).parents[3]
 
@@ -75,23 +84,12 @@ class TestWhatItComputes:
         ):
             assert (run(GRID + f"out[i] = {value};", ramp()).out[0] == wanted).all(), value
 
-    def test_orders_of_reduction_differ_in_last_bits(self):
-        x = mx.array((np.linspace(0.1, 7, 64) ** 3).astype(np.float32))
-        sums = {float(run(GRID + "out[i] = simd_sum(x[i]);", x, order=order).out[0][0]) for order in range(3)}
-        assert len(sums) > 1
-        assert max(sums) - min(sums) < 1e-5 * max(sums)
-
     @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
     def test_each_operation_in_half_precision_is_rounded(self, dtype):
         x = mx.random.normal((64,)).astype(dtype)
         report = run(GRID + "auto a = x[i]; out[i] = a * a + a / decltype(a)(7.0f);", x)
         wanted = x * x + x / mx.array(7.0, dtype)
         assert (report.out[0] == np.array(wanted.astype(mx.float32))).all()
-
-    def test_the_last_threadgroup_may_be_partial(self):
-        report = run(GRID + "out[i] = x[i];", mx.arange(96).astype(mx.float32), threads=96, group=64)
-        assert report.error == ""
-        assert (report.out[0] == np.arange(96)).all()
 
     @pytest.mark.parametrize("schedule", range(4))
     def test_barrier_orders_threadgroup_memory(self, schedule):
@@ -153,3 +151,43 @@ def test_without_clang_it_is_said_that_metal_was_not_checked():
     assert done.returncode == 0, done.stdout + done.stderr
     assert NOT_CHECKED in done.stdout
     assert "passed" not in done.stdout
+
+
+def packed(case: Case) -> Launch:
+    return launch(case, problem(case))
+
+
+QUERIES, KEYS = mx.zeros((1, 4, 3, 40), mx.float16), mx.zeros((1, 2, 9, 40), mx.float16)
+LAUNCHES = {
+    "one plane": lambda: packed(Case((4,), 8, 64, vectors=2, bias=True)),
+    "codes across words": lambda: packed(Case((3,), 8, 64, vectors=2, variant="threadgroup")),
+    "planes": lambda: packed(Case((4, 1, 1, 2), 8, 64, vectors=16, variant="device")),
+    "ragged rows": lambda: packed(Case(6, 8, 21, vectors=2, format="rowwise")),
+    "codebooks": lambda: packed(Case(5, 8, 21, vectors=2, format="codebook")),
+    "a library": lambda: packed(Case(3, 8, 64, vectors=2, format="codebook-library")),
+    "exact": lambda: product(ExactCase(8, 64, vectors=3)).launch(),
+    "exact, decoded": lambda: product(ExactCase(8, 64)).decoder(),
+    "dense": lambda: dense_launch(mx.zeros((3, 21), mx.float16), mx.zeros((8, 21), mx.float16)),
+    "attention": lambda: parts_launch(QUERIES, KEYS, KEYS, 1.0, "causal"),
+}
+
+
+def text_of(made: Launch) -> str:
+    prepared = made.prepared
+    return generated_text(build(prepared.spec), prepared.completed(made.inputs), prepared.options)
+
+
+@pytest.mark.clang
+@pytest.mark.some(4)
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_loops_can_be_unrolled(name):
+    text = text_of(LAUNCHES[name]())
+    assert text.count("UNROLL for") > 3
+    unroll(text)
+
+
+@pytest.mark.clang
+def test_a_loop_that_cannot_be_unrolled_is_noticed():
+    text = changer("place < per_word; place++", "place < int(masked[0]); place++")(text_of(LAUNCHES["one plane"]()))
+    with pytest.raises(DoesNotCompile, match="unroll"):
+        unroll(text)

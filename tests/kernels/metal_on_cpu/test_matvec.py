@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from gearbx_mlx.kernels.bit_planes import Planes, planes_matmul
-from gearbx_mlx.kernels.metal import VARIANTS, choose_variant, fits_threadgroup
+from gearbx_mlx.kernels.metal import VARIANTS
 
-from .cases import Case, launch, problem, run
+from .cases import Case, problem, run
 from .checks import exact, expected, fault
 
 pytestmark = pytest.mark.clang
@@ -67,15 +67,6 @@ def test_any_row_count(format, variant):
         assert fault(case, p, run(case, p)) == "", rows
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("columns", [32, 64, 480, 512, 544, 1024, 2080, 6144])
-def test_any_width_of_whole_groups(columns):
-    for variant in VARIANTS:
-        case = Case((4, 4), 3, columns, 32, variant=variant)
-        p = problem(case, seed=columns)
-        assert fault(case, p, run(case, p)) == ""
-
-
 @pytest.mark.some(1)
 @pytest.mark.parametrize(("format", "bits"), WITHOUT_GROUPS)
 @pytest.mark.parametrize("variant", ["registers", "device"])
@@ -92,17 +83,6 @@ def test_any_width_at_all(format, bits, variant):
 def test_any_width_staged(format, bits):
     for columns, vectors in ((1, 1), (17, 2), (21, 1), (37, 3), (531, 1), (6143, 1)):
         case = Case(bits, 3, columns, vectors=vectors, variant="threadgroup", format=format)
-        p = problem(case, seed=columns)
-        assert fault(case, p, run(case, p)) == "", columns
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("format", "bits"), TABLES)
-def test_any_shape_of_tables(format, bits):
-    """Every remainder of a step and of the rows of a threadgroup; outliers in many columns, or none."""
-    for columns in (*range(1, 18), 129, 257, 513):
-        rows, variant = 1 + columns % 17, VARIANTS[columns % len(VARIANTS)]
-        case = Case(bits, rows, columns, vectors=1 + columns // 4 % 2, variant=variant, format=format)
         p = problem(case, seed=columns)
         assert fault(case, p, run(case, p)) == "", columns
 
@@ -133,16 +113,6 @@ def test_variants_differ_in_where_activations_are_read():
     assert memory == 0
 
 
-def test_staged_activations_fill_what_they_may():
-    for dtype, columns, vectors in ((mx.float32, 6144, 1), (mx.float16, 1536, 8)):
-        assert fits_threadgroup(columns, vectors, dtype)
-        case = Case((4,), 2, columns, vectors=vectors, dtype=dtype, variant="threadgroup")
-        p = problem(case)
-        report = run(case, p)
-        assert fault(case, p, report) == ""
-        assert report.threadgroup_bytes == 24 * 1024
-
-
 @pytest.mark.parametrize("case", [Case((4,), 9, 64, vectors=3), Case(6, 9, 61, vectors=3, format="rowwise")], ids=str)
 def test_strided_activations_are_read_right(case):
     p = problem(case)
@@ -171,10 +141,3 @@ def test_the_vector_after_a_ragged_one_does_not_reach_it():
         y = run(case, p).out[0]
         assert np.isfinite(y[0]).all()
         assert np.isnan(y[1]).all()
-
-
-def test_launch_of_the_chosen_variant_is_the_default():
-    case = Case((4,), 4, 64)
-    p = problem(case)
-    made = launch(case, p)
-    assert made.spec.variant == choose_variant(4, 64, 1, mx.float16)

@@ -14,9 +14,9 @@ from .cases import run_launch
 from .checks import attended, exact
 from .compiler import unroll
 from .launch import Report
+from .test_harness import text_of
 from .test_mutations import changer
 from .test_rows import DTYPES, ORDERS, ran, random, same_bits
-from .test_unrolling import text_of
 
 SCALE = 0.3
 WIDTHS = (4, 4)

@@ -1,15 +1,22 @@
-"""The task math: answers in boxes, problems from files, and both studies that run it."""
+"""The study final-answers: answers in boxes, numbers and problems from files, and the study itself."""
 
 import json
 from pathlib import Path
 
 import pytest
-from conftest import save_model, tiny_model
 
 from gearbx_mlx.errors import GearbxError
-from research.evaluation.answers import box_finished, boxed_answer, by_group, normalised, read_problems
+from research.evaluation.answers import (
+    Attempt,
+    box_finished,
+    boxed_answer,
+    final_number,
+    normalised,
+    number_finished,
+    read_problems,
+    score,
+)
 from research.final_answers import final_answers
-from research.pair import pair_sweep
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
 GOOD = {"problem": "1 + 1?", "solution": r"$\boxed{2}$"}
@@ -99,13 +106,6 @@ class TestReading:
             file.write_text(json.dumps(GOOD | {"problem": name}, indent=2))
         assert [row["question"] for row in read_problems(tmp_path)] == ["algebra/2", "algebra/10", "geometry/1"]
 
-    def test_math_500s_fields(self, tmp_path):
-        file = tmp_path / "math500.jsonl"
-        file.write_text(json.dumps(GOOD | {"level": 4, "subject": "Algebra", "unique_id": "a/1"}) + "\n")
-        assert read_problems(file) == [
-            {"question": "1 + 1?", "answer": r"$\boxed{2}$", "level": "Level 4", "type": "Algebra"}
-        ]
-
     @pytest.mark.parametrize(
         ("line", "words"),
         [
@@ -125,19 +125,6 @@ class TestReading:
         assert str(error.value).startswith(f"{file}, line 2: ")
         assert words in str(error.value)
 
-    def test_nothing_to_solve_is_an_error(self, tmp_path):
-        with pytest.raises(GearbxError, match=r"has no \.json file"):
-            read_problems(tmp_path)
-        (tmp_path / "empty.jsonl").write_text("\n")
-        with pytest.raises(GearbxError, match="is empty"):
-            read_problems(tmp_path / "empty.jsonl")
-
-
-def test_right_answers_by_level():
-    problems = [{"level": "Level 2"}, {"level": "Level 1"}, {"level": "Level 2"}, {"level": ""}]
-    attempts = [{"right": right} for right in (True, False, False, True)]
-    assert by_group(problems, attempts, "level") == {"Level 1": [0, 1], "Level 2": [1, 2]}
-
 
 class TestStudies:
     HOW = {"task": "math", "num_shots": 1, "num_problems": 2, "max_tokens": 12}
@@ -150,14 +137,49 @@ class TestStudies:
         assert rows[0]["by_type"] == {"Algebra": [0, 1], "Geometry": [0, 1]}
         assert "| policy | Algebra | Geometry |" in found.tables["by_type"]
 
-    @pytest.mark.slow
-    def test_two_models(self, tmp_path):
-        save_model(tiny_model(seed=1, vocab_size=4096), tmp_path / "small")
-        found = pair_sweep(str(tmp_path / "small"), SAMPLE, tmp_path / "out", thresholds="5", **self.HOW)
-        rows = found.data["policies"]
-        assert [row["name"] for row in rows] == ["pair-0", "pair-5", "random-5"]
-        assert all(row["by_level"] == {"Level 2": [0, 2]} for row in rows)
 
-    def test_nothing_left_but_examples(self, tmp_path):
-        with pytest.raises(GearbxError, match="all of them examples; give fewer --num-shots"):
-            final_answers(SAMPLE, tmp_path / "out", task="math", num_shots=40)
+HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
+
+
+class TestFinalNumbers:
+    @pytest.mark.parametrize(
+        ("written", "number"),
+        [
+            ("so 6.\n#### 6", 6),
+            ("#### $1,200 dollars", 1200),
+            ("#### -3.50", -3.5),
+            ("#### 7\n\nQuestion: next\n#### 8", 7),
+            ("\nQuestion: next\nAnswer: #### 8", None),
+            ("the answer is 6", None),
+        ],
+    )
+    def test_found(self, written, number):
+        assert final_number(written) == number
+
+    def test_writing_ends_with_the_line_of_the_number(self):
+        assert not number_finished("#### 12")  # it may be the beginning of 120
+        assert number_finished("#### 12\n")
+        assert number_finished("\nQuestion:")
+
+    def test_scores_are_compared_on_the_same_problems(self):
+        def attempts(*right: int) -> list[Attempt]:
+            return [Attempt(str(i), bool(r), 10, 50) for i, r in enumerate(right)]
+
+        rows = score({"top": attempts(1, 1, 1, 0), "low": attempts(0, 0, 1, 0)}, "top")
+        assert [row["accuracy"] for row in rows] == [0.75, 0.25]
+        assert rows[1]["against_reference"]["difference"] == -0.5
+        assert rows[1]["against_reference"]["only_first"] == 2
+        assert rows[1]["against_reference"]["p_value"] == 0.5
+        assert rows[0]["weight_bytes_per_token"] == 5
+
+    @pytest.mark.slow
+    def test_the_demo_model_writes_answers(self, tmp_path):
+        out = tmp_path / "out"
+        final_answers(HELD_OUT, out, gears="4,16", num_problems=1, max_tokens=160)
+        rows = json.loads((out / "evaluation.json").read_text())["policies"]
+        assert [row["policy"] for row in rows] == ["static-16", "static-4", "route", "kickdown", "lossless"]
+        top, low, _, _, lossless = rows
+        assert top["answered"] > 0
+        assert top["same_answer_as_reference"] == lossless["same_answer_as_reference"] == 1
+        assert lossless["tokens"] == top["tokens"]
+        assert low["weight_bytes_per_token"] < lossless["weight_bytes_per_token"] < top["weight_bytes_per_token"]

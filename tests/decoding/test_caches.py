@@ -4,9 +4,13 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
 
-from gearbx_mlx import Gearbox, GearbxError, stream_generate
+from gearbx_mlx import GearbxError, stream_generate
+from gearbx_mlx.decoding.caches import KeptCache, length, shared
+from gearbx_mlx.decoding.pair import PairedModel
 from gearbx_mlx.loading import DEMO_MODEL
 
 BEGUN = [5, 9, 2, 7, 11, 6, 3]
@@ -79,8 +83,8 @@ def test_a_prompt_cache_that_does_not_suit_the_model_is_refused(command, demo, t
 def test_a_truncated_prompt_cache_is_refused(command, demo, tmp_path):
     file = saved(read_by(demo.model), tmp_path)
     whole = file.read_bytes()
-    for length in (len(whole) - 1000, len(whole) // 2, 100, 0):
-        file.write_bytes(whole[:length])
+    for size in (len(whole) - 1000, len(whole) // 2, 100, 0):
+        file.write_bytes(whole[:size])
         result = command("generate", "--prompt-cache-file", file, "-m", 5)
         assert (result.status, result.out) == (2, "")
         assert f"{file}: not a prompt cache" in result.err
@@ -145,17 +149,6 @@ def test_a_cache_that_cannot_be_quantized_is_refused_before_the_text(demo, archi
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, kv_bits=4, **{"kv_group_size": 32} | keywords)
 
 
-def test_caches_of_states_and_entries_are_quantized_as_in_mlx_lm(demo):
-    model, keywords = tiny_model("lfm2"), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
-    cache = make_prompt_cache(model)
-    expected = mlx_lm.generate(model, demo.tokenizer, BEGUN, max_tokens=12, **keywords)
-    responses = stream_generate(
-        model, demo.tokenizer, BEGUN, 12, gearbox=Gearbox(model, "16"), prompt_cache=cache, **keywords
-    )
-    assert "".join(response.text for response in responses) == expected
-    assert [type(part) for part in cache][1] is QuantizedKVCache
-
-
 @pytest.mark.parametrize(
     ("target", "draft", "complaint"),
     [
@@ -170,24 +163,128 @@ def test_drafts_that_cannot_be_taken_back_are_refused_before_the_text(demo, targ
         next(stream_generate(model, demo.tokenizer, BEGUN, 60, mode="static", draft_model=draft_model))
 
 
-def test_drafts_within_a_sliding_window_leave_the_text_as_it_is(demo):
-    model, draft_model = tiny_model("gemma3_text"), tiny_model("llama")
-    gearbox = Gearbox(model, "16")
-    drafted = stream_generate(model, demo.tokenizer, BEGUN, 40, gearbox=gearbox, draft_model=draft_model)
-    alone = stream_generate(model, demo.tokenizer, BEGUN, 40, gearbox=gearbox)
-    assert [r.token for r in drafted] == [r.token for r in alone]
+TOKENS = st.lists(st.integers(1, 3), max_size=6)
+FIRST = [5, 9, 2, 7, 11, 6, 3]
+WINDOW = len(FIRST)
 
 
-def test_a_mixture_in_half_precision_drafts(command, tmp_path):
-    save_model(tiny_model("qwen3_moe", dtype=mx.bfloat16, vocab_size=4096), tmp_path / "mixture")
-    done = command("generate", "--draft-model", tmp_path / "mixture", "-m", 4, "--gears", "4,16")
-    assert done.status == 0, done.err
+def kept(model, max_kv_size=None) -> KeptCache:
+    return KeptCache(lambda: make_prompt_cache(model, max_kv_size))
 
 
-@pytest.mark.slow
-def test_a_draft_model_drafts_after_a_prompt_cache(command, demo, tmp_path):
-    file = saved(read_by(demo.model), tmp_path)
-    arguments = "--prompt-cache-file", file, "--mode", "static", "-p", "one two", "-m", 20
-    alone = command("generate", *arguments)
-    drafted = command("generate", *arguments, "--draft-model", DEMO_MODEL)
-    assert (drafted.status, drafted.out) == (0, alone.out)
+def read(model, cache: KeptCache, tokens: list[int], surplus: list[int] | None = None) -> mx.array:
+    """The logits after a conversation, whose unread part the model reads; then it runs ahead."""
+    unread = cache.unread(tokens)
+    logits = model(mx.array([unread]), cache=cache.entries)[0, -1]
+    for token in surplus or []:
+        model(mx.array([[token]]), cache=cache.entries)
+    cache.note(unread, whole=not surplus)
+    return logits
+
+
+def again(model, tokens: list[int], max_kv_size=None) -> mx.array:
+    return model(mx.array([tokens]), cache=make_prompt_cache(model, max_kv_size))[0, -1]
+
+
+def assert_close(a: mx.array, b: mx.array) -> None:
+    assert mx.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@given(TOKENS, TOKENS)
+def test_what_two_sequences_share_is_their_longest_common_beginning(a, b):
+    count = shared(a, b)
+    assert a[:count] == b[:count]
+    assert a[count : count + 1] != b[count : count + 1] or count == len(a) == len(b)
+
+
+CONTINUED = [*FIRST, 4, 8]
+CHANGED = [*FIRST[:3], 1, 1, 4, 8]
+SHORTER = FIRST[:4]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "next_turn", "unread"),
+    [
+        ("llama", CONTINUED, [4, 8]),
+        ("llama", CHANGED, [1, 1, 4, 8]),
+        ("llama", SHORTER, SHORTER[-1:]),
+        ("llama", FIRST, FIRST[-1:]),
+        ("gemma3_text", CHANGED, [1, 1, 4, 8]),
+        ("mamba", CONTINUED, [4, 8]),
+        ("mamba", CHANGED, CHANGED),  # a state cannot be cut
+        ("lfm2", CONTINUED, [4, 8]),
+        ("lfm2", CHANGED, CHANGED),
+    ],
+)
+def test_only_what_is_new_is_read_and_the_logits_are_those_of_reading_everything(architecture, next_turn, unread):
+    model = tiny_model(architecture)
+    cache = kept(model)
+    read(model, cache, FIRST)
+    assert cache.unread(next_turn) == unread
+    assert_close(read(model, cache, next_turn), again(model, next_turn))
+    assert cache.tokens == next_turn
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba", "lfm2"])
+def test_a_token_that_was_read_ahead_and_not_shown_is_forgotten(architecture):
+    model = tiny_model(architecture)
+    cache = kept(model)
+    read(model, cache, FIRST, surplus=[12])
+    assert_close(read(model, cache, CONTINUED), again(model, CONTINUED))
+
+
+def test_caches_that_were_cut_too_short_are_read_again():
+    model = tiny_model()
+    cache = kept(model)
+    read(model, cache, FIRST)
+    cache.entries[0].trim(3)  # an interrupt came in the middle of cutting
+    assert cache.unread(CONTINUED) == CONTINUED
+
+
+def test_a_window_that_slid_goes_on_and_cannot_be_cut():
+    model = tiny_model("qwen2")  # whose class leaves the window to mlx-lm
+    cache = kept(model, WINDOW)
+    read(model, cache, FIRST)
+    assert cache.unread(CONTINUED) == [4, 8]
+    read(model, cache, CONTINUED)
+    assert cache.unread(CHANGED) == CHANGED
+
+
+def test_a_prompt_that_was_stopped_goes_on_where_it_was():
+    model = tiny_model()
+    cache = kept(model)
+    model(mx.array([cache.unread(FIRST)[:4]]), cache=cache.entries)
+    cache.note(FIRST, whole=False)
+    assert cache.unread(FIRST) == FIRST[4:]
+    assert_close(read(model, cache, FIRST), again(model, FIRST))
+
+
+def test_a_draft_model_that_is_behind_shortens_what_is_known():
+    model, draft = tiny_model(), tiny_model(seed=1)
+    cache = KeptCache(lambda: [*make_prompt_cache(model), *make_prompt_cache(draft)])
+    unread = cache.unread(FIRST)
+    own, drafts = cache.entries[: len(model.layers)], cache.entries[len(model.layers) :]
+    model(mx.array([FIRST]), cache=own)
+    draft(mx.array([FIRST[:-2]]), cache=drafts)
+    cache.note(unread)
+    assert cache.unread(CONTINUED) == CONTINUED[len(FIRST) - 2 :]
+    assert {length([entry]) for entry in cache.entries} == {len(FIRST) - 2}
+
+
+def test_both_models_of_a_pair_are_cut_and_what_one_missed_counts():
+    pair = PairedModel(tiny_model(), tiny_model(seed=1))
+    cache = KeptCache(pair.make_cache)
+    pair.engaged = 0
+    read(pair, cache, FIRST)
+    pair.engaged = 1
+    assert_close(read(pair, cache, CHANGED), again(pair, CHANGED))
+    assert [entry.given for entry in cache.entries] == [len(CHANGED)] * 2
+
+
+def test_entries_that_cannot_be_cut_are_refused_and_read_again():
+    model = tiny_model("qwen2")  # whose class leaves the window to mlx-lm
+    cache = kept(model, WINDOW)
+    read(model, cache, FIRST, surplus=[12])
+    with pytest.raises(GearbxError, match="cannot be cut"):
+        cache.cut_to_tokens()
+    assert cache.unread(FIRST) == FIRST

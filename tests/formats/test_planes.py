@@ -1,8 +1,4 @@
-import ast
-import copy
 import itertools
-import subprocess
-import sys
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,17 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from mlx.utils import tree_flatten
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.formats import FORMATS, get_format
-from gearbx_mlx.formats.base import dense_weight
-from gearbx_mlx.formats.planes import PlanesLinear, PlanesSwitchLinear, plane_widths, split
+from gearbx_mlx.formats import get_format
+from gearbx_mlx.formats.planes import PlanesLinear, plane_widths, split
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.bit_planes import pack_mlx_codes, unpack_mlx_codes
 
 DTYPES = [mx.float16, mx.bfloat16, mx.float32]
-STOCK = ["planes", "affine"]  # formats of any bits and MLX's groups
 WIDTHS = [(4, 4), (4, 1, 1, 2), (3, 5), (2, 1, 1, 1, 1, 2), (5, 3), (6, 2), (4, 2), (8,), (4,)]
 GROUP = 64
 
@@ -47,15 +40,6 @@ def test_packing_is_mlx_own_layout_and_reversible(bits, groups, rows, random):
     ones = mx.ones((rows, groups))
     unpacked = mx.dequantize(words, ones, mx.zeros_like(ones), group_size=32, bits=bits)
     assert np.array_equal(np.array(unpacked), codes)
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_unpacking_reads_what_mlx_packed(bits):
-    weight = matrix(8, 128)
-    words, scales, biases = mx.quantize(weight, GROUP, bits)
-    codes = unpack_mlx_codes(words, bits).reshape(8, 2, GROUP).astype(mx.float32)
-    ours = (codes * scales[..., None] + biases[..., None]).reshape(8, 128)
-    assert mx.allclose(ours, mx.dequantize(words, scales, biases, GROUP, bits), atol=1e-7).item()
 
 
 def test_widths_follow_the_ladder():
@@ -184,16 +168,6 @@ def test_whatever_the_weights_every_gear_is_within_half_a_step_and_rounding(valu
         assert (difference <= step * 0.5 + slack + step * 32 * rounding).all().item()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_full_stack_is_eight_bit_quantization(dtype):
-    """Stock codes of 8 bits and ours differ only in how their ends are fitted."""
-    weight = matrix(64, 512, dtype=dtype)
-    words, scales, biases = mx.quantize(weight.astype(mx.float32), GROUP, 8)
-    stock = mx.dequantize(words, scales, biases, GROUP, 8)
-    ours = split(weight, (4, 4), GROUP).dequantize()
-    assert mx.abs(ours - stock).max().item() <= 1.3 * mx.abs(scales).max().item()
-
-
 def test_every_gear_is_finer_than_the_one_below():
     weight = matrix(64, 256)
     errors = [error(split(weight, (4, 1, 1, 2), GROUP).gear(bits).dequantize(), weight) for bits in (4, 5, 6, 8)]
@@ -230,101 +204,6 @@ def test_gears_of_four_and_eight_bits_share_their_arrays():
     arrays = {id(a): a.nbytes for m in modules.values() for _, a in tree_flatten(m.parameters())}
     # 8 bits of codes, and per group of 64 one scale and two biases of 16 bits: 8.75, where two copies take 13.
     assert 8 * sum(arrays.values()) / dense.weight.size == 8 + 3 * 16 / GROUP
-
-
-@pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_experts_agree_with_linears_one_by_one(name, bits):
-    experts = SwitchLinear(128, 32, num_experts=3, bias=True)
-    experts.bias = matrix(3, 32, scale=1.0)
-    ladder = (2, bits) if bits > 2 else (2,)
-    module = get_format(name).modules(experts, bits, ladder, GROUP, mx.float32)[bits]
-    assert isinstance(module, PlanesSwitchLinear | QuantizedSwitchLinear)
-    assert (module.input_dims, module.output_dims, module.num_experts) == (128, 32, 3)
-    x = matrix(5, 1, 1, 128, scale=1.0)
-    chosen = mx.array([[0], [2], [1], [2], [0]])
-    y = module(x, chosen)
-    for row, expert in enumerate([0, 2, 1, 2, 0]):
-        alone = nn.Linear(128, 32)
-        alone.weight, alone.bias = experts.weight[expert], experts.bias[expert]
-        expected = get_format(name).modules(alone, bits, ladder, GROUP, mx.float32)[bits](x[row])
-        assert mx.allclose(y[row, 0], expected, atol=1e-5).item()
-
-
-@pytest.mark.parametrize("name", STOCK)
-@pytest.mark.parametrize("ladder", [(4, 8), (3,), (2, 4, 5, 6, 8)])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
-def test_bytes_read_are_those_of_the_arrays(name, ladder, dtype):
-    dense = nn.Linear(256, 64, bias=False)
-    dense.weight = matrix(64, 256, dtype=dtype)
-    for bits in ladder:
-        module = get_format(name).modules(dense, bits, ladder, GROUP, dtype)[bits]
-        arrays = sum(a.nbytes for _, a in tree_flatten(module.parameters()))
-        again = (len(module.widths) - 1) * module.scales.nbytes if isinstance(module, PlanesLinear) else 0
-        assert get_format(name).bytes_read((64, 256), bits, ladder, GROUP, dtype.size) == arrays + again
-
-
-LADDERS = {  # of formats whose ladders differ from those of `planes`
-    "exact": [(4, 16)],
-    "rowwise": [(2, 4, 6, 8)],
-    "groupwise": [(4,)],
-    "codebook": [(2, 3, 4, 5, 6)],
-    "codebook-library": [(2, 3, 4)],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "ladder"), [(name, each) for name in FORMATS for each in LADDERS.get(name, [(4, 8), (2, 4, 5, 6, 8)])]
-)
-def test_a_module_has_the_arrays_that_a_file_is_said_to_have_and_is_made_of_them_again(name, ladder):
-    format = get_format(name)
-    dense = nn.Linear(256, 32, bias=False)
-    dense.weight = matrix(32, 256, dtype=mx.bfloat16)
-    for bits in ladder:
-        module = format.modules(dense, bits, ladder, GROUP, mx.bfloat16)[bits]
-        arrays = dict(tree_flatten(module.parameters()))
-        stored = format.stored_arrays((32, 256), bits, ladder, GROUP, mx.bfloat16)
-        assert arrays.keys() == stored.keys()
-        for name, array in arrays.items():
-            assert array.dtype == (mx.uint16 if name.split(".")[0] in format.viewed else stored[name].dtype)
-            assert all(known in (None, size) for size, known in zip(array.shape, stored[name].shape, strict=True))
-        again = format.module(dense, bits, arrays, ladder, GROUP)
-        assert type(again) is type(module)
-        assert mx.array_equal(dense_weight(again), dense_weight(module)).item()
-
-
-@pytest.mark.parametrize("name", list(FORMATS))
-def test_making_a_gear_draws_no_random_numbers(name):
-    dense, ladder = nn.Linear(128, 16), (4, 16) if name == "exact" else (4, 8)
-    dense.set_dtype(mx.bfloat16)
-    mx.random.seed(7)
-    expected = mx.random.uniform(shape=(4,))
-    mx.random.seed(7)
-    mx.eval([m.parameters() for m in get_format(name).modules(dense, 4, ladder, GROUP, mx.float32).values()])
-    assert mx.array_equal(mx.random.uniform(shape=(4,)), expected).item()
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_a_gear_is_the_same_whatever_it_is_computed_in(name):
-    dense = nn.Linear(128, 16, bias=False)
-    dense.weight = matrix(16, 128, dtype=mx.bfloat16)
-    half = get_format(name).modules(dense, 4, (4, 8), GROUP, mx.bfloat16)[4]
-    single = get_format(name).modules(copy.copy(dense), 4, (4, 8), GROUP, mx.float32)[4]
-    assert single.scales.dtype == mx.float32
-    for array in ("weight", "scales", "biases"):
-        assert mx.array_equal(half[array], single[array]).item()
-
-
-def test_every_format_has_the_name_that_it_is_registered_by():
-    assert {name: get_format(name).name for name in FORMATS} == {name: name for name in FORMATS}
-    assert get_format("planes") is get_format(get_format("planes"))
-
-
-def test_names_of_formats_and_kernels_load_neither_mlx_nor_numpy():
-    names = "gearbx_mlx.formats, gearbx_mlx.kernels"
-    program = f"import sys, {names}; print(sorted({{name.split('.')[0] for name in sys.modules}}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert {"mlx", "mlx_lm", "numpy"}.isdisjoint(ast.literal_eval(done.stdout))
 
 
 def test_what_does_not_exist_is_refused():

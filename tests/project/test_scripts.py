@@ -1,16 +1,21 @@
-"""Half a minute of scripts/fuzz_commands.py, and what it reports as a failure."""
+"""What the scripts fuzz_commands.py and run_mlx_lm_tests.py find: a part of it, and what they call a failure."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import platformdirs
 import pytest
+
+from gearbx_mlx import GearbxError
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FUZZ = [sys.executable, str(SCRIPTS / "fuzz_commands.py")]
+RUN = [sys.executable, str(SCRIPTS / "run_mlx_lm_tests.py")]
 sys.path.append(str(SCRIPTS))
 
 from fuzzing.running import Outcome  # noqa: E402
+from run_mlx_lm_tests import get_tests  # noqa: E402
 
 
 @pytest.mark.fuzz
@@ -47,3 +52,38 @@ def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
 )
 def test_what_is_a_failure(outcome, problem):
     assert outcome.problem == problem
+
+
+@pytest.fixture(scope="session")
+def tests() -> Path:
+    try:
+        return get_tests(platformdirs.user_cache_path("gearbx-mlx") / "mlx-lm-tests", seconds=120)
+    except GearbxError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("file", "expression"), [("prompt_cache", "quant or save_load"), ("generate", "test_stream_generate_max_tokens")]
+)
+def test_mlx_lms_tests_pass_with_our_models(tests, file, expression):
+    command = [*RUN, "--tests", str(tests), "--only", file, "-k", expression, "--wrapper", "low gear"]
+    done = subprocess.run(
+        [*command, "--wrapper", "mid gear", "--wrapper", "GearedModel"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    row = next(line for line in done.stdout.splitlines() if line.startswith(f"| test_{file} "))
+    plain, *wrapped = [int(cell) for cell in row.split("|")[2:6]]
+    assert plain > 0
+    assert wrapped == [plain] * 3
+
+
+@pytest.mark.processes
+def test_a_test_that_fails_with_a_wrapper_alone_is_named(tmp_path):
+    text = "from mlx_lm import load\n\ndef test_x():\n    assert type(load('any/model')[0]).__name__ == 'Model'\n"
+    (tmp_path / "test_server.py").write_text(text)
+    command = [*RUN, "--tests", str(tmp_path), "--only", "server", "--wrapper", "GearedModel"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "| test_server | 1 | 0 |" in done.stdout
+    assert "test_server: test_x: GearedModel: " in done.stdout

@@ -1,0 +1,171 @@
+"""What every command refuses: a line, and what its one line of error says."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from refusals import assert_refused
+
+from gearbx_mlx.gone import SINCE
+from gearbx_mlx.loading import DEMO_MODEL
+
+DATA = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
+NAMES = {"DEMO": str(DEMO_MODEL), "DATA": str(DATA), "LONG": "x" * 5000, "WIDE": "w" * 300, "NEAR": "n" * 250}
+
+REFUSED = [
+    # what is written and read
+    ("generate --max-tokens=0", "--max-tokens is 0"),
+    ("generate --max-tokens=-2", "--max-tokens is -2"),
+    ("generate --prompt ''", "the prompt is empty"),
+    ("generate --prompt '  '", "the prompt is empty"),
+    (r"generate --prompt '\n'", "the prompt is empty"),
+    ("generate --prompt \udcff", "not UTF-8"),
+    ("generate --prompt-cache-file none.safetensors", "none.safetensors"),
+    ("generate --chat-template-config {", "not JSON"),
+    ("generate --chat-template-config []", "it is [], not an object"),
+    ("generate --chat-template-config '{\"tokenize\": true}'", "chat template refuses"),
+    ("generate --ignore-chat-template --prefill-response It", "--prefill-response goes into the chat template"),
+    ("generate --ignore-chat-template --system-prompt Hi", "--system-prompt goes into the chat template"),
+    ("generate --extra-eos-token nosuchtoken", '--extra-eos-token "nosuchtoken": is not in'),
+    ("generate --extra-eos-token '\n'", '--extra-eos-token "\\n": is not in'),
+    ("generate --extra-eos-token 4096", '--extra-eos-token "4096": is not in'),
+    ("generate --extra-eos-token=-1", '--extra-eos-token "-1": is not in'),
+    ("generate --seed=-1", "--seed is -1"),
+    ("generate --temp=-1", "--temp is -1.0; give 0 to 1000"),
+    ("generate --temp 1e300", "--temp is 1e+300; give 0 to 1000"),
+    ("generate --temp 1e-300", "--temp is 1e-300; give 0 for greedy, or 0.001 to 1000"),
+    ("generate --temp nan", "--temp is nan"),
+    ("generate --temp=--", "--temp is --; give a value"),
+    ("generate --top-p 1.5", "--top-p is 1.5; give 0 to 1"),
+    ("generate --min-p 2", "--min-p is 2.0; give 0 to 1"),
+    ("generate --top-k 999999", "--top-k is 999999"),
+    ("generate --xtc-probability 2", "--xtc-probability is 2.0"),
+    ("generate --max-kv-size 0", "--max-kv-size is 0; give 1 or more"),
+    ("generate --prefill-step-size 0", "--prefill-step-size is 0"),
+    ("generate --kv-bits 7", "--kv-bits is 7; choose from"),
+    ("generate --kv-group-size 5", "--kv-group-size is 5; choose from"),
+    ("generate --kv-bits 4 --kv-group-size 128", "--kv-group-size is 128, and the model's heads have 64 numbers"),
+    ("generate --num-draft-tokens=-1", "--num-draft-tokens is -1"),
+    ("generate --trace same.json --summary same.json", "both --trace and --summary"),
+    ("generate --max-tokns", "--max-tokns … --max-tokens"),
+    ("server --prot=80", "--prot … --port"),
+    ("analyze --prompts p.txt --num-prompts 0", "--num-prompts is 0"),
+    # gears, thresholds, modes
+    *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),
+    *((f"{name} --gears 4,7", "not supported") for name in ("generate", "calibrate")),
+    ("generate --gears a", "whole numbers"),
+    ("generate --format groupwise", "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
+    ("generate --format rowwise --gears 3,16", "'rowwise' has no gear of 3 bits; choose from 2, 4, 6, 8, 16"),
+    ("generate --thresholds 3,1", "ascend"),
+    ("generate --thresholds 1,1", "ascend"),
+    ("generate --thresholds nan,1", "finite"),
+    ("generate --thresholds 1,inf", "finite"),
+    ("generate --thresholds 1", "need 2 thresholds"),
+    ("generate --thresholds nowhere.json", "nowhere.json"),
+    ("generate --thresholds auto --mode kickdown", "auto"),
+    ("generate --thresholds auto --small-model x", "auto"),
+    ("evaluate --thresholds auto --data DATA --out unmade", "auto"),
+    ("generate --thresholds 1,2 --mode static", "--thresholds is for --mode route or kickdown or telemetry-only"),
+    ("generate --thresholds 1,2 --draft-length 2", "--draft-length is for --mode lossless"),
+    ("generate --mode static --gear reverse", "no gear 'reverse' in the ladder 4,8,16"),
+    ("generate --mode kickdown --draft-model DEMO", "takes no draft model"),
+    ("chat --mode kickdown --draft-model DEMO", "takes no draft model"),
+    ("chat --mode lossless --draft-length 16", "draft length is 16; give 1 to 15 tokens"),
+    ("generate --gears 4,8 --mode static --gear 4 --prompt-gear 5", "5"),
+    ("generate --gears 4,8 --prompt-gear 8", "--prompt-gear"),
+    ("generate --gears 4,8 --prompt-gear 8 --mode lossless", "--prompt-gear"),
+    ("generate --target-tps 1e-300", "--target-tps is 1e-300; give tokens per second, 0.001 or more"),
+    ("generate --target-tps nan", "--target-tps is nan"),
+    ("generate --target-tps 5 --mode lossless", "--mode lossless writes the top gear's text"),
+    ("generate --target-tps 5 --mode telemetry-only", "--mode telemetry-only changes no gear"),
+    # two models
+    ("generate --mode pair", "--mode pair needs --small-model"),
+    ("generate --mode route --small-model S", "--mode route has one model … --small-model"),
+    ("generate --small-model S --gears 4,8", "--gears is for one model"),
+    ("generate --small-model S --draft-model D", "--draft-model is for one model"),
+    ("generate --small-model S --thresholds 1,2", "two models have one threshold"),
+    ("generate --small-model S --thresholds=-1", "the threshold between two models is -1"),
+    ("generate --small-model S --thresholds t.json", "t.json"),
+    ("generate --small-model nowhere", "nowhere … no such model directory"),
+    # names
+    *((f"generate --{flag} ' '", f"--{flag} is empty") for flag in ("model", "adapter-path", "draft-model", "gear")),
+    *((f"generate --{flag} ' '", f"--{flag} is empty") for flag in ("small-model", "trace", "summary", "thresholds")),
+    *((f"sensitivity --{flag} ''", f"--{flag} is empty") for flag in ("out", "model", "data")),
+    *((f"benchmark decode --{flag} ''", f"--{flag} is empty") for flag in ("model", "json")),
+    ("evaluate --data DATA --out ''", "--out is empty"),
+    ("generate --model foo/bar--baz", "foo/bar--baz"),
+    *((f"{name} --model WIDE", "no such model directory") for name in ("generate", "sensitivity", "benchmark decode")),
+    ("generate --summary WIDE", "cannot be written"),
+    ("sensitivity --out WIDE", "cannot be written (File name too long)"),
+    ("sensitivity --out NEAR", "cannot be written (File name too long)"),
+    ("sensitivity --data WIDE", "cannot be read as text"),
+    ("benchmark decode --json WIDE", "cannot be written (File name too long)"),
+    ("benchmark decode --json /nowhere/d.json", "there is no directory"),
+    *((f"generate --{flag} LONG", "LONG") for flag in ("thresholds", "manifest", "summary", "trace", "model")),
+    *((f"generate --{flag} LONG", "LONG") for flag in ("prompt-cache-file", "small-model", "adapter-path")),
+    ("analyze --prompts LONG", "LONG"),
+    ("analyze --prompts DATA --out LONG", "LONG"),
+    *((f"calibrate --{flag} LONG", "LONG") for flag in ("out", "prompts")),
+    *((f"convert --{flag} LONG", "LONG") for flag in ("mlx-path", "model", "manifest")),
+    *((f"sensitivity --{flag} LONG", "LONG") for flag in ("out", "data")),
+    ("evaluate --data LONG", "LONG"),
+    ("evaluate --data DATA --out LONG --tokens 4 --context 4", "LONG"),
+    ("allocate --manifest LONG", "LONG"),
+    ("benchmark decode --json LONG", "LONG"),
+    # other commands
+    ("sensitivity --bits 4,16", "16 is full precision"),
+    ("sensitivity --bits 4,3", "gears must ascend"),
+    ("sensitivity --num-samples 0", "--num-samples is 0"),
+    ("sensitivity --sequence-length 4096", "made for 512"),
+    ("sensitivity --data nowhere.txt", "nowhere.txt"),
+    ("sensitivity --format exact", "--format exact: … --format planes or affine"),
+    ("evaluate --data DATA --out unmade --gears 16", "--gears 16 … two or more"),
+    ("evaluate --data DATA --out unmade --context 1000000", "--context … 1000000"),
+    ("evaluate --data DATA --out unmade --context 1", "--context is 1; give 2 or more"),
+    ("evaluate --data DATA --out unmade --tokens 0", "--tokens is 0; give 1 or more"),
+    ("evaluate --data DATA --out unmade --thresholds 1", "thresholds"),
+    ("evaluate --data DATA --out unmade --kv-gears 8,4", "--kv-gears is 8,4 … ascending"),
+    ("evaluate --data DATA --out unmade --kv-gears 2,16", "--kv-gears is 2,16"),
+    ("evaluate --data DATA --out unmade --kv-gears 16", "--kv-gears is 16 … add a lower gear"),
+    ("benchmark decode --shape wide", "not WIDTHxLAYERS"),
+    ("benchmark decode --shape 100x2", "multiple of 256"),
+    ("benchmark decode --context=-1", "--context is -1; give 0 or more"),
+    (f"benchmark decode --trials {10**30}", "give 1 to 100000"),
+    ("benchmark decode --shape 65536x100000", "--shape 65536x100000 needs at least"),
+    (f"benchmark decode --model DEMO --gears 4,16 --context {10**15}", "needs at least"),
+    *((f"benchmark {name}", f"benchmark {name} is gone since gearbx-mlx {SINCE}") for name in ("kernels", "server")),
+    ("convert --restore x --gears 4", "--restore"),
+    ("convert --restore x --verify x", "--restore"),
+    ("convert --mlx-path unmade --format codebook:sigma=0.5", "--format: sigma of codebooks is 0.5; give 1 to 100"),
+    ("convert --mlx-path unmade --format codebook:cap=0.9", "--format: cap of codebooks is 0.9; give 0 to 0.5"),
+    ("convert --mlx-path unmade --format codebook:rounds=0", "--format: rounds of codebooks is 0; give 1 to 1000"),
+    ("convert --mlx-path unmade --format codebook-library:library=300", "library of codebooks is 300; give 1 to 256"),
+    ("convert --mlx-path unmade --format codebook-library:group=48", "is 48; choose from 32, 64, 128, 256"),
+    ("convert --mlx-path unmade --format codebook:library=16", "library belongs to format codebook-library"),
+    ("convert --mlx-path unmade --format planes:rounds=9", "only codebooks have choices; give --format planes"),
+    ("convert --mlx-path unmade --format nested", "--format is nested; choose from planes, affine"),
+    ("server --server http://127.0.0.1:1", "--server needs two models or more to choose from"),
+    ("server --server-model a,b", "--server-model is for a server; name it with --server"),
+    *(
+        (f"server --server http://127.0.0.1:1 --server-model a,b {flags}", words)
+        for flags, words in (
+            ("--model x", "--model is for models that are served here; leave it out with --server"),
+            ("--gears 4,8", "--gears is for models that are served here"),
+            ("--allow-models", "--allow-models is for models that are served here"),
+            ("--vocab-size 1", "--vocab-size is 1"),
+            ("--port 70000", "--port is 70000"),
+            ("--allowed-origins https://example.org/page", "is not the origin of a page"),
+        )
+    ),
+    ("server --server x --server-model a,b", "--server 'x' is not an http or https URL"),
+    ("server --keep-alive soon", "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
+    ("server --prompt-cache-bytes much", "--prompt-cache-bytes: 'much' is not a size"),
+]
+
+
+@pytest.mark.parametrize(("line", "words"), REFUSED, ids=[ascii(line) for line, _ in REFUSED])
+def test_a_line_is_refused_in_one(line, words, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = command(*(NAMES.get(word, word) for word in shlex.split(line)))
+    assert_refused(result, *words.replace("LONG", "x" * 100).split(" … "))
+    assert not list(tmp_path.iterdir())
