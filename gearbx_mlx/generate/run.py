@@ -226,6 +226,7 @@ def run(settings: GenerateSettings) -> int:
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
     check_together(gearbox, mode, tokens)
     if cache is not None:
+        cache.check_weights(model)
         cache.check_gear(mode, gearbox)
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))

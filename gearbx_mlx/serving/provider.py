@@ -28,7 +28,7 @@ from ..decoding.governor import Governor
 from ..decoding.mode import Mode, is_read_again
 from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
-from ..gears.gearbox import Gearbox, Observer
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
 from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
@@ -118,6 +118,11 @@ class Served:
     small_model: nn.Module | None = None
     controller: Governor | None = None
     close: Callable[[], None] = lambda: None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights and adapters, to which KV caches belong: files of a name may be replaced."""
+        return " ".join(model_fingerprint(model) for model in (self.model, self.small_model) if model is not None)
 
     @functools.cached_property
     def longest_token(self) -> int:

@@ -190,7 +190,7 @@ class Scheduler(Computing):
             if size >= served.context:
                 raise too_long(f"is {size} tokens, and the model's context {served.context}")
             most = min(most, served.context - size)
-        return Job(asked, prompt, mode, most, self.prompt_cache, self.provider.model_key)
+        return Job(asked, prompt, mode, most, self.prompt_cache, (self.provider.model_key, served.fingerprint))
 
     def shared(self, job: Job) -> Any:
         """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
