@@ -11,9 +11,9 @@ from .answers import Block, BlockDialect, Event, GearsReport
 from .requests import (
     ChatRequest,
     Count,
+    GearRequest,
     Kinds,
     Number,
-    Options,
     Share,
     Tokens,
     ToolName,
@@ -60,7 +60,7 @@ class OutputConfig(BaseModel):
     format: Annotated[dict[str, Any], of_kind({"json_schema": {"schema": dict}})] | None = None
 
 
-class CountTokensRequest(BaseModel):
+class CountTokensRequest(BaseModel, frozen=True):
     """Body of `/v1/messages/count_tokens`. Fields that are not named here are ignored."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -79,8 +79,8 @@ class CountTokensRequest(BaseModel):
         return messages
 
 
-class MessagesRequest(CountTokensRequest):
-    """Body of `/v1/messages`. `gearbx` is that of a chat completion. Fields that are not named here are ignored."""
+class MessagesRequest(CountTokensRequest, GearRequest, frozen=True):
+    """Body of `/v1/messages`. Fields that are not named here are ignored."""
 
     max_tokens: Tokens
     stop_sequences: list[str] | None = None
@@ -88,7 +88,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Count | None = None
-    gearbx: Options | None = None
 
 
 def chat_request(request: CountTokensRequest) -> ChatRequest:

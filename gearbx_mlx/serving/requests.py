@@ -53,11 +53,22 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     draft: str | Whole | None = None
 
 
+class GearRequest(BaseModel, frozen=True, extra="allow"):
+    """What any request may say of gears. `mode` and `gear` may stand beside `gearbx`, as `extra_body` sends them.
+
+    Fields that are not known are named in the answer.
+    """
+
+    mode: str | None = None
+    gear: str | Whole | None = None
+    gearbx: Options | None = None
+
+
 class StreamOptions(BaseModel, frozen=True):
     include_usage: StrictBool = False
 
 
-class BaseRequest(BaseModel, frozen=True):
+class BaseRequest(GearRequest, frozen=True):
     """Fields that chat and text completions share. Others are ignored, unless the answer would be another with them."""
 
     model: Name | None = None
@@ -86,7 +97,6 @@ class BaseRequest(BaseModel, frozen=True):
     role_mapping: NotServed = None
     adapters: Annotated[Name, Field(min_length=1)] | None = None
     response_format: ResponseFormat | None = None
-    gearbx: Options | None = None
 
     @property
     def choices(self) -> int:
@@ -113,7 +123,15 @@ class BaseRequest(BaseModel, frozen=True):
 
     @property
     def options(self) -> Options:
-        return self.gearbx or Options()
+        """What is said of gears. Raises Refused for a mode or a gear that is said twice, in two ways."""
+        own = self.gearbx or Options()
+        beside = {"mode": self.mode, "gear": self.gear}
+        for name, value in beside.items():
+            within = getattr(own, name)
+            if None not in (value, within) and value != within:
+                why = f"{name} is {shown(value)}, and gearbx.{name} is {shown(within)}; give one of them"
+                raise Refused(400, why, param=name)
+        return own.model_copy(update={name: value for name, value in beside.items() if value is not None})
 
     @property
     def most_tokens(self) -> int | None:
@@ -242,7 +260,7 @@ def parse(kind: type[R], body: Any) -> R:
 
 # Requests of other APIs, as chat completions.
 
-SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
+SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}  # as in a chat
 
 
 def as_chat(

@@ -12,10 +12,10 @@ from ..files.reading import shown
 from .answers import Block, BlockDialect, Event, GearsReport
 from .requests import (
     ChatRequest,
+    GearRequest,
     Kinds,
     NotServed,
     Number,
-    Options,
     Share,
     Tokens,
     as_chat,
@@ -66,7 +66,7 @@ class ReasoningConfig(BaseModel):
     effort: str | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(GearRequest, frozen=True):
     """Body of `/v1/responses`. Fields that are not named here are ignored, as those that change no answer."""
 
     input: str | Annotated[list[Annotated[dict[str, Any], AfterValidator(checked_item)]], Field(min_length=1)]
@@ -80,7 +80,6 @@ class ResponsesRequest(BaseModel):
     tool_choice: Literal["none", "auto", "required"] | Function | None = None
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
-    gearbx: Options | None = None
     previous_response_id: NotServed = None
     conversation: NotServed = None
     background: NotServed = None

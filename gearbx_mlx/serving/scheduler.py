@@ -24,14 +24,13 @@ from .grammar import constraint_for
 from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
 from .requests import AnyRequest, ChatRequest, TextRequest
-from .web import Refused
+from .web import Refused, stopping
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
 PATIENCE = 5.0  # seconds until the system has ended a thread
 LOOK = 0.001  # seconds
 UNSEEN = 0.1  # seconds that a thread has to end where the system does not list threads as files
-STOPPED = Refused(503, "the server is stopping", "server_error")
 
 
 class Scheduler(Computing):
@@ -76,10 +75,6 @@ class Scheduler(Computing):
     def current(self, request: AnyRequest) -> Served | None:
         """The model that a request names, if it is the one that is loaded. Raises Refused for one that is not here."""
         return self.provider.current(self.provider.key_of(request.model, request.adapters))
-
-    def stop_and_join(self) -> None:
-        self.stop()
-        join_to_the_end(self.thread)
 
     @property
     def running(self) -> int:
@@ -237,11 +232,11 @@ class Scheduler(Computing):
         """End everything that is in the making, with an error; forget model and caches in the thread that used them."""
         self.closed = True
         for writer in self.writers.values():
-            writer.fail(STOPPED)
+            writer.fail(stopping())
         if self.waiting is not None:
-            self.waiting.put(STOPPED)
+            self.waiting.put(stopping())
         while not self.requests.empty():
-            self.requests.get().put(STOPPED)
+            self.requests.get().put(stopping())
         self.close_writers()
         del self.prompt_cache
 
