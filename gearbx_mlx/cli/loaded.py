@@ -16,6 +16,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, fit
+from ..compat.templates import confine
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
@@ -493,6 +494,7 @@ def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = Fa
     Raises:
         GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
+    confine()
     trusted = settings.trust_remote_code
     keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
     if chat_template:

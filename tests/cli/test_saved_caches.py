@@ -46,7 +46,7 @@ def test_other_weights_of_the_same_name_are_refused(command, saved):
 
 
 def test_an_adapter_makes_other_weights(command, saved, tmp_path):
-    model, file = saved
+    file = saved[1]
     adapter = save_adapter(tiny_model(vocab_size=4096), tmp_path / "adapter", "lora")
     done = go_on(command, file, "--gears", 16, "--adapter-path", adapter)
     assert (done.status, done.out) == (2, "")
