@@ -25,19 +25,18 @@ from typing_extensions import TypedDict
 from ..telemetry.summary import Tally
 from ..telemetry.trace import Token
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
-from .job import Asked, Begun, Emitted, Progress
-from .messages import (
-    CountedTokens,
+from .dialects import (
     CountTokensRequest,
-    MessageAnswer,
     Messages,
-    MessagesError,
     MessagesRequest,
-    chat_request,
+    Responses,
+    ResponsesRequest,
+    chat_of_messages,
+    chat_of_response,
     messages_error,
 )
+from .job import Asked, Begun, Emitted, Progress
 from .requests import AnyRequest, ChatRequest, TextRequest
-from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
 from .web import TOLD, Guard, Refused, Stop, also, application, event_stream, front, refusal
 
@@ -207,7 +206,7 @@ router = APIRouter()
 keyed = APIRouter(
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
-theirs = APIRouter(responses=failing(MessagesError), dependencies=keyed.dependencies)
+theirs = APIRouter(responses=failing(dict[str, Any]), dependencies=keyed.dependencies)
 
 
 # The routes.
@@ -224,9 +223,9 @@ async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
     return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/responses", response_model=ResponseAnswer, responses=STREAMED)
+@keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAMED)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_of_response(body), ResponseDialect(body))
+    return await complete(here, body, chat_of_response(body), Responses(body))
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
@@ -234,14 +233,14 @@ async def refuse_embeddings() -> Response:
     raise Refused(404, "no embeddings are served: models here write text; ask a server of an embedding model")
 
 
-@theirs.post(MESSAGES, response_model=MessageAnswer, responses=STREAMED)
+@theirs.post(MESSAGES, response_model=dict[str, Any], responses=STREAMED)
 async def answer_messages(body: MessagesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_request(body), Messages())
+    return await complete(here, body, chat_of_messages(body), Messages())
 
 
-@theirs.post(f"{MESSAGES}/count_tokens", response_model=CountedTokens)
+@theirs.post(f"{MESSAGES}/count_tokens", response_model=dict[str, int])
 async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Response:
-    count = await run_in_threadpool(here.scheduler.count, chat_request(body))
+    count = await run_in_threadpool(here.scheduler.count, chat_of_messages(body))
     return JSONResponse({"input_tokens": count})
 
 

@@ -1,6 +1,6 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -290,11 +290,6 @@ def as_chat(
     return parse(ChatRequest, body | {name: value for name, value in further.items() if value is not None})
 
 
-def json_schema(name: str, schema: Any) -> dict[str, Any]:
-    """The `response_format` of a chat completion whose text has to fit a schema."""
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-
-
 def named_tool(name: str | None) -> dict[str, Any]:
     """The `tool_choice` of a chat completion that has to call this function."""
     return {"type": "function", "function": {"name": name}}
@@ -333,12 +328,8 @@ def of_kind(kinds: Kinds) -> AfterValidator:
     return AfterValidator(partial(check_block, kinds=kinds))
 
 
-def chat_content(content: str | list[Any] | None, image_url: Callable[[Any], str]) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts.
-
-    Args:
-        image_url: the URL of a block that is no text.
-    """
+def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    """The content of a chat message; text alone as text, since not every chat template takes parts."""
     if not isinstance(content, list):
         return content or ""
     if all("text" in part["type"] for part in content):
@@ -346,6 +337,13 @@ def chat_content(content: str | list[Any] | None, image_url: Callable[[Any], str
     return [
         {"type": "text", "text": part["text"]}
         if "text" in part["type"]
-        else {"type": "image_url", "image_url": {"url": image_url(part)}}
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
         for part in content
     ]
+
+
+def url_of(image: dict[str, Any]) -> str:
+    """The URL of an image, which Anthropic's clients may send as a source of data."""
+    source = image.get("source", {})
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(image.get("image_url") or source.get("url") or data)
