@@ -177,15 +177,21 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
         check_prompt_gear(geared)
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None)
-        default_mode = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None).name
+        own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
+
+        def mode(options: Options, prompt: str) -> Mode:
+            if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
+                return own
+            return mode_for(geared, modes, own.name, options, prompt)
+
         return Served(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             config=loaded.config,
             gearbox=geared.gearbox,
-            mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
+            mode=mode,
             modes=modes,
-            default_mode=default_mode,
+            default_mode=own.name,
             gears=tuple(gear.name for gear in geared.gearbox.ladder),
             context=context_length(loaded.config),
             vocabulary=vocabulary(loaded.model),

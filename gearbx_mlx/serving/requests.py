@@ -118,6 +118,11 @@ class BaseRequest(GearRequest, frozen=True):
         return [self]
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+        return self.response_format is not None or self.must_call is not None
+
+    @property
     def stop_words(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
