@@ -1,8 +1,8 @@
 """The process of one chat template: it renders what `templates.py` asks for, within limits of time and memory.
 
-It reads lines of JSON from its standard input: the module search path, then values for the template, which stands with
-the first of them. Each gets a line: the `text`, or the kind and the words of an `error`. Python cannot end what C code
-does, such as a huge power, so the system does: it ends the whole process.
+Its argument is the module search path. It reads lines of JSON from its standard input: values for the template, which
+stands with the first of them. Each gets a line: the `text`, or the kind and the words of an `error`. Python cannot end
+what C code does, such as a huge power, so the system does: it ends the whole process.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ def rendered(compiler, template: str, values: dict) -> dict[str, str]:
 
 
 def main() -> None:
-    sys.path[:] = json.loads(sys.stdin.readline())
+    sys.path[:] = json.loads(sys.argv[1])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asking process ends this one
     compiler = load_compiler()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,12 +13,13 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from . import template_process
 from .template_process import SECONDS
 
@@ -40,7 +41,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
+            [sys.executable, str(SCRIPT), json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -49,18 +50,14 @@ class Renderer:
             text=True,
         )
         weakref.finalize(self, ended, self.process)
-        self.send(sys.path)
-
-    def send(self, content: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(content) + "\n")
-        self.process.stdin.flush()
 
     def ask(self, asked: dict[str, Any]) -> dict[str, str]:
         """Return the answer to a request. Raises TemplateError where the process ends instead."""
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
-            self.send(asked)
+            self.process.stdin.write(json.dumps(asked) + "\n")
+            self.process.stdin.flush()
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ""
@@ -105,17 +102,18 @@ _spare: list[Renderer] = []
 
 
 def take_spare() -> Renderer:
-    """Return a process that has no template yet."""
+    """Return a process that has no template yet. Raises TemplateError where the system starts none."""
     try:
-        return _spare.pop()
-    except IndexError:
-        return Renderer()
+        return _spare.pop() if _spare else Renderer()
+    except OSError as error:
+        raise TemplateError(f"its own process cannot be started: {error.strerror}") from error
 
 
 def prepare() -> None:
     """Begin a process for the first template. It imports while the model is loaded."""
-    if not _spare:
-        _spare.append(Renderer())
+    with contextlib.suppress(OSError):  # of which the first text tells
+        if not _spare:
+            _spare.append(Renderer())
 
 
 @functools.lru_cache(KEPT)
@@ -125,12 +123,13 @@ def confined(template: str) -> ConfinedTemplate:
 
 @functools.cache
 def confine() -> None:
-    """From now on render chat templates in processes of their own. Raises GearbxError where that cannot be done."""
+    """From now on render chat templates in processes of their own. Warns where that cannot be done."""
     from transformers.utils import chat_template_utils
 
     compiler = getattr(chat_template_utils, COMPILER, None)
     if compiler is None:
-        version = metadata.version("transformers")
-        raise GearbxError(f"transformers {version} compiles chat templates in another way; install {TESTED}")
+        why = f"transformers {metadata.version('transformers')} compiles them in another way; install {TESTED}"
+        warnings.warn(f"chat templates run without limits of time and memory: {why}", GearbxWarning, stacklevel=2)
+        return
     ConfinedTemplate.environment = compiler("").environment
     setattr(chat_template_utils, COMPILER, confined)

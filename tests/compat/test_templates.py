@@ -7,6 +7,7 @@ import time
 import pytest
 from transformers.utils import chat_template_utils
 
+from gearbx_mlx import GearbxWarning
 from gearbx_mlx.compat.templates import COMPILER, ConfinedTemplate, TemplateError, confine, confined
 from gearbx_mlx.loading import load
 
@@ -75,3 +76,9 @@ def test_what_renders_a_chat_does_it_there(demo):
     )
     assert confined(template).renderer is not None
     assert confined.cache_info().currsize >= min(before + 1, 4)
+
+
+def test_with_another_transformers_a_warning_says_that_nothing_is_limited(monkeypatch):
+    monkeypatch.delattr(chat_template_utils, COMPILER)
+    with pytest.warns(GearbxWarning, match="transformers"):
+        confine.__wrapped__()
