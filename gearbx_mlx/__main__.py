@@ -23,6 +23,7 @@ COMMANDS = {
     "allocate": "find bits for every layer from these measurements",
     "benchmark": "time kernels, gears and routing on this machine",
     "server": "serve a model in gears, to clients of OpenAI's API",
+    "cache": "show the size of what is kept for later runs, or remove it",
     "lm_eval": "run lm-eval's tasks on a model in gears",
 }
 USAGE = "usage: gearbx_mlx COMMAND [flags]; gearbx_mlx COMMAND --help shows the flags\n\n" + "\n".join(

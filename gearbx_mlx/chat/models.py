@@ -88,7 +88,7 @@ class GearedChat:
     def save_cache(self, cache: list[Any], begun: BegunConversation, path: Path) -> None:
         """Write caches to a file, with their conversation. Raises GearbxError where they cannot be written."""
         own = cache[: len(make_prompt_cache(self._model))]  # a draft model's follow
-        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), begun)
+        save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, begun)
 
     def coming(self, message: str) -> NextAnswer:
         """How a message is answered, as typed."""

@@ -13,6 +13,7 @@ from ..cli import terminal
 from ..cli.prompt import check_unicode
 from ..cli.settings import nearest
 from ..cli.signals import Interrupted, caught
+from ..compat.templates import prepare
 from ..errors import GearbxError, OutputLost
 from ..files.writing import check_writable, write_text
 from . import ChatSettings
@@ -38,6 +39,7 @@ def run(settings: ChatSettings) -> int:
 
 def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
     """Raises GearbxError as `generate` for the same settings."""
+    prepare()
     if settings.mode.small_model is not None:
         return PairChat(settings, settings.mode.small_model)
     return GearedChat(settings, stack)

@@ -16,6 +16,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 
 from ..bit_selection.defaults import Floors
 from ..bit_selection.precision import PrecisionManifest, fit
+from ..compat.templates import confine
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode
@@ -493,6 +494,7 @@ def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = Fa
     Raises:
         GearbxError: as `load`; a pipeline of one process; an end-of-text token that the vocabulary does not have.
     """
+    confine()
     trusted = settings.trust_remote_code
     keywords: dict[str, Any] = {"trust_remote_code": trusted, "adapter_path": settings.adapter_path, "lazy": lazy}
     if chat_template:
@@ -548,7 +550,7 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
     return model
 
 
-CONVERSATION = "conversation"  # where it is in the metadata
+CONVERSATION, FINGERPRINT = "conversation", "fingerprint"  # where they are in the metadata
 
 
 @dataclass(frozen=True)
@@ -567,16 +569,29 @@ class BegunConversation:
 
 @dataclass(frozen=True)
 class PromptCache:
-    """The caches of a model's layers, as a file has them; `begun` is None for one that no chat saved."""
+    """The caches of a model's layers, as a file has them.
+
+    fingerprint: of the model that read the text, with its adapters; "" and `begun` None where no chat saved the file.
+    """
 
     file: str
     model: str
     entries: list[Any]
     begun: BegunConversation | None
+    fingerprint: str
 
     def before(self, templated: bool) -> str:
         """What stands before the message in the template's place; "" where the cache is all that is known of it."""
         return self.begun.before if self.begun is not None and self.begun.templated == templated else ""
+
+    def check_weights(self, model: nn.Module) -> None:
+        """Raises GearbxError where other weights or adapters read the text than the model has, whatever its name."""
+        found = model_fingerprint(model)
+        if self.fingerprint not in ("", found):
+            raise GearbxError(
+                f"{self.file}: made with the weights and adapters {self.fingerprint[:8]}, and {self.model} has "
+                f"{found[:8]} now; give the prompt again, or those weights"
+            )
 
     def check_gear(self, mode: Mode, gearbox: Gearbox | Observer) -> None:
         """Warn where another gear computed the entries than reads prompts now: they are used as they are."""
@@ -609,9 +624,10 @@ class PromptCache:
         return kept.unread(tokens), kept.entries
 
 
-def save_cache(path: Path, entries: list[Any], model: str, begun: BegunConversation) -> None:
-    """Write the cache of a chat. Raises GearbxError where it cannot be written."""
-    metadata = {"model": model, "tokenizer_config": "{}", CONVERSATION: msgspec.json.encode(asdict(begun)).decode()}
+def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, begun: BegunConversation) -> None:
+    """Write the cache of a chat with the model of this name. Raises GearbxError where it cannot be written."""
+    metadata = {"model": name, "tokenizer_config": "{}", FINGERPRINT: model_fingerprint(model)}
+    metadata[CONVERSATION] = msgspec.json.encode(asdict(begun)).decode()
     with replacing_arrays(path) as place:
         save_prompt_cache(place, plain_cache(entries), metadata)
 
@@ -636,7 +652,7 @@ def load_cache(file: str | None, model: str | None) -> PromptCache | None:
         ) from error
     if model not in (None, made_with):
         raise GearbxError(f"{file}: made with the model {made_with}, not {model}; name that one")
-    return PromptCache(file, made_with, entries, begun)
+    return PromptCache(file, made_with, entries, begun, metadata.get(FINGERPRINT, ""))
 
 
 @dataclass(frozen=True)

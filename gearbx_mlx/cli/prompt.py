@@ -1,14 +1,10 @@
 """Flags of the prompt and of the text's length, and a prompt as tokens."""
 
-import contextlib
-import signal
 import sys
-import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from msgspec import Struct
 
@@ -19,7 +15,6 @@ from .settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
 QUERY = "<query>"  # a message that shows where the template puts one
-TEMPLATE_SECONDS = 5  # of a chat template, which came with the model and is a program
 
 
 @dataclass(frozen=True)
@@ -248,8 +243,7 @@ def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, 
         "add_generation_prompt": not continued,
     }
     try:
-        with limited_time(TEMPLATE_SECONDS):
-            text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
+        text = tokenizer.apply_chat_template(messages, **(keywords | settings.template_keywords()))
         if not isinstance(text, str):
             raise TypeError("it makes no text")
         return text
@@ -257,24 +251,3 @@ def rendered(settings: PromptSettings, tokenizer: Any, messages: list[dict[str, 
         raise GearbxError(
             f"the chat template refuses this ({one_line(error)}); use --ignore-chat-template or change the messages"
         ) from error
-
-
-@contextlib.contextmanager
-def limited_time(seconds: float) -> Iterator[None]:
-    """Ends what runs inside when it takes too long. Raises TimeoutError from the place where it is then."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise TimeoutError(f"it takes more than {seconds:g} s")
-
-    in_main = threading.current_thread() is threading.main_thread()  # the only one in which Python runs handlers
-    if not in_main or not hasattr(signal, "SIGALRM"):
-        yield
-        return
-    handler = signal.signal(signal.SIGALRM, end)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        signal.setitimer(signal.ITIMER_REAL, *timer)  # the caller's

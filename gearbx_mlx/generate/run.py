@@ -28,6 +28,7 @@ from ..cli.prompt import encode_prompt, read_prompt, room_for
 from ..cli.resolved import resolve
 from ..cli.settings import flag_of
 from ..cli.tables import layers_table, pair_table, summary_table
+from ..compat.templates import prepare
 from ..compat.versions import versions
 from ..decoding.caches import length
 from ..decoding.mode import Mode
@@ -207,6 +208,8 @@ def run(settings: GenerateSettings) -> int:
     settings = on_this_rank(settings)
     trace, summary = settings.output.paths()
     prompt = read_prompt(settings.input.prompt)
+    if not settings.prompt.ignore_chat_template:
+        prepare()
     if settings.sampling.seed is not None:
         mx.random.seed(settings.sampling.seed)
     if settings.mode.small_model is not None:
@@ -226,6 +229,7 @@ def run(settings: GenerateSettings) -> int:
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
     check_together(gearbox, mode, tokens)
     if cache is not None:
+        cache.check_weights(model)
         cache.check_gear(mode, gearbox)
     if settings.output.describe:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))

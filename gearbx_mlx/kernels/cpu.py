@@ -138,6 +138,8 @@ def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
             entry.store_failure(unfinished, str(reason))
             raise
         entry.store(unfinished)
+        with suppress(OSError):
+            entry.remove_unused()
     return _load(entry.library)
 
 
@@ -145,7 +147,9 @@ def _load_whole(entry: CachedLibrary) -> ModuleType | None:
     """The kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
     if entry.is_whole():
         with suppress(Unavailable):
-            return check_kernels(_load(entry.library))
+            kernels = check_kernels(_load(entry.library))
+            entry.note_use()
+            return kernels
     elif reason := entry.read_failure():
         raise Unavailable(reason)
     return None

@@ -18,6 +18,7 @@ import re
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ..files.writing import lock
 NAME = "gearbx-mlx"
 BUILDING, PRIVATE = ".building-", f"{NAME}-kernels-"  # how the names of a process's directories begin
 BUILDING_LOCK = ".lock"
+UNUSED = 30 * 86400  # seconds without a use after which a library goes
 
 
 class CacheUnusable(Exception):
@@ -86,6 +88,20 @@ class CachedLibrary:
                 yield directory / self.library.name
         finally:
             lock.release()
+
+    def note_use(self) -> None:
+        """Note that the library is loaded now: `remove_unused` leaves it."""
+        with suppress(OSError):  # a cache that is read-only
+            os.utime(self.hash_file)
+
+    def remove_unused(self) -> None:
+        """Remove libraries that no process has loaded for some time, such as those of earlier versions."""
+        oldest = time.time() - UNUSED
+        for file in self.library.parent.glob(f"{self.library.name.partition('-')[0]}-*"):
+            entry = CachedLibrary(file.with_name(file.name.removesuffix(".sha256").removesuffix(".why-not")))
+            times = [each.stat().st_mtime for each in (entry.hash_file, entry.failure_file, file) if each.exists()]
+            if times and max(times) < oldest:
+                file.unlink(missing_ok=True)
 
     def store(self, unfinished: Path) -> None:
         """Move a library from `building` to its place, and its hash beside it."""

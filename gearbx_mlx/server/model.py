@@ -25,7 +25,7 @@ from ..serving.app import server_application
 from ..serving.listening import Server
 from ..serving.provider import GearedProvider, Served
 from ..serving.requests import Options
-from ..serving.scheduler import Scheduler
+from ..serving.scheduler import Scheduler, join_to_the_end
 from ..serving.web import Guard
 from . import ServerSettings
 
@@ -54,12 +54,12 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options:
     wanted = options.mode or mode_of_options(options, mode_class(default_mode))
     if wanted is not None:
         if wanted not in modes:
-            raise GearbxError(f"gearbx.mode '{wanted}' is not served here; choose from {', '.join(modes)}")
+            raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
         choice = replace(choice, mode=wanted, asked=True)
     kind = mode_class(wanted or default_mode)
     if options.gear is not None:
         refuse_unless(kind.name == "static", "gear", kind.name)
-        with about("gearbx.gear"):
+        with about("gear"):
             choice = replace(choice, own=replace(choice.own, gear=geared.gearbox.ladder.find(options.gear).name))
     if options.thresholds is not None:
         refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
@@ -84,7 +84,7 @@ def mode_of_options(options: Options, default: type[Mode]) -> str | None:
 
 def refuse_unless(fits: bool, field: str, mode: str) -> None:
     if not fits:
-        raise GearbxError(f"gearbx.{field} does not belong to mode '{mode}'; leave it out, or give gearbx.mode")
+        raise GearbxError(f"{field} does not belong to mode '{mode}'; leave it out, or give another mode")
 
 
 def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
@@ -92,7 +92,7 @@ def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
 
     def mode(options: Options, prompt: str) -> Mode:
         if options.mode not in (None, PAIR):
-            raise GearbxError(f"gearbx.mode '{options.mode}' is not served here; two models take turns: {PAIR}")
+            raise GearbxError(f"mode '{options.mode}' is not served here; two models take turns: {PAIR}")
         for field in ("gear", "draft"):
             refuse_unless(getattr(options, field) is None, field, PAIR)
         if options.thresholds is None:
@@ -141,8 +141,9 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
             server.start(server_application(guard, scheduler))
             yield server
         finally:
-            scheduler.stop_and_join()
+            scheduler.stop()
             server.stop()
+            join_to_the_end(scheduler.thread)
             provider.forget()
 
 
@@ -176,15 +177,21 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
         check_prompt_gear(geared)
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None)
-        default_mode = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None).name
+        own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
+
+        def mode(options: Options, prompt: str) -> Mode:
+            if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
+                return own
+            return mode_for(geared, modes, own.name, options, prompt)
+
         return Served(
             model=loaded.model,
             tokenizer=loaded.tokenizer,
             config=loaded.config,
             gearbox=geared.gearbox,
-            mode=lambda options, prompt: mode_for(geared, modes, default_mode, options, prompt),
+            mode=mode,
             modes=modes,
-            default_mode=default_mode,
+            default_mode=own.name,
             gears=tuple(gear.name for gear in geared.gearbox.ladder),
             context=context_length(loaded.config),
             vocabulary=vocabulary(loaded.model),

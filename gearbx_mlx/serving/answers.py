@@ -42,7 +42,10 @@ class Usage(TypedDict):
 
 
 class GearsReport(TypedDict):
-    """The gears that wrote an answer, and what they read. A mode adds fields of its own."""
+    """The gears that wrote an answer, and what they read. A mode adds fields of its own.
+
+    ignored: fields of the request that are not known here.
+    """
 
     mode: str
     gear_tokens: dict[str, int]
@@ -50,6 +53,7 @@ class GearsReport(TypedDict):
     shifts: int
     mean_entropy_bits: float
     weight_bytes_per_token: float
+    ignored: NotRequired[list[str]]
 
 
 class ChatMessage(TypedDict):
@@ -226,10 +230,11 @@ class Answer:
     Args:
         texts: how many texts it has.
         index, begun: of the first that has begun.
+        ignored: names of fields of the request that are not known.
     """
 
-    def __init__(self, request: AnyRequest, texts: int, index: int, begun: Begun):
-        self.request, self.texts, self.begun = request, texts, begun
+    def __init__(self, request: AnyRequest, texts: int, index: int, begun: Begun, ignored: Sequence[str] = ()):
+        self.request, self.texts, self.begun, self.ignored = request, texts, begun, ignored
         self.writings = {index: Writing(request, index, begun)}
         self.tally = Tally.of(begun.prompt.served.gears)
         chat = isinstance(request, ChatRequest)
@@ -276,6 +281,7 @@ class Answer:
             "mean_entropy_bits": tally.mean(tally.entropy_sum),
             "weight_bytes_per_token": tally.mean(tally.weight_bytes),
             **self.begun.mode.summary(tally),
+            **({"ignored": self.ignored} if self.ignored else {}),
         }
 
     async def whole(self, answers: AsyncIterator[tuple[int, Any]]) -> dict[str, Any]:

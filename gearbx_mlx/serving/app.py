@@ -9,7 +9,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 import mlx.core as mx
@@ -18,27 +18,27 @@ from fastapi.responses import JSONResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from ..telemetry.summary import Tally
 from ..telemetry.trace import Token
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
-from .job import Asked, Begun, Emitted, Progress
-from .messages import (
-    CountedTokens,
+from .dialects import (
     CountTokensRequest,
-    MessageAnswer,
     Messages,
-    MessagesError,
     MessagesRequest,
-    chat_request,
+    Responses,
+    ResponsesRequest,
+    chat_of_messages,
+    chat_of_response,
     messages_error,
 )
+from .job import Asked, Begun, Emitted, Progress
 from .requests import AnyRequest, ChatRequest, TextRequest
-from .responses import ResponseAnswer, ResponseDialect, ResponsesRequest, chat_of_response
 from .scheduler import Scheduler
-from .web import Guard, Refused, also, application, event_stream, front, refusal
+from .web import TOLD, Guard, Refused, Stop, also, application, event_stream, front, refusal
 
 MESSAGES, MODELS = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
@@ -46,6 +46,7 @@ FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 WINDOW = 10  # seconds over which tokens per second are counted
 KEPT = 2**18  # times of tokens, more than come in these seconds
+MOST_NAMED = 20  # fields of a request that are not known
 
 
 # What is counted.
@@ -142,15 +143,17 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Service:
-    """What computes, and what counts."""
+    """What computes, what counts, the end of the server, and what its log is told of an answer."""
 
     scheduler: Scheduler
     metrics: Metrics
+    stop: Stop
+    told: dict[str, Any] = field(default_factory=dict)
 
 
 def service_of(request: Request) -> Service:
-    service: Service = request.app.state.service
-    return service
+    """Return the service of one answer."""
+    return replace(request.app.state.service, told=request.scope[TOLD])
 
 
 Here = Annotated[Service, Depends(service_of)]
@@ -203,7 +206,7 @@ router = APIRouter()
 keyed = APIRouter(
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
 )
-theirs = APIRouter(responses=failing(MessagesError), dependencies=keyed.dependencies)
+theirs = APIRouter(responses=failing(dict[str, Any]), dependencies=keyed.dependencies)
 
 
 # The routes.
@@ -212,17 +215,17 @@ theirs = APIRouter(responses=failing(MessagesError), dependencies=keyed.dependen
 @keyed.post("/chat/completions", response_model=ChatCompletion, responses=STREAMED, summary="As with /v1")
 @keyed.post("/v1/chat/completions", response_model=ChatCompletion, responses=STREAMED)
 async def answer_a_chat(body: ChatRequest, here: Here) -> Response:
-    return await complete(here, body, Dialect())
+    return await complete(here, body, body, Dialect())
 
 
 @keyed.post("/v1/completions", response_model=TextCompletion, responses=STREAMED)
 async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
-    return await complete(here, body, Dialect())
+    return await complete(here, body, body, Dialect())
 
 
-@keyed.post("/v1/responses", response_model=ResponseAnswer, responses=STREAMED)
+@keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAMED)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
-    return await complete(here, chat_of_response(body), ResponseDialect(body))
+    return await complete(here, body, chat_of_response(body), Responses(body))
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
@@ -230,14 +233,14 @@ async def refuse_embeddings() -> Response:
     raise Refused(404, "no embeddings are served: models here write text; ask a server of an embedding model")
 
 
-@theirs.post(MESSAGES, response_model=MessageAnswer, responses=STREAMED)
+@theirs.post(MESSAGES, response_model=dict[str, Any], responses=STREAMED)
 async def answer_messages(body: MessagesRequest, here: Here) -> Response:
-    return await complete(here, chat_request(body), Messages())
+    return await complete(here, body, chat_of_messages(body), Messages())
 
 
-@theirs.post(f"{MESSAGES}/count_tokens", response_model=CountedTokens)
+@theirs.post(f"{MESSAGES}/count_tokens", response_model=dict[str, int])
 async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Response:
-    count = await run_in_threadpool(here.scheduler.count, chat_request(body))
+    count = await run_in_threadpool(here.scheduler.count, chat_of_messages(body))
     return JSONResponse({"input_tokens": count})
 
 
@@ -287,7 +290,7 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
         description="A model in gears, behind the APIs of OpenAI and Anthropic.",
     )
     if scheduler is not None:
-        app.state.service = Service(scheduler, metrics)
+        app.state.service = Service(scheduler, metrics, app.state.stop)
     return app
 
 
@@ -319,15 +322,22 @@ def about_models(here: Service) -> list[dict[str, Any]]:
 # Completions.
 
 
-async def complete(here: Service, request: AnyRequest, dialect: Dialect) -> Response:
-    """Answer a completion, in one piece or as a stream."""
-    texts = request.apart()
+async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect: Dialect) -> Response:
+    """Answer a completion, in one piece or as a stream.
+
+    Args:
+        body: what the client sent; fields in it that are not known are named in the answer and in the log.
+        request: the chat or text completion that answers it.
+    """
+    texts, ignored = request.apart(), sorted(body.model_extra or ())[:MOST_NAMED]
+    if ignored:
+        here.told["ignored"] = ",".join(ignored)
     came = answers(here, texts)
     index, begun = await anext(came)
-    answer = Answer(request, len(texts), index, begun)
+    answer = Answer(request, len(texts), index, begun, ignored)
     if request.stream:
         dialect.begin(answer.usage)
-        return event_stream(stream(answer, came, dialect))
+        return event_stream(stream(here, answer, came, dialect))
     async with aclosing(came):
         return JSONResponse(dialect.whole(await answer.whole(came)))
 
@@ -341,11 +351,14 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
     came: asyncio.Queue[Any] = asyncio.Queue()
     left, open_texts = threading.Event(), len(texts)
     asked, since = time.perf_counter(), dict[int, float]()
+    told = here.told
     try:
         for place, text in enumerate(texts):
-            await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
+            with here.stop.heeded():
+                await run_in_threadpool(here.scheduler.submit, Asked(text, place, came, left))
         while open_texts:
-            index, found = await came.get()
+            with here.stop.heeded():
+                index, found = await came.get()
             if isinstance(found, Exception):
                 raise found
             if found is None:
@@ -353,16 +366,22 @@ async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[
                 continue
             if isinstance(found, Begun):
                 here.metrics.prompt(len(found.prompt.tokens), found.cached)
+                told |= {"mode": found.mode.name, "prompt": told.get("prompt", 0) + len(found.prompt.tokens)}
+                told |= {"cached": told.get("cached", 0) + found.cached, "tokens": told.get("tokens", 0)}
             if isinstance(found, Emitted):
                 now = time.perf_counter()
                 here.metrics.token(found.seen, now - since.get(index, asked), index not in since)
+                told["tokens"] += 1
+                told.setdefault("first", f"{now - asked:.3f}")
                 since[index] = now
             yield index, found
     finally:
         left.set()
 
 
-async def stream(answer: Answer, came: AsyncGenerator[Any, None], dialect: Dialect) -> AsyncGenerator[str, None]:
+async def stream(
+    here: Service, answer: Answer, came: AsyncGenerator[Any, None], dialect: Dialect
+) -> AsyncGenerator[str, None]:
     """Events as tokens come. An error after the first of them is an event of its own, and ends the stream."""
     async with aclosing(came):
         try:
@@ -373,7 +392,9 @@ async def stream(answer: Answer, came: AsyncGenerator[Any, None], dialect: Diale
                 elif 0 < chunk.done < chunk.total:
                     yield f": keepalive {chunk.done}/{chunk.total}\n\n"
         except Exception as error:
-            yield event_text(dialect.failed(refusal(error)))
+            refused = refusal(error)
+            here.told["failed"] = refused.status_code
+            yield event_text(dialect.failed(refused))
             return
         for event in dialect.last():
             yield event_text(event)

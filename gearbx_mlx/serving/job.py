@@ -102,13 +102,15 @@ class Asked:
 
     index: of the text, among those of a client's request. answers: of all of them, by their indices, in the event loop
     of the server; of each Begun or an error, then Progress and Emitted as they come, and None or an error at the end.
-    left: set when nothing waits for the answer any more. prompt: once its tokens are known.
+    left: set when nothing waits for the answer any more. key: path and adapter of its model. prompt: once it is
+    tokens.
     """
 
     request: AnyRequest
     index: int
     answers: asyncio.Queue[Any]
     left: threading.Event
+    key: tuple[str | None, str | None] = (None, None)
     prompt: Prompt | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -167,7 +169,11 @@ class Job:
         self.error: Exception | None = None
         thinking = prompt.state == "reasoning"
         request, tokenizer = asked.request, self.served.tokenizer
-        self.constraint = constraint_for(tokenizer, request.response_format, thinking, request.must_call)
+        self.constraint = (
+            constraint_for(tokenizer, request.response_format, thinking, request.must_call)
+            if request.is_constrained
+            else None
+        )
 
     def fetch(self) -> list[Any] | None:
         """The longest KV cache that the text may go on from, and of those the most precise; notes what it has.

@@ -131,6 +131,7 @@ class Server:
         self.serves = ""  # what it serves, in a few words
         self.app: Any = None
         self.uvicorn: uvicorn.Server | None = None
+        self.ended = threading.Event()
         try:
             family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
             both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
@@ -170,22 +171,31 @@ class Server:
             h11_max_incomplete_event_size=LONGEST_HEAD,
             timeout_graceful_shutdown=LAST_WORDS,
         )
-        server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=server.run, kwargs={"sockets": [self.socket]}, daemon=True)
-        self.thread.start()
-        self.uvicorn = server
-        while not server.started and self.thread.is_alive():
+        self.uvicorn = server = uvicorn.Server(config)
+
+        def run() -> None:
+            try:
+                server.run([self.socket])
+            finally:
+                self.ended.set()
+
+        threading.Thread(target=run, daemon=True).start()
+        while not (server.started or self.ended.is_set()):
             time.sleep(LOOK)
 
     def wait(self) -> None:
-        """Return when the server has ended; a signal's exception comes through."""
-        self.thread.join()
+        """Return when the server has ended; a signal's exception comes through.
+
+        It waits for an event: Python takes a thread for ended where an exception has interrupted a join.
+        """
+        self.ended.wait()
 
     def stop(self) -> None:
-        """End, with a little time for answers that are on their way."""
+        """End. Every answer that is on its way says that the server stops, within LAST_WORDS seconds."""
         if self.uvicorn is not None:
+            self.app.state.stop.announce()
             self.uvicorn.should_exit = True
-            self.thread.join()
+            self.ended.wait()
 
 
 class Escaping(logging.Formatter):

@@ -26,7 +26,7 @@ from ..files.reading import parse_json, parse_python_json, typed
 from ..routing.bounds import entropy_bounds, rounding_of
 from ..routing.gates import first_gear
 from . import DEFAULT_TIMEOUT, SYMBOLS, OtherError, is_loopback
-from .web import Guard, Refused, application, escaped, event_stream, front
+from .web import Guard, Refused, Stop, application, escaped, event_stream, front
 
 LARGEST_ANSWER = 2**28  # bytes
 CHAT, TEXT = "/chat/completions", "/completions"
@@ -547,12 +547,12 @@ router.include_router(front)
 @router.post("/chat/completions")
 @router.post("/v1/chat/completions")
 async def pass_on_a_chat(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_on(request.app.state.routed, CHAT, body)
+    return await pass_on(request, CHAT, body)
 
 
 @router.post("/v1/completions")
 async def pass_on_a_text(request: Request, body: dict[str, Any]) -> Response:
-    return await pass_on(request.app.state.routed, TEXT, body)
+    return await pass_on(request, TEXT, body)
 
 
 @router.get("/v1/models")
@@ -573,30 +573,34 @@ async def ask_the_server(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-async def pass_on(routed: RoutedModels, path: str, body: dict[str, Any]) -> Response:
+async def pass_on(request: Request, path: str, body: dict[str, Any]) -> Response:
     """Answer with what the model says, as a stream or whole."""
+    routed: RoutedModels = request.app.state.routed
+    stop: Stop = request.app.state.stop
     if not isinstance(body.get("stream"), bool | None):
         raise Refused(400, "stream is neither true nor false", param="stream")
     parts = routed.answer(path, body)
     try:
-        first = await anext(parts, None)
+        with stop.heeded():
+            first = await anext(parts, None)
     except OtherError as error:
         raise in_their_words(error) from error
     if body.get("stream"):
-        return event_stream(as_events(first, parts))
+        return event_stream(as_events(first, parts, stop))
     return Response(json.dumps(first), media_type="application/json")  # with infinities, if a server has them
 
 
-async def as_events(first: Any, parts: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
-    """Yield the events of a stream; where it breaks off, the last one has the reason, and [DONE] is missing."""
+async def as_events(part: Any, parts: AsyncGenerator[dict[str, Any], None], stop: Stop) -> AsyncIterator[str]:
+    """Yield the events of a stream, of which `part` has come; the last one of a broken stream has the reason."""
     async with aclosing(parts):
         try:
-            if first is not None:
-                yield f"data: {json.dumps(first)}\n\n"
-            async for part in parts:
+            while part is not None:
                 yield f"data: {json.dumps(part)}\n\n"
-        except OtherError as error:
-            yield f"data: {json.dumps(in_their_words(error).body())}\n\n"
+                with stop.heeded():
+                    part = await anext(parts, None)
+        except (OtherError, Refused) as error:
+            refused = in_their_words(error) if isinstance(error, OtherError) else error
+            yield f"data: {json.dumps(refused.body())}\n\n"
             return
         yield f"data: {DONE}\n\n"
 

@@ -17,18 +17,18 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from jinja2 import TemplateSyntaxError
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.processors import load_processor
 from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 from ..compat.names import own_tokenizer
+from ..compat.templates import TemplateError
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode, is_read_again
 from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
-from ..gears.gearbox import Gearbox, Observer
+from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..routing.gates import default_thresholds
 from . import SYMBOLS
 from .requests import DEFAULT_MODEL, Options
@@ -118,6 +118,11 @@ class Served:
     small_model: nn.Module | None = None
     controller: Governor | None = None
     close: Callable[[], None] = lambda: None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights and adapters, to which KV caches belong: files of a name may be replaced."""
+        return " ".join(model_fingerprint(model) for model in (self.model, self.small_model) if model is not None)
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -299,7 +304,7 @@ class GearedProvider(ModelProvider):
         if self.cli_args.chat_template:
             try:
                 served.tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
-            except TemplateSyntaxError as error:
+            except TemplateError as error:
                 served.close()
                 raise GearbxError(f"--chat-template is not a template: {one_line(error)}; mend it") from error
         self.model_key, self.served = key, served

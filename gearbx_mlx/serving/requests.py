@@ -1,6 +1,6 @@
 """What a client may ask for: OpenAI's completions, mlx-lm's further fields, and `gearbx`. Typed and bounded."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -53,11 +53,22 @@ class Options(BaseModel, frozen=True, extra="forbid"):
     draft: str | Whole | None = None
 
 
+class GearRequest(BaseModel, frozen=True, extra="allow"):
+    """What any request may say of gears. `mode` and `gear` may stand beside `gearbx`, as `extra_body` sends them.
+
+    Fields that are not known are named in the answer.
+    """
+
+    mode: str | None = None
+    gear: str | Whole | None = None
+    gearbx: Options | None = None
+
+
 class StreamOptions(BaseModel, frozen=True):
     include_usage: StrictBool = False
 
 
-class BaseRequest(BaseModel, frozen=True):
+class BaseRequest(GearRequest, frozen=True):
     """Fields that chat and text completions share. Others are ignored, unless the answer would be another with them."""
 
     model: Name | None = None
@@ -86,7 +97,6 @@ class BaseRequest(BaseModel, frozen=True):
     role_mapping: NotServed = None
     adapters: Annotated[Name, Field(min_length=1)] | None = None
     response_format: ResponseFormat | None = None
-    gearbx: Options | None = None
 
     @property
     def choices(self) -> int:
@@ -108,12 +118,25 @@ class BaseRequest(BaseModel, frozen=True):
         return [self]
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether a grammar says which tokens may come next."""
+        return self.response_format is not None or self.must_call is not None
+
+    @property
     def stop_words(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def options(self) -> Options:
-        return self.gearbx or Options()
+        """What is said of gears. Raises Refused for a mode or a gear that is said twice, in two ways."""
+        own = self.gearbx or Options()
+        beside = {"mode": self.mode, "gear": self.gear}
+        for name, value in beside.items():
+            within = getattr(own, name)
+            if None not in (value, within) and value != within:
+                why = f"{name} is {shown(value)}, and gearbx.{name} is {shown(within)}; give one of them"
+                raise Refused(400, why, param=name)
+        return own.model_copy(update={name: value for name, value in beside.items() if value is not None})
 
     @property
     def most_tokens(self) -> int | None:
@@ -242,7 +265,7 @@ def parse(kind: type[R], body: Any) -> R:
 
 # Requests of other APIs, as chat completions.
 
-SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "gearbx"}  # as in a chat completion
+SAME = {"model", "max_tokens", "stream", "temperature", "top_p", "top_k", "mode", "gear", "gearbx"}  # as in a chat
 
 
 def as_chat(
@@ -270,11 +293,6 @@ def as_chat(
     if thinks is not None:
         body["chat_template_kwargs"] = {"enable_thinking": thinks}
     return parse(ChatRequest, body | {name: value for name, value in further.items() if value is not None})
-
-
-def json_schema(name: str, schema: Any) -> dict[str, Any]:
-    """The `response_format` of a chat completion whose text has to fit a schema."""
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
 
 
 def named_tool(name: str | None) -> dict[str, Any]:
@@ -315,12 +333,8 @@ def of_kind(kinds: Kinds) -> AfterValidator:
     return AfterValidator(partial(check_block, kinds=kinds))
 
 
-def chat_content(content: str | list[Any] | None, image_url: Callable[[Any], str]) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts.
-
-    Args:
-        image_url: the URL of a block that is no text.
-    """
+def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
+    """The content of a chat message; text alone as text, since not every chat template takes parts."""
     if not isinstance(content, list):
         return content or ""
     if all("text" in part["type"] for part in content):
@@ -328,6 +342,13 @@ def chat_content(content: str | list[Any] | None, image_url: Callable[[Any], str
     return [
         {"type": "text", "text": part["text"]}
         if "text" in part["type"]
-        else {"type": "image_url", "image_url": {"url": image_url(part)}}
+        else {"type": "image_url", "image_url": {"url": url_of(part)}}
         for part in content
     ]
+
+
+def url_of(image: dict[str, Any]) -> str:
+    """The URL of an image, which Anthropic's clients may send as a source of data."""
+    source = image.get("source", {})
+    data = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return str(image.get("image_url") or source.get("url") or data)

@@ -24,14 +24,13 @@ from .grammar import constraint_for
 from .job import Asked, Batch, Begun, Job, Prompt, Single
 from .provider import GearedProvider, Served
 from .requests import AnyRequest, ChatRequest, TextRequest
-from .web import Refused
+from .web import Refused, stopping
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
 PATIENCE = 5.0  # seconds until the system has ended a thread
 LOOK = 0.001  # seconds
 UNSEEN = 0.1  # seconds that a thread has to end where the system does not list threads as files
-STOPPED = Refused(503, "the server is stopping", "server_error")
 
 
 class Scheduler(Computing):
@@ -58,28 +57,23 @@ class Scheduler(Computing):
             Refused: nothing is computed any more; what is not a prompt or a model.
             GearbxError: a response_format that no text can have.
         """
-        served = self.current(asked.request)
+        request = asked.request
+        asked.key = self.provider.key_of(request.model, request.adapters)
+        served = self.provider.current(asked.key)
         if served is not None:  # here, so that the answers in the making need not wait for it
-            constraint_for(served.tokenizer, asked.request.response_format, calls=asked.request.must_call)
-            asked.prompt = prompt_of(self, asked.request, served)
+            if request.is_constrained:
+                constraint_for(served.tokenizer, request.response_format, calls=request.must_call)
+            asked.prompt = prompt_of(self, request, served)
         self.requests.put(asked)
         if self.closed or not self.generation_available():
             raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
 
     def count(self, request: AnyRequest) -> int:
         """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
-        served = self.current(request)
+        served = self.provider.current(self.provider.key_of(request.model, request.adapters))
         if served is None:
             raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
         return len(prompt_of(self, request, served).tokens)
-
-    def current(self, request: AnyRequest) -> Served | None:
-        """The model that a request names, if it is the one that is loaded. Raises Refused for one that is not here."""
-        return self.provider.current(self.provider.key_of(request.model, request.adapters))
-
-    def stop_and_join(self) -> None:
-        self.stop()
-        join_to_the_end(self.thread)
 
     @property
     def running(self) -> int:
@@ -147,13 +141,12 @@ class Scheduler(Computing):
         Raises:
             Refused, GearbxError: a request that this server cannot answer.
         """
-        request = asked.request
-        key = self.provider.key_of(request.model, request.adapters)
-        if self.provider.current(key) is None:
+        request, served = asked.request, self.provider.current(asked.key)
+        if served is None:
             if self.running:
                 return False
             self.close_writers()
-        served = self.provider.load_key(key)
+            served = self.provider.load_key(asked.key)
         self.busy = time.monotonic()
         mode = served.mode(request.options, request.typed)
         job = self.job(asked, served, mode)
@@ -167,7 +160,7 @@ class Scheduler(Computing):
                 batch = self.writers[which] = Batch(served, mode, self.cli_args)
             batch.add(job, cache)
         machine = self.text_machine(served.tokenizer)
-        asked.put(Begun(job.prompt, mode, job.cached, machine, self.provider.name_of(key)))
+        asked.put(Begun(job.prompt, mode, job.cached, machine, self.provider.name_of(asked.key)))
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
@@ -190,7 +183,7 @@ class Scheduler(Computing):
             if size >= served.context:
                 raise too_long(f"is {size} tokens, and the model's context {served.context}")
             most = min(most, served.context - size)
-        return Job(asked, prompt, mode, most, self.prompt_cache, self.provider.model_key)
+        return Job(asked, prompt, mode, most, self.prompt_cache, (asked.key, served.fingerprint))
 
     def shared(self, job: Job) -> Any:
         """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
@@ -237,11 +230,11 @@ class Scheduler(Computing):
         """End everything that is in the making, with an error; forget model and caches in the thread that used them."""
         self.closed = True
         for writer in self.writers.values():
-            writer.fail(STOPPED)
+            writer.fail(stopping())
         if self.waiting is not None:
-            self.waiting.put(STOPPED)
+            self.waiting.put(stopping())
         while not self.requests.empty():
-            self.requests.get().put(STOPPED)
+            self.requests.get().put(stopping())
         self.close_writers()
         del self.prompt_cache
 

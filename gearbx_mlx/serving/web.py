@@ -6,13 +6,16 @@ the application raises. What is wrong with a request gets a status of 4xx, and t
 wrote reaches the log unescaped.
 """
 
+import asyncio
 import functools
 import hashlib
 import hmac
 import logging
 import re
+import time
 from base64 import b64encode
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -36,6 +39,7 @@ PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
 METHODS = ["GET", "POST", "OPTIONS"]
 WRONG = "invalid_request_error"
+TOLD = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -192,7 +196,8 @@ class Gatekeeper:
         try:
             self.guard.check_page(scope["headers"])
         except Refused as refused:
-            self.note(scope, refused.status_code)
+            self.answered(scope["path"], refused.status_code)
+            log_answer(scope, refused.status_code, {})
             answer = self.response(scope, refused)
         await answer(scope, receive, send)
 
@@ -200,25 +205,31 @@ class Gatekeeper:
         return JSONResponse(self.error_object(scope["path"], refused), refused.status_code)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request that no foreign page has sent."""
-        begun = False
+        """Answer a request that no foreign page has sent, and log it when the answer has ended."""
+        status, whole, since = 0, False, time.perf_counter()
+        scope[TOLD] = told = dict[str, Any]()
 
         async def sending(message: Message) -> None:
-            nonlocal begun
+            nonlocal status, whole
             if message["type"] == "http.response.start":
-                begun = True
-                self.note(scope, message["status"])
+                status = message["status"]
+                self.answered(scope["path"], status)
+            else:
+                whole = not message.get("more_body", False)
             await send(message)
 
         try:
             body = await self.read(scope, receive)
             await unless_left(lambda: self.app(scope, replayed(body), sending), receive)
         except ClientDisconnect:
-            return
+            pass
         except Exception as error:
             refused = refusal(error)
-            if not begun:
+            if not status:
                 await self.response(scope, refused)(scope, receive, sending)
+        finally:
+            seconds = f"{time.perf_counter() - since:.3f}"
+            log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
         """The body of a request that may come in. Raises Refused for one that may not, or has too much to say."""
@@ -256,11 +267,12 @@ class Gatekeeper:
         if not hmac.compare_digest(key.strip(b" \t"), self.guard.api_key.encode("utf-8", "surrogateescape")):
             raise Refused(401, "no API key, or a wrong one", "authentication_error", code="invalid_api_key")
 
-    def note(self, scope: Scope, status: int) -> None:
-        """Count an answer, and log it."""
-        self.answered(scope["path"], status)
-        client = (scope.get("client") or ("?",))[0]
-        log.info('%s "%s %s" %d', client, escaped(scope["method"]), escaped(scope["path"]), status)
+
+def log_answer(scope: Scope, status: int, told: Mapping[str, Any]) -> None:
+    """Write the line of an answer into the log: who asked for what, and what is known of the answer."""
+    client = (scope.get("client") or ("?",))[0]
+    more = "".join(f" {name}={escaped(str(value))}" for name, value in told.items())
+    log.info('%s "%s %s" %d%s', client, escaped(scope["method"]), escaped(scope["path"]), status, more)
 
 
 def replayed(body: bytes) -> Receive:
@@ -295,6 +307,45 @@ async def unless_left(answer: Callable[[], Awaitable[None]], receive: Receive) -
         raise failed
 
 
+def stopping() -> Refused:
+    return Refused(503, "the server is stopping", "server_error")
+
+
+class Stop:
+    """The end of a server, of which all answers that are in the making hear at once."""
+
+    def __init__(self) -> None:
+        self.is_near = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.waits = set[anyio.CancelScope]()
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Wait inside for a part of an answer. Raises Refused where the server stops before it comes."""
+        self.loop = asyncio.get_running_loop()
+        with anyio.CancelScope() as wait:
+            if self.is_near:
+                wait.cancel()
+            self.waits.add(wait)
+            try:
+                yield
+            finally:
+                self.waits.discard(wait)
+        if wait.cancelled_caught:
+            raise stopping()
+
+    def announce(self) -> None:
+        """End all waits, in any thread, and those that begin later."""
+        self.is_near = True
+        if self.loop is not None:
+            with suppress(RuntimeError):  # the loop has ended, and nothing waits
+                self.loop.call_soon_threadsafe(self.end_waits)
+
+    def end_waits(self) -> None:
+        for wait in self.waits:
+            wait.cancel()
+
+
 def pass_on(request: Request, error: Exception) -> Response:
     """Let `Gatekeeper` answer errors."""
     raise error
@@ -310,6 +361,7 @@ def application(
 ) -> FastAPI:
     """The application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **about)
+    app.state.stop = Stop()
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
         app.add_exception_handler(kind, pass_on)

@@ -2,16 +2,18 @@
 
 import io
 import json
+import resource
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from refusals import assert_refused
 
-from gearbx_mlx.cli import prompt
-from gearbx_mlx.cli.prompt import limited_time
 from gearbx_mlx.loading import DEMO_MODEL, gears_of
 
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -20,8 +22,14 @@ MODEL_FLAGS = ["--model", "--draft-model", "--low-model"]
 
 @pytest.fixture(autouse=True)
 def _no_test_hangs():
-    with limited_time(120):
-        yield
+    def end(number: int, frame: object) -> None:
+        raise TimeoutError("the test hangs")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
@@ -114,17 +122,45 @@ def test_weights_of_another_kind(command, model, dtype):
     assert_refused(command("generate", "--model", model), model, f"{UP} has numbers of type {kind}")
 
 
+HUGE = "{{ 'a' * (2 * 10**9) }}"
+
+
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 0.5 s"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "it takes more than 1.5 s"),
+        ("{{ 9**(9**9) }}", "it takes more than 1.5 s"),
+        ("{% set n = 9 %}{{ (n ** (n ** n)) % 7 }}", "it takes more than 1.5 s"),
+        (HUGE, "it takes more than 1 GB"),
+        ("{{ '%2000000000d' % 1 }}", "it takes more than 1 GB"),
         ("{% for i in range(10**12) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_a_chat_template_without_end(command, model, monkeypatch, template, reason):
-    monkeypatch.setattr(prompt, "TEMPLATE_SECONDS", 0.5)
+def test_a_chat_template_without_end(command, model, template, reason):
     edit(model / "tokenizer_config.json", chat_template=template)
     assert_refused(command("generate", "--model", model), "the chat template refuses this", reason)
+
+
+@pytest.mark.processes
+def test_a_chat_template_takes_neither_seconds_nor_memory_and_ctrl_c_ends_it(model):
+    """The processor's seconds are those of the template's own process and of the one that loads the model."""
+    edit(model / "tokenizer_config.json", chat_template=HUGE)
+    run = [sys.executable, "-m", "gearbx_mlx.generate", "--model", str(model), "-m", "2"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert subprocess.run(run, capture_output=True).returncode == 2
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss - before.ru_maxrss < 2**20  # KB
+    edit(model / "tokenizer_config.json", chat_template="{{ 9**(9**9) }}")
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+        while not children.read_text().strip():  # the template's process
+            time.sleep(0.01)
+        time.sleep(3)
+        running.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        _, err = running.communicate()
+    assert running.returncode in (130, 2)
+    assert time.monotonic() - began < 2
+    assert "Traceback" not in err
 
 
 class TestCode:

@@ -23,6 +23,7 @@ def routed(url: str, guard: Guard | None = None, models: str = "small,large", **
         serving_others(settings, guard or Guard(), ("127.0.0.1", 0)) as server,
         httpx.Client(base_url=server.where, trust_env=False, timeout=60) as client,
     ):
+        client.server = server
         yield client
 
 

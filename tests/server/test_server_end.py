@@ -1,7 +1,8 @@
-"""How the server ends: at once, in order, after all its computing threads."""
+"""How the server ends: at once, in order, after all its computing threads, with a word for every client."""
 
 import signal
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -43,3 +44,28 @@ def test_a_signal_ends_a_server_that_is_answering(mode):
         assert server.process.wait(20) == 128 + signal.SIGTERM
         assert "the server is stopping" in rest
         assert server.log().splitlines()[1:] == ["stopping"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_client_hears_of_a_signal(number, stream):
+    """On a busy machine a text may be whole by then: it has many tokens."""
+    ended = []
+    with our_process("--gears", "4,16", "--kernels", "mlx", "--log-level", "WARNING") as server:
+
+        def ask(place: int) -> None:
+            body = {"prompt": f"Tom has {place} apples. He", "max_tokens": 4000, "stream": stream}
+            with httpx.stream("POST", server.url + "/v1/completions", json=body, trust_env=False, timeout=60) as answer:
+                ended.append((answer.status_code, "the server is stopping" in answer.read().decode()))
+
+        clients = [threading.Thread(target=ask, args=(place,)) for place in range(4)]
+        for one in clients:
+            one.start()
+        time.sleep(1)
+        server.process.send_signal(number)
+        for one in clients:
+            one.join()
+        assert server.process.wait(60) == 128 + number
+        assert server.log().splitlines()[1:] == ["stopping"]
+    assert [said for _, said in ended] == [True] * 4
+    assert stream or {status for status, _ in ended} == {503}

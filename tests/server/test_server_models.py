@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import time
 
 import mlx_lm
@@ -159,3 +160,17 @@ def test_a_time_to_keep_a_model_is_as_ollama_writes_it():
     for text in ("", "m", "soon", "nan", "5d"):
         with pytest.raises(GearbxError, match="give seconds, 5m or 1h"):
             parse_span(text)
+
+
+def test_a_kv_cache_is_not_used_with_other_weights_of_the_same_name(tmp_path):
+    model = tmp_path / "model"
+    save_model(tiny_model(vocab_size=4096), model)
+    with served(models=str(tmp_path), gears="16", keep_alive=math.inf, **QUIET) as client:
+        first, again = (complete(client, model="model") for _ in range(2))
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        shutil.rmtree(model)
+        save_model(tiny_model(seed=1, vocab_size=4096), model)
+        client.scheduler.provider.model_key = None  # as after an answer by another model
+        other = complete(client, model="model")
+        assert other["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert other["choices"] != first["choices"]

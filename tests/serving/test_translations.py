@@ -5,9 +5,15 @@ What their clients read of whole answers and streams is in test_server_apis.py.
 
 import pytest
 
-from gearbx_mlx.serving.messages import Messages, MessagesRequest, chat_request
+from gearbx_mlx.serving.dialects import (
+    Messages,
+    MessagesRequest,
+    Responses,
+    ResponsesRequest,
+    chat_of_messages,
+    chat_of_response,
+)
 from gearbx_mlx.serving.requests import parse
-from gearbx_mlx.serving.responses import ResponseDialect, ResponsesRequest, chat_of_response
 from gearbx_mlx.serving.web import Refused
 
 PARAMETERS = {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]}
@@ -24,7 +30,7 @@ USAGE = {
 def chat_of(**fields):
     """The chat completion body for a request of the Messages API."""
     said = {"model": "demo", "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
-    return chat_request(parse(MessagesRequest, said | fields)).model_dump(exclude_unset=True)
+    return chat_of_messages(parse(MessagesRequest, said | fields)).model_dump(exclude_unset=True)
 
 
 def test_a_request_becomes_that_of_a_chat():
@@ -182,7 +188,7 @@ CHUNKS = [
 WHOLE = {"role": "assistant", "content": "I look.", "reasoning": "They ask for rain.", "tool_calls": [CALL]}
 
 
-@pytest.mark.parametrize("dialect", [Messages, lambda: ResponseDialect(parse(ResponsesRequest, {"input": "Rain?"}))])
+@pytest.mark.parametrize("dialect", [Messages, lambda: Responses(parse(ResponsesRequest, {"input": "Rain?"}))])
 def test_thoughts_text_and_calls_are_blocks_of_a_stream_and_of_a_whole_answer(dialect):
     streamed, whole = dialect(), dialect()
     streamed.begin(USAGE | {"completion_tokens": 0})

@@ -1,0 +1,42 @@
+"""Flags of `cache`, and the kinds of what is kept in the user's cache."""
+
+import argparse
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..cli.settings import Settings, flag, parser_of
+from ..cli.start import command
+
+KINDS = {
+    "kernels": "compiled CPU kernels",
+    "bases": "codes of calibrated bases",
+    "models": "unpacked GGUF files",
+    "times": "measured times, and what texts taught",
+    "other": "anything else",
+}
+DESCRIPTION = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
+
+
+@dataclass(frozen=True)
+class EmptySettings(Settings):
+    """What is removed from the cache; nothing without the flag."""
+
+    title: ClassVar[str] = "cache"
+
+    empty: str | None = flag(
+        None, "Remove what is kept of one kind, or all of it.", choices=("all", *KINDS), named=True
+    )
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Everything that `cache` runs with."""
+
+    cache: EmptySettings
+
+
+def setup_arg_parser() -> argparse.ArgumentParser:
+    return parser_of(CacheSettings, "cache", DESCRIPTION)
+
+
+main = command("cache")

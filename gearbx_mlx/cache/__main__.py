@@ -1,0 +1,5 @@
+"""python -m gearbx_mlx.cache."""
+
+from . import main
+
+main()

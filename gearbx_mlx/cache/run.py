@@ -1,0 +1,101 @@
+"""Show what the user's cache has, by kind, or remove it."""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from rich.console import Console
+
+from ..cli.settings import human_bytes
+from ..cli.tables import columns
+from ..errors import GearbxError
+from ..kernels.cpu import NAME
+from ..kernels.library_cache import BUILDING, BUILDING_LOCK, CacheUnusable, open_cache
+from . import KINDS, CacheSettings
+
+DAY = 86400  # seconds
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file or directory of the cache. used: when it was last written, or a library last loaded."""
+
+    path: Path
+    kind: str
+    size: int
+    used: float
+
+
+def run(settings: CacheSettings) -> int:
+    """Print a line for each kind on stdout, after removing what is to go."""
+    try:
+        directory = open_cache()
+    except (CacheUnusable, OSError) as error:
+        raise GearbxError(f"the cache cannot be used: {error}") from error
+    wanted = settings.cache.empty
+    if wanted is not None:
+        empty(directory, [wanted] if wanted in KINDS else list(KINDS))
+    found = list(entries(directory))
+    rows = [row(kind, [entry for entry in found if entry.kind == kind]) for kind in KINDS]
+    total = human_bytes(sum(entry.size for entry in found))
+    console = Console(highlight=False)
+    console.print(columns(("kind", "number", "size", "used"), [each for each in rows if each]))
+    console.print(f"{directory}: {total}", soft_wrap=True, markup=False)
+    return 0
+
+
+def entries(directory: Path) -> Iterator[Entry]:
+    """Find what is in the cache, except for locks, which belong to processes."""
+    for path in sorted(directory.iterdir()):
+        kind = kind_of(path)
+        for each in sorted(path.iterdir()) if kind == "bases" else [path]:
+            if not each.name.endswith(".lock"):
+                with suppress(FileNotFoundError):  # another process removed it meanwhile
+                    yield Entry(each, kind, size_of(each), each.stat().st_mtime)
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of a file or directory right below the cache."""
+    if path.name.startswith((NAME, BUILDING)):
+        return "kernels"
+    if path.name == "bases" and path.is_dir():
+        return "bases"
+    if path.suffix == ".json":
+        return "times"
+    is_model = path.is_dir() and (path.name.startswith(".") or (path / "config.json").exists())
+    return "models" if is_model else "other"
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a directory."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+
+
+def row(kind: str, found: list[Entry]) -> tuple[str, ...] | None:
+    """Return a kind's line of the table; None where nothing of it is kept."""
+    if not found:
+        return None
+    days = (time.time() - max(entry.used for entry in found)) / DAY
+    used = "today" if days < 1 else f"{days:.0f} days ago"
+    return f"{kind}: {KINDS[kind]}", str(len(found)), human_bytes(sum(entry.size for entry in found)), used
+
+
+def empty(directory: Path, kinds: list[str]) -> None:
+    """Remove what is kept of these kinds, while no process compiles. Raises GearbxError for what cannot be removed."""
+    with FileLock(directory / BUILDING_LOCK, mode=0o600):
+        for entry in [entry for entry in entries(directory) if entry.kind in kinds]:
+            try:
+                if entry.path.is_dir() and not entry.path.is_symlink():
+                    shutil.rmtree(entry.path)
+                else:
+                    entry.path.unlink(missing_ok=True)
+            except OSError as error:
+                raise GearbxError(
+                    f"{error.filename}: cannot be removed ({error.strerror}); do it by hand"
+                ) from error

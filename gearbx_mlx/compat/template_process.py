@@ -1,0 +1,75 @@
+"""The process of one chat template: it renders what `templates.py` asks for, within limits of time and memory.
+
+Its argument is the module search path. It reads lines of JSON from its standard input: values for the template, which
+stands with the first of them. Each gets a line: the `text`, or the kind and the words of an `error`. Python cannot end
+what C code does, such as a huge power, so the system does: it ends the whole process.
+"""
+
+import contextlib
+import importlib.util
+import json
+import resource
+import signal
+import sys
+import types
+
+SECONDS = 1.5  # of the processor, for one text
+MEMORY = 2**30  # bytes, the interpreter's own among them
+LONGEST = 2**26  # characters of a text
+PACKAGES = {"transformers": "", "transformers.utils": "/utils"}
+
+
+def load_compiler():
+    """Return transformers' function that compiles chat templates.
+
+    The packages around its module are not run, which would take a second.
+    """
+    with contextlib.suppress(Exception):
+        place = importlib.util.find_spec("transformers").submodule_search_locations[0]
+        for name, folder in PACKAGES.items():
+            package = types.ModuleType(name)
+            package.__path__ = [place + folder]
+            sys.modules[name] = package
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return _compile_jinja_template
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
+        del sys.modules[name]
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template
+
+
+def rendered(compiler, template: str, values: dict) -> dict[str, str]:
+    """Return the text that a template makes of values, or its error."""
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # whose signal ends the process
+    try:
+        text = compiler(template).render(**values)
+        if len(text) > LONGEST:
+            raise ValueError(f"it makes {len(text)} characters, and {LONGEST} are read")
+        return {"text": text}
+    except MemoryError:
+        return {"error": "MemoryError", "words": f"it takes more than {MEMORY >> 30} GB"}
+    except Exception as error:
+        return {"error": type(error).__name__, "words": str(error)[:1000]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main() -> None:
+    sys.path[:] = json.loads(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the asking process ends this one
+    compiler = load_compiler()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # a system without this limit, or with a lower one
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    template = ""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        template = asked.get("template", template)
+        sys.stdout.write(json.dumps(rendered(compiler, template, asked["values"])) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,414 @@
+"""Anthropic's Messages API and OpenAI's Responses API, as chat completions: requests, answers, streams and errors.
+
+Nothing is stored. In a stream `gearbx.tokens` stands with the text that the tokens brought, and the rest of `gearbx` at
+the end.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, StrictBool, field_validator
+
+from ..files.reading import shown
+from .answers import Block, BlockDialect, Event
+from .requests import (
+    ChatRequest,
+    Count,
+    GearRequest,
+    Kinds,
+    NotServed,
+    Number,
+    Share,
+    Tokens,
+    ToolName,
+    as_chat,
+    chat_content,
+    check_block,
+    named_tool,
+    of_kind,
+    tool_call,
+)
+from .web import Refused
+
+SHOWN: Kinds = {"text": {"text": str}, "image": {"source": dict}}
+BLOCKS: Kinds = {
+    **SHOWN,
+    "tool_use": {"id": str, "name": str, "input": dict},
+    "tool_result": {"tool_use_id": str, "content": SHOWN},
+    "thinking": {"thinking": str},
+    "redacted_thinking": {},  # thinking that only another server can read; it is left out
+}
+CHOICES: Kinds = {"auto": {}, "any": {}, "none": {}, "tool": {"name": str}}  # any: one of the tools has to be called
+THINKING: Kinds = {kind: {} for kind in ("enabled", "disabled", "adaptive", "between_tools")}
+PARTS: Kinds = {kind: {"text": str} for kind in ("input_text", "output_text", "text")} | {
+    "input_image": {"image_url": str}
+}
+ITEMS: Kinds = {
+    "message": {"role": str, "content": PARTS},
+    "function_call": {"call_id": str, "name": str, "arguments": str},
+    "function_call_output": {"call_id": str, "output": PARTS},
+    "reasoning": {},  # what a model thought before; it is left out
+}
+FORMATS: Kinds = {"text": {}, "json_object": {}, "json_schema": {"schema": dict}}
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+
+
+class ForeignRequest(GearRequest, frozen=True):
+    """Fields that requests of both have as a chat completion has them."""
+
+    model: str | None = None
+    temperature: Annotated[Number, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    stream: StrictBool | None = None
+
+
+class TextConfig(BaseModel):
+    format: Annotated[dict[str, Any], of_kind(FORMATS)] | None = None
+
+    @property
+    def response_format(self) -> dict[str, Any] | None:
+        """What the answer has to fit, as a chat completion asks for it."""
+        wanted = self.format
+        if wanted is None or wanted["type"] != "json_schema":
+            return wanted
+        return {
+            "type": "json_schema",
+            "json_schema": {"name": wanted.get("name", "answer"), "schema": wanted["schema"]},
+        }
+
+
+# Requests of Anthropic's clients.
+
+
+class Turn(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Annotated[dict[str, Any], of_kind(BLOCKS)]]
+
+
+class ClientTool(BaseModel):
+    """A function of the client's. `input_schema` is a JSON schema."""
+
+    name: ToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+
+
+class CountTokensRequest(ForeignRequest, frozen=True):
+    """Body of `/v1/messages/count_tokens`."""
+
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: str | list[Annotated[dict[str, Any], of_kind({"text": {"text": str}})]] | None = None
+    tools: list[ClientTool] | None = None
+    tool_choice: Annotated[dict[str, Any], of_kind(CHOICES)] | None = None
+    thinking: Annotated[dict[str, Any], of_kind(THINKING)] | None = None
+    output_config: TextConfig = TextConfig()
+    stop_sequences: list[str] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def ends_with_the_user(cls, messages: list[Turn]) -> list[Turn]:
+        if messages[-1].role == "assistant":  # an answer that is begun already: a chat completion has none
+            raise ValueError("the last of the messages is the assistant's; end with the user's")
+        return messages
+
+
+class MessagesRequest(CountTokensRequest, frozen=True):
+    """Body of `/v1/messages`."""
+
+    max_tokens: Tokens
+    top_k: Count | None = None
+
+
+def chat_of_messages(request: CountTokensRequest) -> ChatRequest:
+    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    messages = [{"role": "system", "content": chat_content(request.system)}] if request.system else []
+    for turn in request.messages:
+        messages += chat_messages(turn)
+    choice = request.tool_choice or {"type": "auto"}
+    tools = (request.tools or []) if choice["type"] != "none" else []
+    chosen: dict[str, Any] = {"any": "required", "tool": named_tool(choice.get("name"))} if tools else {}
+    return as_chat(
+        request,
+        messages,
+        [{"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema} for tool in tools],
+        None if request.thinking is None else request.thinking["type"] != "disabled",
+        tool_choice="none" if choice["type"] == "none" else chosen.get(choice["type"]),
+        stop=request.stop_sequences or None,
+        response_format=request.output_config.response_format,
+    )
+
+
+def chat_messages(turn: Turn) -> list[dict[str, Any]]:
+    """Return a message as those of a chat: what tools returned stands in messages of their own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    by_kind: dict[str, list[dict[str, Any]]] = {kind: [] for kind in BLOCKS}
+    for block in turn.content:
+        by_kind["text" if block["type"] in SHOWN else block["type"]].append(block)
+    results = [result_of(block) for block in by_kind["tool_result"]]
+    own: dict[str, Any] = {"role": turn.role, "content": chat_content(by_kind["text"])}
+    if by_kind["tool_use"]:
+        calls = [(one["id"], one["name"], json.dumps(one["input"], ensure_ascii=False)) for one in by_kind["tool_use"]]
+        own["tool_calls"] = [tool_call(*call) for call in calls]
+    if by_kind["thinking"]:
+        own["reasoning_content"] = "\n".join(block["thinking"] for block in by_kind["thinking"])
+    is_empty = own == {"role": turn.role, "content": ""} and not by_kind["text"]
+    return results if results and is_empty else [*results, own]
+
+
+def result_of(block: dict[str, Any]) -> dict[str, Any]:
+    """Return what a tool returned as a message."""
+    content = chat_content(block.get("content"))
+    said = f"Error: {content}" if block.get("is_error") is True and isinstance(content, str) else content
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": said}
+
+
+# Requests of clients of the Responses API.
+
+
+def checked_item(item: dict[str, Any]) -> dict[str, Any]:
+    """Return an item of the input, if it is one; only messages may leave their type out. Raises ValueError."""
+    item = check_block({"type": "message"} | item, ITEMS)
+    if item["type"] == "message" and item["role"] not in ROLES:
+        raise ValueError(f"the role of a message is {shown(item['role'])}; choose from {', '.join(ROLES)}")
+    return item
+
+
+Function = Annotated[dict[str, Any], of_kind({"function": {"name": str}})]
+
+
+class ReasoningConfig(BaseModel):
+    """Says whether a model that can think does so: with every effort but "none"."""
+
+    effort: str | None = None
+
+
+class ResponsesRequest(ForeignRequest, frozen=True):
+    """Body of `/v1/responses`."""
+
+    input: str | Annotated[list[Annotated[dict[str, Any], AfterValidator(checked_item)]], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    tools: list[Function] | None = None
+    tool_choice: Literal["none", "auto", "required"] | Function | None = None
+    text: TextConfig = TextConfig()
+    reasoning: ReasoningConfig = ReasoningConfig()
+    previous_response_id: NotServed = None
+    conversation: NotServed = None
+    background: NotServed = None
+    prompt: NotServed = None
+    top_logprobs: NotServed = None
+
+
+def chat_of_response(request: ResponsesRequest) -> ChatRequest:
+    """Return the chat completion that answers a request. Raises Refused for what a chat completion cannot be."""
+    messages = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    said = request.input
+    for item in [{"type": "message", "role": "user", "content": said}] if isinstance(said, str) else said:
+        add_item(messages, item)
+    choice, effort = request.tool_choice, request.reasoning.effort
+    fields = ("name", "description", "parameters")
+    return as_chat(
+        request,
+        messages,
+        [{name: tool[name] for name in fields if tool.get(name) is not None} for tool in request.tools or ()],
+        None if effort is None else effort != "none",
+        max_tokens=request.max_output_tokens,
+        tool_choice=named_tool(choice["name"]) if isinstance(choice, dict) else choice,
+        response_format=request.text.response_format,
+    )
+
+
+def add_item(messages: list[dict[str, Any]], item: dict[str, Any]) -> None:
+    """Add an item of the input to the messages of a chat; calls belong to the assistant's message before them."""
+    if item["type"] == "message":
+        messages.append({"role": ROLES[item["role"]], "content": chat_content(item.get("content"))})
+    elif item["type"] == "function_call_output":
+        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": chat_content(item.get("output"))})
+    elif item["type"] == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        call = tool_call(item["call_id"], item["name"], item["arguments"])
+        messages[-1].setdefault("tool_calls", []).append(call)
+
+
+# Answers to Anthropic's clients.
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {  # by the kind of a block: type, and the name of what is new
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+ERRORS = {  # by status; other statuses are the server's
+    **{400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
+    **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"},
+}
+
+
+def messages_error(refused: Refused) -> dict[str, Any]:
+    """Return an error as Anthropic's clients read it; in a stream, the data of an event `error`."""
+    kind = ERRORS.get(refused.status_code, "api_error")
+    return {"type": "error", "error": {"type": kind, "message": refused.message}}
+
+
+class Messages(BlockDialect):
+    """How a chat completion, with `include_usage`, looks to a client of Anthropic's API."""
+
+    def answer(self) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.head['id'].removeprefix('chatcmpl-')}",
+            **{"type": "message", "role": "assistant", "model": self.head["model"]},
+            "content": [content_block(block) for block in self.blocks],
+            **self.ending,
+            "usage": self.counted,
+            **({"gearbx": self.report} if self.report else {}),
+        }
+
+    @property
+    def counted(self) -> dict[str, int]:
+        """Tokens; those of the prompt that were cached stand beside the others."""
+        cached = self.usage["prompt_tokens_details"]["cached_tokens"]
+        read = {"input_tokens": self.usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        return {**read, "cache_creation_input_tokens": 0, "output_tokens": self.usage["completion_tokens"]}
+
+    @property
+    def ending(self) -> dict[str, Any]:
+        """Why the text ended, as far as it has. A choice may name the stop word in `stop_reason`."""
+        word, reason = self.choice.get("stop_reason"), self.choice.get("finish_reason", "")
+        stopped = "stop_sequence" if isinstance(word, str) else STOP_REASONS.get(reason)
+        return {"stop_reason": stopped, "stop_sequence": word}
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": self.answer()}, {"type": "ping"}]
+
+    def closing(self) -> list[dict[str, Any]]:
+        ended = {"type": "message_delta", "delta": self.ending, "usage": self.counted, "gearbx": self.report}
+        return [ended, {"type": "message_stop"}]
+
+    def started(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_start", "index": block.place, "content_block": content_block(block)}]
+
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        kind, name = DELTAS[block.kind]
+        return {"type": "content_block_delta", "index": block.place, "delta": {"type": kind, name: text}}
+
+    def ended(self, block: Block) -> list[dict[str, Any]]:
+        return [{"type": "content_block_stop", "index": block.place}]
+
+    def failed(self, refused: Refused) -> Event:
+        return "error", messages_error(refused)
+
+
+def content_block(block: Block) -> dict[str, Any]:
+    """Return a block of an answer as far as it has come."""
+    if block.kind == "thinking":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    if block.kind == "text":
+        return {"type": "text", "text": block.text}
+    named = {"id": block.call["id"], "name": block.call["function"]["name"]}
+    return {"type": "tool_use", **named, "input": json.loads(block.text or "{}")}
+
+
+# Answers to clients of the Responses API.
+
+ITEM: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of its id, its item, the name of its part
+    "thinking": ("rs", {"type": "reasoning", "summary": []}, "reasoning_text"),
+    "text": ("msg", {"type": "message", "role": "assistant"}, "output_text"),
+    "call": ("fc", {"type": "function_call"}, "function_call_arguments"),
+}
+
+
+class Responses(BlockDialect):
+    """How a chat completion, with `include_usage`, looks to a client of the Responses API.
+
+    A block is an item of the output, and text and thoughts are a part of one.
+    """
+
+    def __init__(self, request: ResponsesRequest):
+        super().__init__()
+        self.identity, self.created, self.number = uuid.uuid4().hex, int(time.time()), 0
+        self.asked = request.model_dump(include={"instructions", "temperature", "top_p", "max_output_tokens"})
+        self.asked |= {"tools": [], "tool_choice": "auto"}
+        self.asked |= request.model_dump(include={"tools", "tool_choice"}, exclude_none=True)
+
+    def answer(self) -> dict[str, Any]:
+        is_cut = self.choice.get("finish_reason") == "length"
+        return {
+            **{"id": f"resp_{self.identity}", "object": "response", "created_at": self.created},
+            "status": "incomplete" if is_cut else "completed" if self.choice else "in_progress",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            **{"error": None, "parallel_tool_calls": True, "store": False, "model": self.head["model"], **self.asked},
+            "output": [self.item(block) for block in self.blocks],
+            "usage": response_usage(self.usage) if self.usage else None,
+            **({"gearbx": self.report} if self.report else {}),
+        }
+
+    def opening(self) -> list[dict[str, Any]]:
+        return [{"type": kind, "response": self.answer()} for kind in ("response.created", "response.in_progress")]
+
+    def closing(self) -> list[dict[str, Any]]:
+        answer = self.answer()
+        return [{"type": f"response.{answer['status']}", "response": answer}]
+
+    def failed(self, refused: Refused) -> Event:
+        error = refused.body()["error"]
+        (event,) = self.named([{**error, "type": "error", "error": error}])
+        return event
+
+    def named(self, events: Iterable[dict[str, Any]]) -> list[Event]:
+        found = [event | {"sequence_number": number} for number, event in enumerate(events, self.number)]
+        self.number += len(found)
+        return super().named(found)
+
+    def started(self, block: Block) -> list[dict[str, Any]]:
+        item = self.item(block) | {"status": "in_progress"} | ({"content": []} if block.kind != "call" else {})
+        added = {"type": "response.output_item.added", "output_index": block.place, "item": item}
+        return [added, *self.part_event(block, "added")]
+
+    def grown(self, block: Block, text: str) -> dict[str, Any]:
+        return {"type": f"response.{ITEM[block.kind][2]}.delta", **self.where(block), "delta": text}
+
+    def ended(self, block: Block) -> list[dict[str, Any]]:
+        said = {"arguments" if block.kind == "call" else "text": block.text}
+        done = {"type": f"response.{ITEM[block.kind][2]}.done", **self.where(block), **said}
+        item = {"type": "response.output_item.done", "output_index": block.place, "item": self.item(block)}
+        return [done, *self.part_event(block, "done"), item]
+
+    def part_event(self, block: Block, what: str) -> list[dict[str, Any]]:
+        """Return the event that begins or ends the part of an item; a call has none."""
+        if block.kind == "call":
+            return []
+        return [{"type": f"response.content_part.{what}", **self.where(block), "part": part_of(block)}]
+
+    def where(self, block: Block) -> dict[str, Any]:
+        """Return item and part to which an event belongs."""
+        part = {} if block.kind == "call" else {"content_index": 0}
+        logprobs: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+        return {"item_id": self.item(block)["id"], "output_index": block.place, **part, **logprobs}
+
+    def item(self, block: Block) -> dict[str, Any]:
+        """Return a block as an item of the output, as far as it has come."""
+        prefix, item, _ = ITEM[block.kind]
+        own: dict[str, Any] = {"content": [part_of(block)]}
+        if block.kind == "call":
+            own = {"call_id": block.call["id"], "name": block.call["function"]["name"], "arguments": block.text}
+        return {"id": f"{prefix}_{self.identity}_{block.place}", **item, **own, "status": "completed"}
+
+
+def part_of(block: Block) -> dict[str, Any]:
+    annotations: dict[str, Any] = {"annotations": [], "logprobs": []} if block.kind == "text" else {}
+    return {"type": ITEM[block.kind][2], "text": block.text, **annotations}
+
+
+def response_usage(counts: Mapping[str, Any]) -> dict[str, Any]:
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        **{"input_tokens": counts["prompt_tokens"], "output_tokens": counts["completion_tokens"]},
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counts["total_tokens"],
+    }

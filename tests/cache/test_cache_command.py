@@ -1,0 +1,68 @@
+"""The command that shows and empties the user's cache."""
+
+import os
+import time
+
+import pytest
+
+from gearbx_mlx.kernels.library_cache import UNUSED, CachedLibrary
+
+LIBRARY = "_gearbx_cpu-aa-bb.so"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A cache with something of each kind: 1000 bytes a file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    directory = tmp_path / "gearbx-mlx"
+    for name in (LIBRARY, f"{LIBRARY}.sha256", "bases/a.safetensors", "m-1/config.json", "m-1/w", "tuning.json", "x/y"):
+        (directory / name).parent.mkdir(exist_ok=True, parents=True, mode=0o700)
+        (directory / name).write_bytes(bytes(1000))
+    (directory / ".lock").touch(0o600)
+    return directory
+
+
+def shown(result) -> dict[str, list[str]]:
+    """By their kinds: number and size."""
+    assert result.status == 0, result.err
+    lines = [line for line in result.out.splitlines() if ": " in line and not line.startswith("/")]
+    return {line.split(":")[0]: line.split()[-4:-1] for line in lines}
+
+
+def test_each_kind_has_its_number_and_size(command, kept):
+    result = command("cache")
+    assert shown(result) == {
+        "kernels": ["2", "2", "kB"],
+        "bases": ["1", "1", "kB"],
+        "models": ["1", "2", "kB"],
+        "times": ["1", "1", "kB"],
+        "other": ["1", "1", "kB"],
+    }
+    assert result.out.splitlines()[-1].endswith("gearbx-mlx: 7 kB")
+
+
+def test_one_kind_is_removed_or_all(command, kept):
+    assert set(shown(command("cache", "--empty", "models"))) == {"kernels", "bases", "times", "other"}
+    assert (kept / LIBRARY).exists()
+    assert shown(command("cache", "--empty", "all")) == {}
+    assert {path.name for path in kept.iterdir()} == {".lock", "bases"}
+
+
+def test_a_cache_that_others_may_write_to_is_refused(command, kept):
+    kept.chmod(0o777)
+    result = command("cache", "--empty", "all")
+    assert result.status == 2
+    assert str(kept) in result.err
+    assert (kept / LIBRARY).exists()
+
+
+def test_libraries_that_nobody_uses_go(kept):
+    old, failed, used = (kept / f"_gearbx_cpu-{name}-bb.so" for name in ("old", "failed", "used"))
+    files = [old, CachedLibrary(old).hash_file, CachedLibrary(failed).failure_file, used, CachedLibrary(used).hash_file]
+    for file in files:
+        file.touch()
+        os.utime(file, (0, time.time() - UNUSED - 10))
+    CachedLibrary(used).note_use()
+    CachedLibrary(kept / LIBRARY).remove_unused()
+    assert [file.exists() for file in files] == [False, False, False, True, True]
+    assert (kept / LIBRARY).exists()

@@ -1,0 +1,156 @@
+"""What every server here has in common: the access log, and an end of which every answer hears."""
+
+import json
+import logging
+import re
+import threading
+import time
+
+import httpx
+import pytest
+from fake_server import EVENTS, JSON, Answer, chat_event, chatting, fake_server
+from http_server import chat, complete, error_of, events, in_the_making, served
+from routed import CHAT, EASY, routed
+
+LINE = re.compile(r'(?P<client>\S+) "(?P<asked>[^"]+)" (?P<status>\d+)(?P<told>( \w+=\S+)*)')
+
+
+@pytest.fixture(scope="module")
+def client():
+    with served(gears="4,16") as client:
+        yield client
+
+
+def logged(caplog, path: str) -> dict[str, str]:
+    """What the log tells of the last answer of a route."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        lines = [LINE.fullmatch(r.getMessage()) for r in caplog.records if r.name == "gearbx_mlx.server"]
+        found = [line for line in lines if line is not None and line["asked"].split()[1] == path]
+        if found:
+            told = dict(pair.split("=") for pair in found[-1]["told"].split())
+            return told | {"status": found[-1]["status"]}
+        time.sleep(0.01)
+    raise AssertionError(f"no line for {path}: {caplog.records}")
+
+
+class TestAccessLog:
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_tokens_seconds_and_mode_of_an_answer(self, client, caplog, stream):
+        caplog.set_level(logging.INFO)
+        asked = {"prompt": ["Tom has", "Ann"], "gearbx": {"gear": "low"}, "max_tokens": 5}
+        if stream:
+            events(client, "/v1/completions", **asked)
+        else:
+            usage = complete(client, **asked)["usage"]
+        told = logged(caplog, "/v1/completions")
+        assert (told["status"], told["mode"], told["tokens"]) == ("200", "static", "10")
+        assert 0 < float(told["first"]) <= float(told["seconds"])
+        if not stream:
+            assert int(told["prompt"]) == usage["prompt_tokens"]
+            assert int(told["cached"]) == usage["prompt_tokens_details"]["cached_tokens"]
+
+    def test_fields_that_are_not_known_are_named_on_one_line(self, client, caplog):
+        caplog.set_level(logging.INFO)
+        answer = chat(client, temprature=1, **{"a\nb": None})
+        told = logged(caplog, "/v1/chat/completions")
+        assert told["ignored"] == "a\\nb,temprature"
+        assert answer["gearbx"]["ignored"] == ["a\nb", "temprature"]
+
+    def test_a_client_that_leaves_early(self, client, caplog):
+        caplog.set_level(logging.INFO)
+        with client.stream("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 4000, "stream": True}) as one:
+            next(one.iter_lines())
+        assert logged(caplog, "/v1/completions")["left"] == "early"
+
+    def test_what_is_refused(self, client, caplog):
+        caplog.set_level(logging.INFO)
+        client.get("/v1/models", headers={"Host": "elsewhere.example"})
+        assert logged(caplog, "/v1/models")["status"] == "403"
+
+
+class TestChoiceBesideGearbx:
+    """`extra_body` of OpenAI's client adds fields to the body itself."""
+
+    @pytest.mark.parametrize(
+        ("beside", "mode"), [({"mode": "kickdown"}, "kickdown"), ({"gear": "low"}, "static"), ({"gear": 16}, "static")]
+    )
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
+    def test_it_is_as_within(self, client, path, beside, mode):
+        said = [{"role": "user", "content": "Hello"}]
+        asked = {"prompt": "Hello", "messages": said, "input": "Hello"}
+        name = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+        most = "max_output_tokens" if name == "input" else "max_tokens"
+        found = []
+        for choice in (beside, {"gearbx": beside}):
+            answer = client.post(path, json={name: asked[name], most: 6, **choice})
+            assert answer.status_code == 200, answer.text
+            found.append({key: answer.json()["gearbx"][key] for key in ("mode", "gear_tokens")})
+        assert found[0] == found[1]
+        assert found[0]["mode"] == mode
+
+    def test_it_may_be_said_twice_in_one_way_alone(self, client):
+        assert complete(client, gear="low", gearbx={"gear": "low"})["gearbx"]["mode"] == "static"
+        body = {"prompt": "x", "mode": "route", "gearbx": {"mode": "static"}}
+        message = error_of(client.post("/v1/completions", json=body))
+        assert '"route"' in message
+        assert '"static"' in message
+
+    def test_what_does_not_exist_is_named(self, client):
+        message = error_of(client.post("/v1/completions", json={"prompt": "x", "mode": "statik"}))
+        assert "mode 'statik'" in message
+
+
+@pytest.mark.parametrize("flags", [{"mode": "static"}, {"mode": "kickdown"}, {"mode": "lossless"}], ids=str)
+def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
+    ended = []
+    with served(gears="4,16", log_level="ERROR", decode_concurrency=2, **flags) as client:
+
+        def ask(number: int, stream: bool) -> None:
+            body = {"prompt": f"Tom has {number} apples.", "max_tokens": 4000, "stream": stream}
+            with httpx.stream("POST", f"{client.server.where}/v1/completions", json=body, trust_env=False) as answer:
+                ended.append((answer.status_code, "the server is stopping" in answer.read().decode()))
+
+        clients = [threading.Thread(target=ask, args=(n, n % 2 == 0)) for n in range(6)]
+        for one in clients:
+            one.start()
+        while in_the_making(client, waiting=True) < len(clients):
+            time.sleep(0.01)
+        client.server.stop()
+        for one in clients:
+            one.join()
+    assert [said for _, said in ended] == [True] * len(clients)
+    assert {status for status, _ in ended} <= {200, 503}
+    assert [status for status, _ in ended].count(503) >= 3
+
+
+def test_so_do_clients_of_a_server_before_another_one():
+    ended, over = [], threading.Event()
+
+    def endless(body: dict) -> Answer:
+        """The beginning of an answer that does not go on."""
+
+        def parts():
+            yield f"data: {json.dumps(chat_event(None, 'a'))}\n\n".encode() if body["stream"] else b"{"
+            over.wait(60)
+
+        return Answer(parts(), kind=EVENTS if body["stream"] else JSON)
+
+    with fake_server(chatting(endless)) as fake, routed(fake.url) as client:
+
+        def ask(stream: bool) -> None:
+            with client.stream("POST", CHAT, json={**EASY, "stream": stream}) as answer:
+                ended.append((answer.status_code, "the server is stopping" in answer.read().decode()))
+
+        clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for one in clients:
+            one.start()
+        while len(fake.requests) < 2:
+            time.sleep(0.01)
+        began = time.monotonic()
+        client.server.stop()
+        for one in clients:
+            one.join()
+        over.set()
+    assert [said for _, said in ended] == [True, True]
+    assert time.monotonic() - began < 20
