@@ -1,0 +1,95 @@
+"""What a user gets at the first starts on a machine: each start is a process of its own, and each text another one."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import cycle, islice
+from pathlib import Path
+
+import platformdirs
+from rich.progress import track
+
+from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
+from gearbx_mlx.cli.prompt import read_prompts
+
+from . import ROOT
+from .lossless import ASSISTANT, encode
+from .studies import Found, spread, study, table_here
+
+CACHE = "gearbx-mlx"
+
+
+def written(gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Static, tokens: int) -> tuple[list, float]:
+    """Return a text, and the seconds of a token after its first one."""
+    begun, text = 0.0, []
+    for response in stream_generate(gearbox.model, tokenizer, prompt, tokens, gearbox=gearbox, mode=mode):
+        begun = begun or time.perf_counter()
+        text.append(response.token)
+    return text, (time.perf_counter() - begun) / max(len(text) - 1, 1)
+
+
+def start(model: str, gears: str, format: str, prompt: str, tokens: int) -> dict[str, float]:
+    """Write a text in mode lossless as the first one of a process, and twice by the top gear alone."""
+    loaded, tokenizer = load(model)
+    gearbox = Gearbox(loaded, gears, format=format)
+    asked = list(encode(tokenizer, prompt))
+    drafted, seconds = written(gearbox, tokenizer, asked, Lossless(), tokens)
+    alone = [written(gearbox, tokenizer, asked, Static(), tokens) for _ in range(2)]
+    return {
+        "times": statistics.mean(each for _, each in alone) / seconds,
+        "identical": float(all(text == drafted for text, _ in alone)),
+    }
+
+
+def without_times(to: Path) -> None:
+    """Copy compiled kernels, and no times of passes, into an empty cache."""
+    kept = Path(platformdirs.user_cache_path(CACHE, appauthor=False))
+    (to / CACHE).mkdir(mode=0o700)
+    for file in kept.glob("*.so*"):
+        shutil.copy2(file, to / CACHE / file.name)
+
+
+@study("docs/lossless.md", minutes=12)
+def lossless_starts(
+    model: str = "smollm2",
+    gears: str = "4,16",
+    format: str = "planes",
+    prompts: Path = ASSISTANT,
+    series: int = 4,
+    starts: int = 4,
+    max_tokens: int = 100,
+) -> Found:
+    """How fast the texts of the first starts are: series of starts from a cache without times, each another text.
+
+    Args:
+        prompts: One per line.
+        starts: Of each series.
+    """
+    texts = cycle(read_prompts(prompts))
+    found: list[list[dict[str, float]]] = []
+    for _ in track(range(series), "series"):
+        with tempfile.TemporaryDirectory() as directory:
+            without_times(Path(directory))
+            environment = os.environ | {"XDG_CACHE_HOME": directory}
+            found.append([])
+            for text in islice(texts, starts):
+                asked = json.dumps([model, gears, format, text, max_tokens])
+                run = [sys.executable, "-m", "research.starts", asked]
+                done = subprocess.run(run, env=environment, cwd=ROOT, capture_output=True, text=True, check=True)
+                found[-1].append(json.loads(done.stdout.splitlines()[-1]))
+    times = [[each["times"] for each in one] for one in found]
+    every = [each for one in times for each in one]
+    identical = sum(int(each["identical"]) for one in found for each in one)
+    rows = [[f"{number}", spread(column)] for number, column in enumerate(zip(*times), 1)]
+    rows.append(["all", f"{spread(every)}; {identical} of {len(every)} texts identical"])
+    head = ["start", f"times as fast as the top gear alone, {model} {gears}: median (range)"]
+    return Found({"lossless_starts": table_here(head, rows)}, found)
+
+
+if __name__ == "__main__":
+    print(json.dumps(start(*json.loads(sys.argv[1]))))
