@@ -20,7 +20,7 @@ from gearbx_mlx.benchmark.decode import random_model
 from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, looking, second_head
-from gearbx_mlx.decoding.policy import MOST_ROWS, Policy
+from gearbx_mlx.decoding.policy import MOST_ROWS, LearnedPolicy
 from gearbx_mlx.decoding.rows import Rows, Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.gears.discovery import vocabulary
@@ -157,7 +157,7 @@ class PassSeconds:
 
     def replayed(self, drafts: Drafts) -> float:
         """Seconds of a token of the loop, replayed on recorded drafts; a(m) learns from them."""
-        policy, spent, written = Policy(self.kept()), 0.0, 0
+        policy, spent, written = LearnedPolicy(self.kept()), 0.0, 0
         for margins, agrees in drafts:
             place = 0
             while place < len(margins):

@@ -96,6 +96,4 @@ def empty(directory: Path, kinds: list[str]) -> None:
                 else:
                     entry.path.unlink(missing_ok=True)
             except OSError as error:
-                raise GearbxError(
-                    f"{error.filename}: cannot be removed ({error.strerror}); do it by hand"
-                ) from error
+                raise GearbxError(f"{error.filename}: cannot be removed ({error.strerror}); do it by hand") from error

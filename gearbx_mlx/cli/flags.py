@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 from ..decoding.modes import MODES
-from ..decoding.policy import MOST_DRAFTED, Fixed
+from ..decoding.policy import MOST_DRAFTED, FixedPolicy
 from ..errors import GearbxError
 from ..files.writing import check_writable
 from ..gears.ladder import (
@@ -358,7 +358,7 @@ class ModeSettings(RoutingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft_length is not None:
-            Fixed(self.draft_length)
+            FixedPolicy(self.draft_length)
         if self.small_model is not None and self.mode not in (None, PAIR):
             raise GearbxError(f"--mode {self.mode} has one model; leave --small-model out, or give --mode pair")
         if self.small_model is None and self.mode == PAIR:

@@ -34,12 +34,13 @@ from ..routing.lookup import Lookup
 from .caches import gears_of, length
 from .drafters import Drafter, Proposal, TextSoFar
 from .mode import turn
-from .policy import MOST_DRAFTED, Chooses
+from .policy import MOST_DRAFTED, DraftPolicy
 from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken
 from .rows import Rows, Verifier
 from .sampling import Choice, Chooser, LogitsReader, rounding_of
 
 UNLIMITED = 2**40  # entries of a KV cache
+
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
 
 
@@ -50,18 +51,16 @@ class Queued:
     Attributes:
         token: (1,).
         logprobs: (1, V), of the distribution that it is sampled from.
-        packed: the token and the entropy of its distribution (bits), to be read at once.
+        seen: (1, 2) or more, what is read of it, in the columns of `Choice`.
         step: how it comes about.
         context: the text before it, for logits processors.
-        ahead: True if it was queued before the token that it follows was known.
     """
 
     token: mx.array
     logprobs: mx.array
-    packed: mx.array
+    seen: mx.array
     step: Step
     context: mx.array | None
-    ahead: bool
 
 
 @dataclass
@@ -92,7 +91,7 @@ class Loop:
     cache: list[Any]
     text: TextSoFar
     chooser: Chooser
-    policy: Chooses
+    policy: DraftPolicy
     reader: LogitsReader
     drafter: Drafter | None = None
     lookup: Lookup | None = None
@@ -144,10 +143,10 @@ class Loop:
         while self.text.goes_on:
             start = self._now()
             proposal = self._propose()
-            if proposal is None:
+            if proposal is None and not self._verifier.computes_at_once(self.cache):
                 yield from self._alone()
                 continue
-            for token in self._verified(proposal, start):
+            for token in self._verified(proposal or Proposal(MODEL, mx.zeros(0, mx.uint32)), start):
                 self.shown += 1
                 yield token
 
@@ -260,14 +259,18 @@ class Loop:
             if self.drafter is not None:
                 self.drafter.settle(self.text, proposal, len(written) - 1)
             self._unread = True
-        self.policy.add_round(
-            drafted=proposal.count if proposal.source == DRAFT else 0,
-            margins=proposal.margins_read,
-            accepted=len(written) - 1,
-            draft_seconds=proposal.seconds,
-            seconds=self._now() - start,
-            rows=proposal.count + 1,
-        )
+        seconds = self._now() - start
+        if proposal.count:
+            self.policy.add_round(
+                drafted=proposal.count if proposal.source == DRAFT else 0,
+                margins=proposal.margins_read,
+                accepted=len(written) - 1,
+                draft_seconds=proposal.seconds,
+                seconds=seconds,
+                rows=proposal.count + 1,
+            )
+        else:
+            self.policy.add_alone(seconds)
         yield from written
 
     # Accept.
@@ -359,8 +362,7 @@ class Loop:
             ahead = self._queue(coming.token, coming.context, ahead=True) if self._stays_alone() else None
             written = self._taken(coming)
             self._unread = ahead is None
-            if ahead is not None and coming.ahead:
-                self.policy.add_alone(self._now() - start)
+            self.policy.add_alone(self._now() - start)
             yield written
             coming = ahead if self.text.goes_on else None
 
@@ -388,21 +390,26 @@ class Loop:
         with self._stream():
             self.gearbox.shift(self.gearbox.ladder.top)
             logits = self.gearbox.model(token.reshape(1, 1), cache=self.cache, **of_token)[:, -1]
-            logprobs = self.reader.normalized(self.chooser.processed(context, logits))
+            logits = self.chooser.processed(context, logits)
             self.quantize(self.cache)
-            entropy = self.reader.entropy(logprobs)
-            chosen, entropy = self.agreement.arrays(self.chooser.sample(logprobs).astype(mx.uint32), entropy)
-            # Packed now: what is computed later would wait for the pass that is queued behind this one.
-            packed = in_one(chosen, entropy)
-            mx.async_eval(chosen, packed)
-        return Queued(chosen, logprobs, packed, self._single_pass(), context, ahead)
+            logprobs = self.reader.normalized(logits)  # computed if somebody asks
+            if self.reader.is_native and self.chooser.greedy and self.agreement is ALONE:
+                seen = self.reader.choices(logits)
+                chosen = seen[:, Choice.TOKEN].astype(mx.uint32)
+            else:
+                chosen, bits = self.agreement.arrays(self.chooser.sample(logprobs), self.reader.entropy(logprobs))
+                # In one array, and now: what is computed later would wait for the pass that is queued behind this one.
+                seen = mx.concatenate([chosen.astype(mx.float32), bits])[None]
+            mx.async_eval(chosen, seen)
+        return Queued(chosen, logprobs, seen, self._single_pass(), context)
 
     def _taken(self, coming: Queued) -> WrittenToken:
         """Wait for a token, and add it to the text."""
-        token, bits = np.array(coming.packed)
+        seen = np.array(coming.seen)[0]
+        token, bits = int(seen[Choice.TOKEN]), float(seen[Choice.ENTROPY])
         self.rows = None  # the cache holds no more than the text
-        self.text.add(int(token))
-        return WrittenToken(int(token), coming.logprobs[0], SampledToken(float(bits.view(np.float32)), coming.step))
+        self.text.add(token)
+        return WrittenToken(token, coming.logprobs[0], SampledToken(bits, coming.step))
 
     def _single_pass(self) -> Step:
         """The step of a token that took one pass of the top gear."""

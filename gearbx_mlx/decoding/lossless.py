@@ -38,7 +38,7 @@ from .governor import Governor
 from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
 from .pair import bytes_read
-from .policy import MOST_DRAFTED, USUAL_LENGTH, Chooses, Fixed, Policy, draft_share
+from .policy import MOST_DRAFTED, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
 from .response import GearResponse
 from .rows import warn_of_other_paths
 from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
@@ -137,7 +137,7 @@ class Lossless(SharedMode):
         GEARBX_TUNE=0.
         """
         if self.draft_length is not None or not is_tuning() or agreement_of(gearbox.model).group is not None:
-            return Learned(Fixed(self.draft_length or USUAL_LENGTH), LookupAgreement())
+            return Learned(FixedPolicy(self.draft_length or USUAL_LENGTH), LookupAgreement())
         return learned(gearbox, drafter, chooser)
 
     def about(self) -> str:
@@ -186,7 +186,7 @@ class Learned:
         written: tokens since then.
     """
 
-    policy: Chooses
+    policy: DraftPolicy
     lookup: LookupAgreement
     keep: Callable[[Mapping[str, float]], None] = lambda state: None
     written: int = 0
@@ -220,7 +220,7 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
             cache.keep(name, dict(state))
             cache.save_soon()
 
-        known[name] = Learned(Policy(kept, share), LookupAgreement(), keep)
+        known[name] = Learned(LearnedPolicy(kept, share), LookupAgreement(), keep)
     return known[name]
 
 

@@ -1,9 +1,8 @@
 """How many tokens to draft before the next verification: as many as save most time here, and none where none saves any.
 
-A round drafts k tokens, and verifies them and the token before them in one pass of k + 1 rows. With d seconds of a
-drafted token and w(r) of all else in a round of r rows, it takes C(k) = k d + w(k + 1). If the i-th token is accepted
-with probability a_i where those before it are, the round writes T(k) = 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens.
-Without a round, the top gear writes one token in s seconds. So a token takes
+A round drafts k tokens, and verifies them and the token before them in one pass. It takes C(k) seconds. If the i-th
+token is accepted with probability a_i where those before it are, the round writes T(k) = 1 + a_1 + a_1 a_2 + ... +
+a_1...a_k tokens. Without a round, the top gear writes a token in s seconds. So a token takes
 
     g = min(s, min over k of C(k) / T(k)),
 
@@ -11,21 +10,21 @@ and the k of this minimum is best (renewal reward). Where the margin of each dra
 more than the place of the token. Of a draft of j tokens, all of which are right with probability P, n more are worth
 their time while they save more than they take, by the same theorem:
 
-    P g (a_1 + a_1 a_2 + ... + a_1...a_n)  >  n d + w(j + 1 + n) - w(j + 1)      for some n.
+    P g (a_1 + a_1 a_2 + ... + a_1...a_n)  >  C(j + n) - C(j)      for some n.
 
-A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(n + 1), where the first i are right with
-probability p_i.
+A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(n), where the first i are right with
+probability p_i, and w(n) are the seconds of a round that verifies them.
 
-**What is learned.** d, w and s are medians of their latest times, a(m) and a_i are shares of the latest tokens. A
-machine is slower at one moment than at the next, which moves all passes alike: so each time counts in relation to the
-drafted tokens just before it. What is kept for the next start is these times and shares, and no choice that followed
-from them.
+**What is learned.** A machine is slower at one moment than at the next, by more than drafts gain. But what moves passes
+moves them alike, so only times of one moment are compared. C(k) is a line in k, fitted to the latest rounds, each
+in relation to the pace of its neighbours: the median of what they took over what the line says. s is the median of
+the latest comparisons of a few tokens alone with the pace of the rounds around them. a(m) and a_i are shares of the
+latest tokens. What is kept for the next start is these numbers, and no choice that followed from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
-better way has written for x / 0.005 seconds: so trials lose half a per cent of the time, wherever a wait is within
-its limits: the shortest adds a loss where both ways are within a few per cent of each other, where nothing is lost by
-either; the longest, 1,024 tokens, where a trial loses more than 5 tokens' time. A wrong time is corrected by the next
-few of its kind, since what seems best is what runs next and is measured then.
+better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
+the time. Until a few comparisons are known they are due after 48 tokens: that costs the first 150 tokens some 2 per
+cent. A wrong comparison is outvoted by the next two.
 """
 
 import bisect
@@ -36,8 +35,6 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Protocol
 
-import numpy as np
-
 from ..errors import GearbxError
 from ..routing.lookup import RunningMean
 
@@ -45,10 +42,8 @@ MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels
 MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
-REMEMBERED, FEW = 9, 3  # times whose median counts, and as many as say something
-PAUSE = 4  # times the usual: a reader paused, or something else stopped the process
-ROUND = 1.03  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
-ROW = 0.12  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+ROUND = 1.05  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
+ROW = 0.06  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -57,14 +52,19 @@ USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a 
 USUAL_SHARES = (0.7, 0.75, 0.8)  # accepted at the first, second and any later place: what follows an easy token is easy
 KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each further one; tokens that a guess counts for
 KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
+USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
 
-AHEAD = 4  # tokens that are looked ahead: rows cost in steps, where a kernel takes some at once
-BURST, ROUNDS = 5, 2  # tokens alone, of which the first begins to run ahead and does not count; rounds of a trial
-NEARBY = 8  # tokens alone after a round that are compared with its draft: later the machine may be faster or slower
+FITTED, PRIOR_WEIGHT = 32, 6.0  # rounds that a line is fitted to, and those that each of two points of the usual one is
+OUTSIDE = 1.5  # times the line, and a part of it: what is further away counts as this
+NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
+COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
+PRIOR_COMPARED = 2  # as many as a round without drafts counts for, which computes what a token alone does
+BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
+KNOWN, EARLY = 3, 128  # comparisons before which trials are due after so many tokens
 TRIALS_SHARE = 0.005  # of the time that trials may lose
-SHORTEST, LONGEST = 32, 1024  # tokens between two trials of a way
-FIRST_ALONE = (16, 128)  # tokens before the first trial of a start, where s is unknown, and where it is known
+SHORTEST, LONGEST = 32, 1024  # tokens between two trials
+AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
 NEIGHBOUR = 16  # rounds between two that draft one token more or less, where margins come too late
 
 
@@ -86,7 +86,7 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
     return [mean for mean, _, count in blocks for _ in range(int(count))]
 
 
-class Chooses(Protocol):
+class DraftPolicy(Protocol):
     """What the loop asks, and what it tells."""
 
     @property
@@ -102,7 +102,11 @@ class Chooses(Protocol):
         """A token in rounds, likewise."""
 
     def length(self, room: int, early: bool = False) -> int:
-        """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each."""
+        """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each.
+
+        Args:
+            early: whether `goes_on` is asked after each token of this draft; else the length alone ends it.
+        """
 
     def goes_on(self, margins: Sequence[float]) -> bool:
         """Return whether one more token pays after those with these margins, where they are read one by one."""
@@ -134,7 +138,7 @@ class Chooses(Protocol):
         """Take a token of the top gear alone."""
 
 
-class Fixed:
+class FixedPolicy:
     """Drafts of always the same length, for which nothing is measured.
 
     Raises:
@@ -157,120 +161,122 @@ class Fixed:
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
         """Return how many are worth a verification at usual costs."""
-        return Policy().looked_up(probabilities, room)
+        return LearnedPolicy().looked_up(probabilities, room)
 
     def add_round(self, **round: object) -> None: ...
     def add_alone(self, seconds: float) -> None: ...
 
 
-class Latest:
-    """The lower median of the latest times of a kind of pass, without its first one and without pauses.
+class Line:
+    """Seconds of rounds by a number of tokens from 0 to 15: a + b n, fitted to the latest ones at the pace of each.
 
     Args:
-        kept: from an earlier start, which counts as a few times.
+        kept: `state` of an earlier start. name: of the line there.
+        first, more: a and b before anything is measured, in tokens of the top gear alone.
     """
 
-    def __init__(self, kept: float | None = None):
-        self._times: deque[float] = deque([kept] * FEW if kept else [], maxlen=REMEMBERED)
-        self._begun, self.seen = False, 0
-
-    def add(self, seconds: float) -> None:
-        if self._begun and not (self.value and seconds > PAUSE * self.value):
-            self._times.append(seconds)
-            self.seen += 1
-        self._begun = True
-
-    @property
-    def weight(self) -> int:
-        return len(self._times)
-
-    @property
-    def value(self) -> float | None:
-        """None where too few are known."""
-        return statistics.median_low(self._times) if len(self._times) >= FEW else None
-
-
-class Costs:
-    """d, w and s in seconds, at the speed that the machine had when the first draft was timed.
-
-    Args:
-        kept: `state` of an earlier start.
-        draft_share: of a token alone that a drafted one takes, before anything is measured.
-    """
-
-    def __init__(self, kept: Mapping[str, float], draft_share: float):
-        self._share = draft_share
-        self._usual = kept.get("seconds drafted")
-        self._drafted = deque([self._usual] if self._usual else [], maxlen=FEW)
+    def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
+        self._name, self._usual = name, (first, more)
+        self._points: deque[tuple[int, float]] = deque(maxlen=FITTED)
         self._begun = False
-        self._rows = {rows: Latest(kept.get(f"seconds {rows} rows")) for rows in range(1, MOST_ROWS + 1)}
-        self._alone = Latest(kept.get("seconds alone"))
-        self._update()
+        self.a, self.b = kept.get(f"{name}, first", first), kept.get(f"{name}, more", more)
+        self.is_known = f"{name}, first" in kept
 
-    @property
-    def pace(self) -> float:
-        """Times as long as usual that passes take in this moment."""
-        return statistics.median_low(self._drafted) / self._usual if self._usual else 1.0
+    def __call__(self, tokens: float) -> float:
+        return self.a + self.b * tokens
 
-    @property
-    def alone_known(self) -> bool:
-        return self._alone.value is not None
-
-    @property
-    def alone_seen(self) -> int:
-        """Tokens alone that counted in this start."""
-        return self._alone.seen
-
-    def add_round(self, drafted: int, rows: int, seconds: float, draft_seconds: float | None) -> None:
-        if drafted and draft_seconds:
-            if self._begun:
-                self._usual = self._usual or draft_seconds / drafted
-                self._drafted.append(draft_seconds / drafted)
+    def add(self, tokens: int, seconds: float, pace: float | None) -> None:
+        """Take a round. pace: of its neighbours; None: there are none. The first round of a start does not count."""
+        if not self._begun:
             self._begun = True
-        elif drafted:  # in one with the verification
-            draft_seconds = drafted * self.drafted
-        self._rows[rows].add((seconds - (draft_seconds or 0.0)) / self.pace)
-        self._update()
+            return
+        if not self.is_known:
+            scale = seconds / self(tokens)
+            self.a, self.b, self.is_known = self.a * scale, self.b * scale, True
+        expected = self(tokens)
+        found = seconds / (pace or seconds / expected)
+        self._points.append((tokens, min(max(found, expected / OUTSIDE), expected * OUTSIDE)))
+        self._fit()
 
-    def add_alone(self, seconds: float) -> None:
-        self._alone.add(seconds / self.pace)
-        self._update()
+    def _fit(self) -> None:
+        """Least squares, with two points of the usual line of the same height."""
+        first, more = self._usual
+        scale = statistics.median_low(seconds / (first + more * n) for n, seconds in self._points)
+        points = [(n, seconds, 1.0) for n, seconds in self._points]
+        points += [(n, scale * (first + more * n), PRIOR_WEIGHT) for n in (0, 6)]
+        weight = sum(w for *_, w in points)
+        x, y = sum(w * n for n, _, w in points) / weight, sum(w * t for _, t, w in points) / weight
+        over = sum(w * (n - x) * (t - y) for n, t, w in points)
+        self.b = max(over / sum(w * (n - x) ** 2 for n, _, w in points), 0.0)
+        self.a = max(y - self.b * x, LEAST_SHARE)
 
     @property
     def state(self) -> dict[str, float]:
-        known = {f"seconds {rows} rows": times.value for rows, times in self._rows.items()}
-        known |= {"seconds drafted": self._usual, "seconds alone": self._alone.value}
-        return {name: seconds for name, seconds in known.items() if seconds}
-
-    def of_round(self, drafted: float) -> float:
-        """C(k), between whole numbers too."""
-        low = int(drafted)
-        more = self.verified[min(low + 2, MOST_ROWS)] - self.verified[low + 1]
-        return drafted * self.drafted + self.verified[low + 1] + (drafted - low) * more
-
-    def _update(self) -> None:
-        known = [(rows, times.value, times.weight) for rows, times in self._rows.items() if times.value]
-        unit = self._alone.value or statistics.median(
-            [value / (ROUND + ROW * (rows - 1)) for rows, value, _ in known]
-            or [self._usual / self._share if self._usual else 1.0]
-        )
-        self.alone = self._alone.value or unit
-        self.drafted = self._usual or unit * self._share
-        self.verified = [0.0, *self._of_rows(known, unit)]
-
-    @staticmethod
-    def _of_rows(known: Sequence[tuple[int, float, int]], unit: float) -> list[float]:
-        """w(1) to w(16): medians, never less for more rows, what lies between, and beyond them as is usual."""
-        if not known:
-            return [unit * (ROUND + ROW * row) for row in range(MOST_ROWS)]
-        rows, values, weights = zip(*known)
-        rising = pool_adjacent_violators(values[::-1], weights[::-1])[::-1]
-        all_rows = np.arange(1, MOST_ROWS + 1)
-        outside = np.maximum(all_rows - rows[-1], 0) - np.maximum(rows[0] - all_rows, 0)
-        return np.maximum(np.interp(all_rows, rows, rising) + ROW * unit * outside, unit / 2).tolist()
+        if not self.is_known:
+            return {}
+        return {f"{self._name}, first": self.a, f"{self._name}, more": max(self.b, LEAST_SHARE)}
 
 
-class Agreement:
+class Comparisons:
+    """s, at the scale of rounds: the median of comparisons of tokens alone with the rounds around them.
+
+    Args:
+        kept: `state` of an earlier start.
+    """
+
+    def __init__(self, kept: Mapping[str, float]):
+        before = kept.get("seconds alone")
+        self._found: deque[float] = deque([before] * KEPT_COMPARED if before else [], maxlen=COMPARED)
+        self._paces: deque[tuple[int, float]] = deque(
+            maxlen=2 * PACED
+        )  # of rounds: when, and what they took over the line
+        self._alone: deque[float] = deque(maxlen=2 * BURST)
+        self._after = 0  # rounds since tokens alone
+        self._token = 0
+        self.seen = 0
+        """Comparisons in this start."""
+
+    def seconds(self, usual: float) -> float:
+        """Return s, which is taken to be as usual before it is compared."""
+        return statistics.median([*self._found, *[usual] * PRIOR_COMPARED])
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self._found) if self._found else None
+
+    @property
+    def pace(self) -> float | None:
+        """Of the latest rounds, if there were some lately."""
+        near = [pace for when, pace in self._paces if self._token - when <= NEAR][-PACED:]
+        return statistics.median(near) if near else None
+
+    def add_round(self, tokens: int, pace: float) -> None:
+        self._token += tokens
+        self._paces.append((self._token, pace))
+        self._after += 1
+        if self._after == TRIAL:
+            self._compare()
+
+    def add_alone(self, seconds: float) -> None:
+        if self._after:
+            self._compare()
+            self._alone.clear()
+            self._after = 0
+            seconds = 0.0  # the first one begins to run ahead
+        self._token += 1
+        if seconds:
+            self._alone.append(seconds)
+
+    def _compare(self) -> None:
+        """Compare the latest tokens alone with rounds before and after them, once."""
+        pace = self.pace
+        if len(self._alone) >= BURST - 2 and pace:
+            self._found.append(statistics.mean(self._alone) / pace)
+            self._alone.clear()
+            self.seen += 1
+
+
+class Acceptance:
     """a(m) by the margins of drafted tokens, and a_i by their places: shares of what the top gear accepted.
 
     The margin m is how much the logit of a drafted token could lose before another token is chosen: the difference from
@@ -327,26 +333,27 @@ class Agreement:
         self._by_margin, self._by_place = falling[::-1], [mean.value for mean in self._places.values()]
 
 
-class Policy:
+class LearnedPolicy:
     """Drafts that are as long as saves time on this machine, and none where none saves any.
 
     Args:
         kept: `state` of an earlier start.
         draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`).
-        early: whether `goes_on` is asked after each drafted token; else the length alone ends a draft.
     """
 
-    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float = 0.36, early: bool = False):
+    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float = 0.36):
         kept = kept or {}
-        self._early = early
-        self._costs, self._agreement = Costs(kept, draft_share), Agreement(kept)
-        self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", 3.0), PRIOR_ROUNDS)
-        self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", 2.6), PRIOR_ROUNDS)
+        self._round = Line(kept, "drafting", ROUND, ROW + draft_share)
+        self._verification = Line(kept, "verifying", ROUND, ROW)
+        self._alone = Comparisons(kept)
+        self._acceptance = Acceptance(kept)
+        self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), PRIOR_ROUNDS)
+        self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), PRIOR_ROUNDS)
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
-        self._drafts = True  # the present choice
-        self._rounds = 0
-        self._spent = self._spent_usual = self._tokens = 0.0
+        self._drafts, self._early, self._rounds = True, False, 0
+        self._spent = {True: 0.0, False: 0.0}  # seconds in rounds, and alone
+        self._tokens = {True: 0, False: 0}
 
     def length(self, room: int, early: bool = False) -> int:
         self._early = early
@@ -356,47 +363,49 @@ class Policy:
         self._choose()
         if not self._drafts:
             return 0
-        return most if self._early else min(most, self._length())
+        return most if early else min(most, self._length())
 
     def _choose(self) -> None:
+        """Go on with the faster way, or with a trial of the other one where it is due."""
         if self._stays > 0:
             self._stays -= 1
             return
-        pays = self._in_rounds() < self._costs.alone
-        if self._since[not pays] >= self._wait(pays):
-            pays = not pays
-            self._stays = ROUNDS - 1 if pays else 0
-        if not pays:
-            self._stays = BURST - 1
+        pays = self._in_rounds() < self._token_alone()
         self._drafts = pays
+        if self._since[not pays] >= self._wait(pays):
+            self._drafts = not pays
+            self._stays = (TRIAL if self._drafts else BURST) - 1
 
     def _wait(self, pays: bool) -> float:
         """Tokens until the other way is tried: as many as make what that loses a small share."""
-        rounds, alone = self._in_rounds(), self._costs.alone
-        lost = BURST * (alone / rounds - 1) if pays else ROUNDS * self._in_a_round() * (rounds / alone - 1)
-        wait = min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST)
-        if pays and not self._costs.alone_seen:
-            wait = min(wait, FIRST_ALONE[self._costs.alone_known])
-        return wait
+        rounds, alone = self._in_rounds(), self._token_alone()
+        lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
+        return min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST if self._alone.seen >= KNOWN else EARLY)
+
+    def _token_alone(self) -> float:
+        """s."""
+        return self._alone.seconds(self._round.a / ROUND)
 
     def _in_a_round(self) -> float:
+        """Tokens that a round writes."""
         return self._written.value if self._early else self._expected(self._best())
 
     def _in_rounds(self) -> float:
         """Seconds of a token in rounds."""
         if self._early:
-            return self._costs.of_round(self._drafted.value) / self._written.value
+            return self._round(self._drafted.value) / self._written.value
         best = self._best()
-        return self._costs.of_round(best) / self._expected(best)
+        return self._round(best) / self._expected(best)
 
     def _expected(self, length: int) -> float:
         """T(k)."""
-        return 1 + sum(itertools.accumulate(map(self._agreement.of_place, range(length)), float.__mul__))
+        return 1 + sum(itertools.accumulate(map(self._acceptance.of_place, range(length)), float.__mul__))
 
     def _best(self) -> int:
-        return min(range(1, MOST_DRAFTED + 1), key=lambda k: self._costs.of_round(k) / self._expected(k))
+        return min(range(1, MOST_DRAFTED + 1), key=lambda k: self._round(k) / self._expected(k))
 
     def _length(self) -> int:
+        """The best length, and now and then its neighbours, which are measured that way."""
         self._rounds += 1
         best = self._best()
         if self._rounds % NEIGHBOUR:
@@ -404,25 +413,25 @@ class Policy:
         return max(1, best + (1 if self._rounds % (2 * NEIGHBOUR) else -1))
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        drafted, costs = len(margins), self._costs
-        saved = min(self._in_rounds(), costs.alone)
+        drafted, saved = len(margins), min(self._in_rounds(), self._token_alone())
         for margin in margins:
-            saved *= self._agreement.of_margin(margin)
+            saved *= self._acceptance.of_margin(margin)
         gained = 0.0
         for more in range(1, min(AHEAD, MOST_DRAFTED - drafted) + 1):
-            saved *= self._agreement.of_place(drafted + more - 1)
-            gained += saved - costs.drafted
-            if gained > costs.verified[drafted + 1 + more] - costs.verified[drafted + 1]:
+            saved *= self._acceptance.of_place(drafted + more - 1)
+            gained += saved
+            if gained > self._round.b * more:
                 return True
         return False
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
-        token = min(self._in_rounds(), self._costs.alone)
+        token = min(self._in_rounds(), self._token_alone())
+        scale = 1.0 if self._verification.is_known else self._round.a / ROUND
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
             written += token * probability
-            if written - self._costs.verified[count + 1] > most:
-                best, most = count, written - self._costs.verified[count + 1]
+            if written - scale * self._verification(count) > most:
+                best, most = count, written - scale * self._verification(count)
         return best
 
     def add_round(
@@ -435,39 +444,41 @@ class Policy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        self._costs.add_round(drafted, rows, seconds, draft_seconds)
+        pace = self._alone.pace
+        line, tokens = (self._round, drafted) if drafted else (self._verification, rows - 1)
+        line.add(tokens, seconds, pace)
         if drafted:
-            self._agreement.add(drafted, accepted, margins)
+            self._acceptance.add(drafted, accepted, margins)
             self._drafted.add(drafted)
             self._written.add(accepted + 1)
-        self._count(True, accepted + 1)
-        self._tokens += accepted + 1
-        self._spent += seconds
-        self._spent_usual += seconds / self._costs.pace
+            self._alone.add_round(accepted + 1, seconds / self._round(drafted))
+        self._count(True, accepted + 1, seconds)
 
     def add_alone(self, seconds: float) -> None:
-        self._count(False, 1)
-        if self._since[True] <= NEARBY:
-            self._costs.add_alone(seconds)
+        self._alone.add_alone(seconds)
+        self._count(False, 1, seconds)
 
-    def _count(self, rounds: bool, tokens: int) -> None:
+    def _count(self, rounds: bool, tokens: int, seconds: float) -> None:
         self._since[rounds] = 0
         self._since[not rounds] += tokens
+        self._spent[rounds] += seconds
+        self._tokens[rounds] += tokens
 
     @property
     def state(self) -> dict[str, float]:
-        """What the next start may begin with: times of passes and shares, all positive."""
+        """What the next start may begin with: times and shares, all positive."""
         rounds = {"drafted in a round": self._drafted.value, "written in a round": self._written.value}
-        return self._costs.state | self._agreement.state | rounds
+        alone = {} if self._alone.median is None else {"seconds alone": self._alone.median}
+        return self._round.state | self._verification.state | alone | self._acceptance.state | rounds
 
     @property
     def alone_seconds(self) -> float | None:
-        """A token alone as measured in this run, at the speed that the machine had in its rounds; None: too few."""
-        if self._costs.alone_seen < FEW or not self._spent:
+        """A token alone as compared in this run with rounds around it, at their mean pace; None: too few were."""
+        if self._alone.seen < KNOWN or self.round_seconds is None:
             return None
-        return self._costs.alone * self._spent / self._spent_usual
+        return self.round_seconds * self._token_alone() / self._in_rounds()
 
     @property
     def round_seconds(self) -> float | None:
         """A token in rounds as measured in this run; None where there were too few."""
-        return self._spent / self._tokens if self._tokens >= SHORTEST else None
+        return self._spent[True] / self._tokens[True] if self._tokens[True] >= SHORTEST else None

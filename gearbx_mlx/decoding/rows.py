@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
 from ..compat.caches import cut_window
@@ -60,6 +60,10 @@ class Verifier:
                 stack.enter_context(windows_of_single_tokens(cache))
                 stack.enter_context(of_classes(self._short_path))
             return self.gearbox.model(tokens, cache=cache)
+
+    def computes_at_once(self, cache: Cache) -> bool:
+        """True if a pass returns when it is done, so that nothing is gained by queueing another one behind it."""
+        return self._parts is not None and type(cache[0]) is KVCache
 
     def _natively(self, tokens: mx.array, cache: Cache) -> mx.array | None:
         """The logits by one native call; None where that is not to be had."""

@@ -90,6 +90,10 @@ class LogitsReader:
             self.logsumexp = lambda logits: kernels.logsumexp(logits).astype(logits.dtype)
             self._choices = kernels.choices
 
+    @property
+    def is_native(self) -> bool:
+        return self._choices is not None
+
     def normalized(self, logits: mx.array) -> mx.array:
         """Log-probabilities of the same shape (..., V)."""
         total = mx.logsumexp(logits, axis=-1, keepdims=True) if self.logsumexp is None else self.logsumexp(logits)

@@ -8,7 +8,7 @@ from lossless_texts import endless
 
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless import learned, measured_seconds
-from gearbx_mlx.decoding.policy import Fixed, Policy
+from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser
 
 
@@ -43,9 +43,9 @@ class Start:
 def test_drafts_save_time_unless_nothing_may_be_measured(file, monkeypatch):
     gearbox = Gearbox(tiny_model(), "4,16")
     drafter = Lossless().drafter(gearbox, GREEDY)
-    assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, Policy)
+    assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, LearnedPolicy)
     monkeypatch.setenv("GEARBX_TUNE", "0")
-    assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, Fixed)
+    assert isinstance(Lossless().learned(gearbox, drafter, GREEDY).policy, FixedPolicy)
 
 
 @pytest.mark.parametrize(("round_seconds", "wins"), [(1.0, True), (9.0, False)])

@@ -11,13 +11,13 @@ from test_lossless import QUESTION, SAMPLERS, assert_same, both, told
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless import Learned
-from gearbx_mlx.decoding.policy import Fixed
+from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.routing.lookup import LookupAgreement
 
 TWICE = f"{QUESTION} 5 + 7 = 12.\n{QUESTION} 5 + 7"  # which the second answer repeats
 
 
-class Certain(Fixed):
+class Certain(FixedPolicy):
     """Takes every proposal from the text."""
 
     def looked_up(self, probabilities, room):

@@ -20,7 +20,7 @@ import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxWarning, Lossless, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.lossless import Learned
-from gearbx_mlx.decoding.policy import Fixed
+from gearbx_mlx.decoding.policy import FixedPolicy
 from gearbx_mlx.routing.lookup import LookupAgreement
 
 PROCESSORS = {"plain": (), "repetition": tuple(make_logits_processors(repetition_penalty=1.3))}
@@ -59,7 +59,7 @@ def assert_same(ours, theirs):
         assert np.array_equal(mine[3], other[3])
 
 
-class InTurn(Fixed):
+class InTurn(FixedPolicy):
     """Drafts of these lengths, one after the other, and now and then the top gear alone."""
 
     def __init__(self, lengths):
