@@ -43,7 +43,7 @@ MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 ROUND = 1.05  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
-ROW = 0.06  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+ROW = 0.08  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -168,57 +168,47 @@ class FixedPolicy:
 
 
 class Line:
-    """Seconds of rounds by a number of tokens from 0 to 15: a + b n, fitted to the latest ones at the pace of each.
+    """What rounds take by a number of tokens from 0 to 15: a + b n, fitted to the latest ones at the pace of each.
+
+    Its unit is at first what a token alone takes; after an earlier start it is a second. The pace turns it into the
+    seconds of this moment.
 
     Args:
         kept: `state` of an earlier start. name: of the line there.
-        first, more: a and b before anything is measured, in tokens of the top gear alone.
+        first, more: a and b before anything is measured.
     """
 
     def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
-        self._name, self._usual = name, (first, more)
+        self._name, self._usual = name, more / first
         self._points: deque[tuple[int, float]] = deque(maxlen=FITTED)
-        self._begun = False
         self.a, self.b = kept.get(f"{name}, first", first), kept.get(f"{name}, more", more)
-        self.is_known = f"{name}, first" in kept
 
     def __call__(self, tokens: float) -> float:
         return self.a + self.b * tokens
 
-    def add(self, tokens: int, seconds: float, pace: float | None) -> None:
-        """Take a round. pace: of its neighbours; None: there are none. The first round of a start does not count."""
-        if not self._begun:
-            self._begun = True
-            return
-        if not self.is_known:
-            scale = seconds / self(tokens)
-            self.a, self.b, self.is_known = self.a * scale, self.b * scale, True
+    def add(self, tokens: int, seconds: float, pace: float) -> None:
+        """Take a round. pace: of its neighbours."""
         expected = self(tokens)
-        found = seconds / (pace or seconds / expected)
-        self._points.append((tokens, min(max(found, expected / OUTSIDE), expected * OUTSIDE)))
+        self._points.append((tokens, min(max(seconds / pace, expected / OUTSIDE), expected * OUTSIDE)))
         self._fit()
 
     def _fit(self) -> None:
-        """Least squares, with two points of the usual line of the same height."""
-        first, more = self._usual
-        scale = statistics.median_low(seconds / (first + more * n) for n, seconds in self._points)
-        points = [(n, seconds, 1.0) for n, seconds in self._points]
-        points += [(n, scale * (first + more * n), PRIOR_WEIGHT) for n in (0, 6)]
+        """Least squares, with two points of a line of the usual slope."""
+        height = statistics.median_low(found / (1 + self._usual * n) for n, found in self._points)
+        points = [(n, found, 1.0) for n, found in self._points]
+        points += [(n, height * (1 + self._usual * n), PRIOR_WEIGHT) for n in (0, 6)]
         weight = sum(w for *_, w in points)
         x, y = sum(w * n for n, _, w in points) / weight, sum(w * t for _, t, w in points) / weight
         over = sum(w * (n - x) * (t - y) for n, t, w in points)
-        self.b = max(over / sum(w * (n - x) ** 2 for n, _, w in points), 0.0)
-        self.a = max(y - self.b * x, LEAST_SHARE)
+        self.b = max(over / sum(w * (n - x) ** 2 for n, _, w in points), LEAST_SHARE * y)
+        self.a = max(y - self.b * x, LEAST_SHARE * y)
 
-    @property
-    def state(self) -> dict[str, float]:
-        if not self.is_known:
-            return {}
-        return {f"{self._name}, first": self.a, f"{self._name}, more": max(self.b, LEAST_SHARE)}
+    def state(self, pace: float) -> dict[str, float]:
+        return {f"{self._name}, first": self.a * pace, f"{self._name}, more": self.b * pace}
 
 
 class Comparisons:
-    """s, at the scale of rounds: the median of comparisons of tokens alone with the rounds around them.
+    """s in the unit of the lines, from tokens alone and the rounds around them; and the pace: seconds of a unit now.
 
     Args:
         kept: `state` of an earlier start.
@@ -227,10 +217,9 @@ class Comparisons:
     def __init__(self, kept: Mapping[str, float]):
         before = kept.get("seconds alone")
         self._found: deque[float] = deque([before] * KEPT_COMPARED if before else [], maxlen=COMPARED)
-        self._paces: deque[tuple[int, float]] = deque(
-            maxlen=2 * PACED
-        )  # of rounds: when, and what they took over the line
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=PACED)  # when, and what they took over their line
         self._alone: deque[float] = deque(maxlen=2 * BURST)
+        self._is_compared = True  # these tokens alone
         self._after = 0  # rounds since tokens alone
         self._token = 0
         self.seen = 0
@@ -245,34 +234,39 @@ class Comparisons:
         return statistics.median(self._found) if self._found else None
 
     @property
-    def pace(self) -> float | None:
-        """Of the latest rounds, if there were some lately."""
-        near = [pace for when, pace in self._paces if self._token - when <= NEAR][-PACED:]
+    def of_rounds(self) -> float | None:
+        """The pace of the latest rounds, if there were some lately."""
+        near = [pace for when, pace in self._rounds if self._token - when <= NEAR]
         return statistics.median(near) if near else None
+
+    def pace(self, usual: float) -> float | None:
+        """Return the pace of this moment, by rounds or by tokens alone; None where nothing is known of it."""
+        if self.of_rounds is not None or not self._alone:
+            return self.of_rounds
+        return statistics.mean(self._alone) / self.seconds(usual)
 
     def add_round(self, tokens: int, pace: float) -> None:
         self._token += tokens
-        self._paces.append((self._token, pace))
+        self._rounds.append((self._token, pace))
         self._after += 1
         if self._after == TRIAL:
             self._compare()
 
     def add_alone(self, seconds: float) -> None:
-        if self._after:
+        self._token += 1
+        if self._after:  # the first one begins to run ahead
             self._compare()
             self._alone.clear()
-            self._after = 0
-            seconds = 0.0  # the first one begins to run ahead
-        self._token += 1
-        if seconds:
+            self._is_compared, self._after = False, 0
+        else:
             self._alone.append(seconds)
 
     def _compare(self) -> None:
         """Compare the latest tokens alone with rounds before and after them, once."""
-        pace = self.pace
-        if len(self._alone) >= BURST - 2 and pace:
+        pace = self.of_rounds
+        if pace and not self._is_compared and len(self._alone) >= BURST - 1:
             self._found.append(statistics.mean(self._alone) / pace)
-            self._alone.clear()
+            self._is_compared = True
             self.seen += 1
 
 
@@ -382,6 +376,9 @@ class LearnedPolicy:
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
         return min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST if self._alone.seen >= KNOWN else EARLY)
 
+    def _pace(self) -> float | None:
+        return self._alone.pace(self._round.a / ROUND)
+
     def _token_alone(self) -> float:
         """s."""
         return self._alone.seconds(self._round.a / ROUND)
@@ -426,12 +423,11 @@ class LearnedPolicy:
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
         token = min(self._in_rounds(), self._token_alone())
-        scale = 1.0 if self._verification.is_known else self._round.a / ROUND
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
             written += token * probability
-            if written - scale * self._verification(count) > most:
-                best, most = count, written - scale * self._verification(count)
+            if written - self._verification(count) > most:
+                best, most = count, written - self._verification(count)
         return best
 
     def add_round(
@@ -444,23 +440,25 @@ class LearnedPolicy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        pace = self._alone.pace
+        pace = self._pace()
         line, tokens = (self._round, drafted) if drafted else (self._verification, rows - 1)
-        line.add(tokens, seconds, pace)
+        if pace is not None:
+            line.add(tokens, seconds, pace)
         if drafted:
             self._acceptance.add(drafted, accepted, margins)
             self._drafted.add(drafted)
             self._written.add(accepted + 1)
             self._alone.add_round(accepted + 1, seconds / self._round(drafted))
+            self._since[True] = 0
         self._count(True, accepted + 1, seconds)
 
     def add_alone(self, seconds: float) -> None:
         self._alone.add_alone(seconds)
+        self._since[False] = 0
         self._count(False, 1, seconds)
 
     def _count(self, rounds: bool, tokens: int, seconds: float) -> None:
-        self._since[rounds] = 0
-        self._since[not rounds] += tokens
+        self._since[not self._drafts] += tokens
         self._spent[rounds] += seconds
         self._tokens[rounds] += tokens
 
@@ -468,8 +466,12 @@ class LearnedPolicy:
     def state(self) -> dict[str, float]:
         """What the next start may begin with: times and shares, all positive."""
         rounds = {"drafted in a round": self._drafted.value, "written in a round": self._written.value}
-        alone = {} if self._alone.median is None else {"seconds alone": self._alone.median}
-        return self._round.state | self._verification.state | alone | self._acceptance.state | rounds
+        pace, alone = self._pace(), {}
+        if pace is None:
+            return self._acceptance.state | rounds
+        if self._alone.median is not None:
+            alone = {"seconds alone": self._alone.median * pace}
+        return self._round.state(pace) | self._verification.state(pace) | alone | self._acceptance.state | rounds
 
     @property
     def alone_seconds(self) -> float | None:
