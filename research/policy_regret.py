@@ -25,7 +25,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.drafting import Writer as Draft
-from gearbx_mlx.decoding.policy import Fixed, Policy
+from gearbx_mlx.decoding.policy import Fixed, Policy, draft_share
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
@@ -290,30 +290,47 @@ def written(policy: Any, texts: list[dict[str, list[Any]]], machine: Machines, e
     return machine.spent / machine.tokens
 
 
-def starts(texts: list[dict[str, list[Any]]], quiet: Series, noisy: Series, count: int, early: bool, share: float):
-    """Return seconds a token of the policy and of the fixed ways, for each start."""
-    agreement = fitted(texts)
-    ways: dict[str, Callable[[], Any]] = {"0": Alone}
-    ways |= {str(k): (lambda k=k: Fixed(k)) for k in range(1, 9)}
-    if early:
-        ways |= {f"margins {bound}": (lambda bound=bound: Threshold(bound, agreement)) for bound in (0.3, 0.5, 0.7)}
+@dataclass
+class Start:
+    """One start of a series: the texts that it writes, and the machine that it runs on."""
+
+    first: bool
+    texts: list[dict[str, list[Any]]]
+    at: float
+    noise: tuple[float, float]
+
+    def seconds(self, policy: Any, quiet: Series, noisy: Series, early: bool) -> float:
+        """Return the seconds of a token by a policy."""
+        return written(policy, self.texts, Machines(quiet, noisy, self.at, self.noise), early)
+
+
+def drawn(texts: list[dict[str, list[Any]]], count: int) -> list[Start]:
+    """Draw starts: series of some, in each of which another process computes too, from a moment on and for a while."""
     found = []
     for start in range(count):
         rng = random.Random(start // CHAIN)
-        noise_at, noise_for = rng.uniform(-30, 30), rng.choice((0.5, 5, 30, 60))
-        rng = random.Random(start)
-        chosen = rng.choices(texts, k=TEXTS)
-        at, gap = rng.uniform(0, quiet.seconds), 8.0 * (start % CHAIN)
-        noise = noise_at - gap, noise_at + noise_for - gap
-        if start % CHAIN == 0:
-            kept: dict[str, float] = {}
-        policy = Policy(kept, share, early=early)
-        seconds = {"policy": written(policy, chosen, Machines(quiet, noisy, at, noise), early)}
+        begin, length = rng.uniform(-30, 30), rng.choice((0.5, 5, 30, 60))
+        rng, gap = random.Random(start), 8.0 * (start % CHAIN)
+        noise = begin - gap, begin + length - gap
+        found.append(Start(start % CHAIN == 0, rng.choices(texts, k=TEXTS), rng.uniform(0, 30), noise))
+    return found
+
+
+def fixed_ways(texts: list[dict[str, list[Any]]], early: bool) -> dict[str, Any]:
+    """Return the ways to write that a policy is compared with, which know nothing and learn nothing."""
+    ways: dict[str, Any] = {"0": Alone()} | {str(k): Fixed(k) for k in range(1, 9)}
+    if early:
+        ways |= {f"margins {bound}": Threshold(bound, fitted(texts)) for bound in (0.3, 0.5, 0.7)}
+    return ways
+
+
+def seconds_of_policy(starts: list[Start], quiet: Series, noisy: Series, early: bool, share: float) -> list[float]:
+    """Return the seconds of a token of each start, which begins with what the one before it kept."""
+    found, kept = [], {}
+    for start in starts:
+        policy = Policy({} if start.first else kept, share, early=early)
+        found.append(start.seconds(policy, quiet, noisy, early))
         kept = policy.state
-        for name, make in ways.items():
-            machine = Machines(quiet, noisy, at, noise)
-            seconds[name] = written(make(), chosen, machine, early and name.startswith("margins"))
-        found.append(seconds)
     return found
 
 

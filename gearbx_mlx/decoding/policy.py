@@ -45,8 +45,9 @@ MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels
 MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
+OUTSIDE = 2.0  # times the line, or a part of it: what is further away counts as this
+PRIOR_PLACES = (0, 8)  # two points of the usual line, each of which counts as much as a few times
 REMEMBERED, FEW = 9, 3  # times whose median counts, and as many as say something
-PAUSE = 4  # times the usual: a reader paused, or something else stopped the process
 ROUND = 1.03  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
 ROW = 0.12  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
@@ -55,19 +56,19 @@ MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  
 MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 10.0))]
 USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
 USUAL_SHARES = (0.7, 0.75, 0.8)  # accepted at the first, second and any later place: what follows an easy token is easy
-PLACES = ("first", "second", "later")
 KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each further one; tokens that a guess counts for
 KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
 USUAL_ROUND = 3.5, 3.0  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
 
 AHEAD = 4  # tokens that are looked ahead: rows cost in steps, where a kernel takes some at once
-BURST, ROUNDS = 5, 2  # tokens alone, of which the first begins to run ahead and does not count; rounds of a trial
-NEARBY = 8  # tokens alone after a round that are compared with its draft: later the machine may be faster or slower
+BURST, ROUNDS = 5, 1  # tokens alone, of which the first begins to run ahead and does not count; rounds of a trial
+BURSTS, KEPT_BURSTS = 5, 2  # whose median counts, and as many as the time of an earlier start counts for
 TRIALS_SHARE = 0.005  # of the time that trials may lose
-ENOUGH_ROUNDS = 16  # say how much drafts gain; with fewer they are tried more often
-SHORTEST, LONGEST = 32, 1024  # tokens between two trials of a way
-FIRST_ALONE = (16, 128)  # tokens before the first trial of a start, where s is unknown, and where it is known
+SHORTEST, LONGEST = 24, 1024  # tokens between two trials of a way
+FIRST_ALONE = 16  # tokens before the first trial of a start that knows no s
+ENOUGH = 6  # rounds of a first start before there is a choice
+TRIALS = 4  # of a way, before which it is tried more often
 NEIGHBOUR = 16  # rounds between two that draft one token more or less, where margins come too late
 
 
@@ -155,7 +156,7 @@ class Fixed:
 
 
 class Latest:
-    """The lower median of the latest times of a kind of pass, without its first one and without pauses.
+    """The lower median of the latest times of a kind of pass, without its first one.
 
     Args:
         kept: from an earlier start, which counts as a few times.
@@ -166,7 +167,7 @@ class Latest:
         self._begun, self.seen = False, 0
 
     def add(self, seconds: float) -> None:
-        if self._begun and not (self.value and seconds > PAUSE * self.value):
+        if self._begun:
             self._times.append(seconds)
             self.seen += 1
         self._begun = True
@@ -187,53 +188,55 @@ class Latest:
 
 
 class Curve:
-    """Seconds by a whole number from 1 to 16: of a verification by its rows, or of a round by its own.
+    """Seconds by a number of tokens from 0 to 15: of rounds by what they draft, or of verifications by what they verify.
 
-    Medians, never less for a larger number; what was not measured lies between its neighbours, or goes on from the
-    nearest one with a slope of before.
+    A line through the medians, which at first has the slope that is usual; what a number was seen to take beyond the
+    line counts the more, the more often it was seen, and its neighbours take as much. Never less for more tokens.
 
     Args:
         kept: `state` of an earlier start. name: of the times there.
-        guess: what they are at first, in tokens alone.
+        first, more: the line at first: at 0, and for each token more, in tokens of the top gear alone.
     """
 
-    def __init__(self, kept: Mapping[str, float], name: str, guess: Sequence[float]):
-        self._name, self._guess = name, np.array(guess)
-        self._times = [Latest(kept.get(f"seconds {rows} {name}")) for rows in range(1, MOST_ROWS + 1)]
-        self.unit: float | None = None
-        """Seconds of a token alone, if the guess is right but for a factor."""
-        self._update()
+    def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
+        self._names = [f"seconds {name} {tokens}" for tokens in range(MOST_ROWS)]
+        self._times = [Latest(kept.get(each)) for each in self._names]
+        self._usual = first + more * np.arange(MOST_ROWS)
+        self._find()
 
-    def add(self, rows: int, seconds: float) -> None:
-        self._times[rows - 1].add(seconds)
-        self._update()
+    def add(self, tokens: int, seconds: float) -> None:
+        self._times[tokens].add(seconds)
+        self._find()
 
-    def _update(self) -> None:
-        found = [(row, value, times.weight) for row, times in enumerate(self._times) if (value := times.median)]
-        if found:
-            self.unit = statistics.median_low([value / self._guess[row] for row, value, n in found for _ in range(n)])
-        self._known = [each for each in found if each[2] >= FEW]
+    def _find(self) -> None:
+        seen = [(tokens, times.median, times.weight) for tokens, times in enumerate(self._times) if times.weight]
+        self._seen = np.array(seen, float).reshape(-1, 3)
+        units = [seconds / self._usual[tokens] for tokens, seconds, n in seen for _ in range(n)]
+        self.unit: float | None = statistics.median_low(units) if seen else None
+        """Seconds of a token alone, if the line is right but for a factor; None: nothing was seen."""
 
     def values(self, unit: float) -> list[float]:
-        """Return all of them, the first at 1, if a token alone takes so long."""
-        guess = unit * self._guess
-        if self._known:
-            rows, values, weights = zip(*self._known)
-            rising = pool_adjacent_violators(values[::-1], weights[::-1])[::-1]
-            moved = np.interp(np.arange(MOST_ROWS), rows, rising - guess[[*rows]])
-            guess = np.maximum.accumulate(guess + moved)
-        return [0.0, *guess.tolist()]
+        """Return all of them, where a token alone is taken to last so long if nothing was seen."""
+        usual = (self.unit or unit) * self._usual
+        if self.unit is None:
+            return list(usual.tolist())
+        tokens, seconds, weights = self._seen.T
+        places = tokens.astype(int)
+        seconds = np.clip(seconds, usual[places] / OUTSIDE, usual[places] * OUTSIDE)
+        x, y = np.append(tokens, PRIOR_PLACES), np.append(seconds, usual[[*PRIOR_PLACES]])
+        line = np.polynomial.polynomial.polyfit(x, y, 1, w=np.sqrt(np.append(weights, [FEW] * len(PRIOR_PLACES))))
+        found = line[0] + line[1] * np.arange(MOST_ROWS)
+        beyond = (seconds - found[places]) * weights / (weights + REMEMBERED)
+        found += np.interp(np.arange(MOST_ROWS), tokens, beyond)
+        return list(np.maximum.accumulate(found).tolist())
 
     @property
     def state(self) -> dict[str, float]:
-        known = {f"seconds {row} {self._name}": times.value for row, times in enumerate(self._times, 1)}
-        return {name: seconds for name, seconds in known.items() if seconds}
+        return {name: value for name, times in zip(self._names, self._times) if (value := times.value)}
 
 
 class Costs:
-    """d, w and s in seconds, at the speed that the machine had when the first draft was timed.
-
-    Where drafts are not timed, the times of whole rounds by their length stand for k d + w(k + 1).
+    """C(k), w(r) and s in seconds.
 
     Args:
         kept: `state` of an earlier start.
@@ -241,66 +244,50 @@ class Costs:
     """
 
     def __init__(self, kept: Mapping[str, float], draft_share: float):
-        self._share = draft_share
-        self._usual = kept.get("seconds drafted")
-        self._drafted = deque([self._usual] if self._usual else [], maxlen=FEW)
-        self._begun = False
-        self._rows = Curve(kept, "rows", [ROUND + ROW * row for row in range(MOST_ROWS)])
-        self._whole = Curve(kept, "in a round", [ROUND + (ROW + draft_share) * row for row in range(MOST_ROWS)])
-        self._alone = Latest(kept.get("seconds alone"))
+        self._rounds = Curve(kept, "drafted", ROUND, ROW + draft_share)
+        self._verified = Curve(kept, "looked up", ROUND, ROW)
+        self._burst: list[float] = []
+        alone = kept.get("seconds alone")
+        self._alone = deque([alone] * KEPT_BURSTS if alone else [], maxlen=BURSTS)
+        self.bursts = 0
+        """Bursts of tokens alone that were timed in this start."""
         self._update()
 
-    @property
-    def pace(self) -> float:
-        """Times as long as usual that passes take in this moment."""
-        return statistics.median_low(self._drafted) / self._usual if self._usual else 1.0
-
-    @property
-    def alone_known(self) -> bool:
-        return self._alone.value is not None
-
-    @property
-    def alone_seen(self) -> int:
-        """Tokens alone that counted in this start."""
-        return self._alone.seen
-
-    def add_round(self, drafted: int, rows: int, seconds: float, draft_seconds: float | None) -> None:
-        if drafted and draft_seconds is None:
-            self._whole.add(rows, seconds)
-        elif draft_seconds and not self._begun:
-            self._begun = True
+    def add_round(self, drafted: int, rows: int, seconds: float) -> None:
+        if drafted:
+            self._rounds.add(drafted, seconds)
         else:
-            if drafted and draft_seconds:
-                self._usual = self._usual or draft_seconds / drafted
-                self._drafted.append(draft_seconds / drafted)
-            self._rows.add(rows, (seconds - (draft_seconds or 0.0)) / self.pace)
+            self._verified.add(rows - 1, seconds)
         self._update()
 
-    def add_alone(self, seconds: float) -> None:
-        self._alone.add(seconds / self.pace)
-        self._update()
+    def add_alone(self, place: int, seconds: float) -> None:
+        """Take a token alone, the first one after a round at place 1."""
+        self._burst.append(seconds)
+        if place % BURST == 0:
+            self._alone.append(statistics.median_low(self._burst[1 - BURST :]))
+            self._burst = []
+            self.bursts += 1
+            self._update()
+
+    @property
+    def alone_median(self) -> float | None:
+        return statistics.median_low(self._alone) if self._alone else None
 
     @property
     def state(self) -> dict[str, float]:
-        known = {"seconds drafted": self._usual, "seconds alone": self._alone.value}
-        return self._rows.state | self._whole.state | {name: seconds for name, seconds in known.items() if seconds}
+        alone = {"seconds alone": self.alone_median} if self.alone_median else {}
+        return self._rounds.state | self._verified.state | alone
 
     def of_round(self, drafted: float) -> float:
         """C(k), between whole numbers too."""
         low = int(drafted)
-        more = self.rounds[min(low + 2, MOST_ROWS)] - self.rounds[low + 1]
-        return self.rounds[low + 1] + (drafted - low) * more
+        return self.rounds[low] + (drafted - low) * (self.rounds[min(low + 1, MOST_DRAFTED)] - self.rounds[low])
 
     def _update(self) -> None:
-        unit = self._rows.unit or self._whole.unit or self._alone.value
-        unit = unit or (self._usual / self._share if self._usual else 1.0)
-        self.alone = self._alone.value or unit
-        self.drafted = self._usual or unit * self._share
-        self.verified = self._rows.values(unit)
-        if self._usual:
-            self.rounds = [max(rows - 1, 0) * self.drafted + seconds for rows, seconds in enumerate(self.verified)]
-        else:
-            self.rounds = self._whole.values(unit)
+        self.alone = self.alone_median or self._rounds.unit or self._verified.unit or 1.0
+        self.rounds, self.verified = (
+            curve.values(self._rounds.unit or self.alone) for curve in (self._rounds, self._verified)
+        )
 
 
 class Agreement:
@@ -319,9 +306,7 @@ class Agreement:
         self._kept = kept
         names = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
         self._bins = {name: self._mean(name, USUAL_ERROR.cdf(middle)) for name, middle in zip(names, MIDDLES)}
-        self._places = {
-            f"place {place}": self._mean(f"place {place}", share) for place, share in enumerate(USUAL_SHARES)
-        }
+        self._places = {f"place {place}": self._mean(f"place {place}", share) for place, share in enumerate(USUAL_SHARES)}
         self._update()
 
     def _mean(self, name: str, share: float) -> RunningMean:
@@ -377,10 +362,11 @@ class Policy:
         self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), weight)
         self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), weight)
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
+        self._trials = {True: 2, False: 0}  # of rounds, and of tokens alone
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
         self._drafts = True  # the present choice
         self._rounds = 0
-        self._spent = self._spent_usual = self._tokens = 0.0
+        self._spent = self._tokens = 0.0
 
     def length(self, room: int) -> int:
         most = min(room, MOST_DRAFTED)
@@ -395,9 +381,12 @@ class Policy:
         if self._stays > 0:
             self._stays -= 1
             return
-        pays = self._in_rounds() < self._costs.alone
-        if self._since[not pays] >= self._wait(pays):
+        pays = self._in_rounds() < self._costs.alone or self._written.weight < PRIOR_ROUNDS + ENOUGH
+        if pays:
+            self._trials[True] = 0
+        if self._written.weight >= PRIOR_ROUNDS + ENOUGH and self._since[not pays] >= self._wait(pays):
             pays = not pays
+            self._trials[pays] += 1
             self._stays = ROUNDS - 1 if pays else 0
         if not pays:
             self._stays = BURST - 1
@@ -407,12 +396,12 @@ class Policy:
         """Tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._costs.alone
         lost = BURST * (alone / rounds - 1) if pays else ROUNDS * self._in_a_round() * (rounds / alone - 1)
+        if pays and self._costs.alone_median is None:
+            return FIRST_ALONE
         wait = min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST)
-        if not pays:
-            wait *= min(1.0, (self._written.weight - PRIOR_ROUNDS) / ENOUGH_ROUNDS)
-        if pays and not self._costs.alone_seen:
-            wait = min(wait, FIRST_ALONE[self._costs.alone_known])
-        return wait
+        if pays:
+            return max(wait * min(1.0, (1 + self._trials[False]) / TRIALS), SHORTEST)
+        return min(wait, SHORTEST * 2.0 ** self._trials[True])
 
     def _in_a_round(self) -> float:
         return self._written.value if self._early else self._expected(self._best())
@@ -446,8 +435,8 @@ class Policy:
         gained = 0.0
         for more in range(1, min(AHEAD, MOST_DRAFTED - drafted) + 1):
             saved *= self._agreement.of_place(drafted + more - 1)
-            gained += saved - costs.drafted
-            if gained > costs.verified[drafted + 1 + more] - costs.verified[drafted + 1]:
+            gained += saved
+            if gained > costs.rounds[drafted + more] - costs.rounds[drafted]:
                 return True
         return False
 
@@ -456,8 +445,8 @@ class Policy:
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
             written += token * probability
-            if written - self._costs.verified[count + 1] > most:
-                best, most = count, written - self._costs.verified[count + 1]
+            if written - self._costs.verified[count] > most:
+                best, most = count, written - self._costs.verified[count]
         return best
 
     def add_round(
@@ -470,7 +459,7 @@ class Policy:
         draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        self._costs.add_round(drafted, rows, seconds, draft_seconds)
+        self._costs.add_round(drafted, rows, seconds)
         if drafted:
             self._agreement.add(drafted, accepted, margins)
             self._drafted.add(drafted)
@@ -478,12 +467,10 @@ class Policy:
         self._count(True, accepted + 1)
         self._tokens += accepted + 1
         self._spent += seconds
-        self._spent_usual += seconds / self._costs.pace
 
     def add_alone(self, seconds: float) -> None:
         self._count(False, 1)
-        if self._since[True] <= NEARBY:
-            self._costs.add_alone(seconds)
+        self._costs.add_alone(self._since[True], seconds)
 
     def _count(self, rounds: bool, tokens: int) -> None:
         self._since[rounds] = 0
@@ -499,9 +486,9 @@ class Policy:
     @property
     def alone_seconds(self) -> float | None:
         """A token alone as measured in this run, at the speed that the machine had in its rounds; None: too few."""
-        if self._costs.alone_seen < FEW or not self._spent:
+        if not self._costs.bursts or not self._spent:
             return None
-        return self._costs.alone * self._spent / self._spent_usual
+        return self._costs.alone
 
     @property
     def round_seconds(self) -> float | None:
