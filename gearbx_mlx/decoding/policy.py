@@ -46,7 +46,7 @@ MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 OUTSIDE = 2.0  # times the line, or a part of it: what is further away counts as this
-PRIOR_PLACES = (0, 8)  # two points of the usual line, each of which counts as much as a few times
+SPREAD = 32.0  # of the lengths that the usual slope counts for: two times each of 4 tokens more, and 4 less
 REMEMBERED, FEW = 9, 3  # times whose median counts, and as many as say something
 ROUND = 1.03  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
 ROW = 0.12  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
@@ -69,7 +69,7 @@ SHORTEST, LONGEST = 24, 1024  # tokens between two trials of a way
 FIRST_ALONE = 16  # tokens before the first trial of a start that knows no s
 ENOUGH = 6  # rounds of a first start before there is a choice
 TRIALS = 4  # of a way, before which it is tried more often
-NEIGHBOUR = 16  # rounds between two that draft one token more or less, where margins come too late
+NEIGHBOUR, LONGER = 16, 2  # rounds between two that draft more tokens than is best, as many more
 
 
 def draft_share(draft_bits: float, top_bits: float) -> float:
@@ -201,34 +201,45 @@ class Curve:
     def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
         self._names = [f"seconds {name} {tokens}" for tokens in range(MOST_ROWS)]
         self._times = [Latest(kept.get(each)) for each in self._names]
-        self._usual = first + more * np.arange(MOST_ROWS)
+        self._first, self._more = first, more
+        self.unit: float | None = None
+        """Seconds of a token alone, if the line is right but for a factor; None: nothing was seen."""
         self._find()
+
+    def _usual(self, tokens: int) -> float:
+        return self._first + self._more * tokens
 
     def add(self, tokens: int, seconds: float) -> None:
         self._times[tokens].add(seconds)
         self._find()
 
     def _find(self) -> None:
-        seen = [(tokens, times.median, times.weight) for tokens, times in enumerate(self._times) if times.weight]
-        self._seen = np.array(seen, float).reshape(-1, 3)
-        units = [seconds / self._usual[tokens] for tokens, seconds, n in seen for _ in range(n)]
-        self.unit: float | None = statistics.median_low(units) if seen else None
-        """Seconds of a token alone, if the line is right but for a factor; None: nothing was seen."""
+        self._seen = [(tokens, times.median, times.weight) for tokens, times in enumerate(self._times) if times.weight]
+        units = [seconds / self._usual(tokens) for tokens, seconds, weight in self._seen for _ in range(weight)]
+        self.unit = statistics.median_low(units) if units else None
 
     def values(self, unit: float) -> list[float]:
-        """Return all of them, where a token alone is taken to last so long if nothing was seen."""
-        usual = (self.unit or unit) * self._usual
+        """Return all of them, where a token alone takes so long."""
         if self.unit is None:
-            return list(usual.tolist())
-        tokens, seconds, weights = self._seen.T
-        places = tokens.astype(int)
-        seconds = np.clip(seconds, usual[places] / OUTSIDE, usual[places] * OUTSIDE)
-        x, y = np.append(tokens, PRIOR_PLACES), np.append(seconds, usual[[*PRIOR_PLACES]])
-        line = np.polynomial.polynomial.polyfit(x, y, 1, w=np.sqrt(np.append(weights, [FEW] * len(PRIOR_PLACES))))
-        found = line[0] + line[1] * np.arange(MOST_ROWS)
-        beyond = (seconds - found[places]) * weights / (weights + REMEMBERED)
-        found += np.interp(np.arange(MOST_ROWS), tokens, beyond)
-        return list(np.maximum.accumulate(found).tolist())
+            return [unit * self._usual(tokens) for tokens in range(MOST_ROWS)]
+        near = [
+            (tokens, min(max(seconds, usual / OUTSIDE), usual * OUTSIDE), weight)
+            for tokens, seconds, weight in self._seen
+            if (usual := self.unit * self._usual(tokens))
+        ]
+        total = sum(weight for *_, weight in near)
+        middle = sum(weight * tokens for tokens, _, weight in near) / total
+        height = sum(weight * seconds for _, seconds, weight in near) / total
+        rising = sum(weight * (tokens - middle) * (seconds - height) for tokens, seconds, weight in near)
+        wide = sum(weight * (tokens - middle) ** 2 for tokens, _, weight in near)
+        slope = (rising + SPREAD * unit * self._more) / (wide + SPREAD)
+        beyond = [
+            (seconds - height - slope * (tokens - middle)) * weight / (weight + REMEMBERED)
+            for tokens, seconds, weight in near
+        ]
+        line = height + slope * (np.arange(MOST_ROWS) - middle)
+        line += np.interp(np.arange(MOST_ROWS), [tokens for tokens, *_ in near], beyond)
+        return list(np.maximum.accumulate(line).tolist())
 
     @property
     def state(self) -> dict[str, float]:
@@ -286,7 +297,7 @@ class Costs:
     def _update(self) -> None:
         self.alone = self.alone_median or self._rounds.unit or self._verified.unit or 1.0
         self.rounds, self.verified = (
-            curve.values(self._rounds.unit or self.alone) for curve in (self._rounds, self._verified)
+            curve.values(self.alone) for curve in (self._rounds, self._verified)
         )
 
 
@@ -375,6 +386,7 @@ class Policy:
         self._choose()
         if not self._drafts:
             return 0
+        self._rounds += 1
         return most if self._early else min(most, self._length())
 
     def _choose(self) -> None:
@@ -421,7 +433,6 @@ class Policy:
         return min(range(1, MOST_DRAFTED + 1), key=lambda k: self._costs.of_round(k) / self._expected(k))
 
     def _length(self) -> int:
-        self._rounds += 1
         best = self._best()
         if self._rounds % NEIGHBOUR:
             return best
@@ -429,6 +440,8 @@ class Policy:
 
     def goes_on(self, margins: Sequence[float]) -> bool:
         drafted, costs = len(margins), self._costs
+        if self._rounds % NEIGHBOUR == 0 and drafted < self._drafted.value + LONGER:
+            return True
         saved = min(self._in_rounds(), costs.alone)
         for margin in margins:
             saved *= self._agreement.of_margin(margin)
