@@ -296,9 +296,7 @@ class Costs:
 
     def _update(self) -> None:
         self.alone = self.alone_median or self._rounds.unit or self._verified.unit or 1.0
-        self.rounds, self.verified = (
-            curve.values(self.alone) for curve in (self._rounds, self._verified)
-        )
+        self.rounds, self.verified = (curve.values(self.alone) for curve in (self._rounds, self._verified))
 
 
 class Agreement:
@@ -317,7 +315,9 @@ class Agreement:
         self._kept = kept
         names = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
         self._bins = {name: self._mean(name, USUAL_ERROR.cdf(middle)) for name, middle in zip(names, MIDDLES)}
-        self._places = {f"place {place}": self._mean(f"place {place}", share) for place, share in enumerate(USUAL_SHARES)}
+        self._places = {
+            f"place {place}": self._mean(f"place {place}", share) for place, share in enumerate(USUAL_SHARES)
+        }
         self._update()
 
     def _mean(self, name: str, share: float) -> RunningMean:
@@ -474,6 +474,8 @@ class Policy:
     ) -> None:
         self._costs.add_round(drafted, rows, seconds)
         if drafted:
+            if seconds < self._expected(drafted) * self._costs.alone:
+                self._trials[True] = 0  # this one paid: if it was a trial, the next one comes soon
             self._agreement.add(drafted, accepted, margins)
             self._drafted.add(drafted)
             self._written.add(accepted + 1)
