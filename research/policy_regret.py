@@ -25,7 +25,7 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.drafting import Drafter
 from gearbx_mlx.decoding.drafting import Writer as Draft
-from gearbx_mlx.decoding.policy import Fixed, Policy, draft_share
+from gearbx_mlx.decoding.policy import Agreement, Fixed, Policy, draft_share
 from gearbx_mlx.decoding.rows import Verifier
 from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.files.writing import write_text
@@ -33,11 +33,12 @@ from gearbx_mlx.routing.acceptance import FixedLength
 from gearbx_mlx.routing.lookup import Lookup, LookupAgreement
 
 from .lossless import ASSISTANT, first_prompts
-from .studies import DATA, HELD_OUT, Found, study
+from .studies import DATA, HELD_OUT, Found, study, table_here
 
 RECORDED = DATA / "rounds"
 MOST = 15  # drafted tokens: with the one before them as many rows as a verification takes
 LENGTHS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 15)  # of drafts in a recording; others take what lies between
+QUIET, NOISY, AVX2 = "-quiet", "-noisy", "-avx2"  # what the names of recordings end with
 SETTLED = 32  # events at the beginning of a recording that are left out
 AROUND = 3  # rounds of a length before and after one, whose mean is what such a round takes
 FIRST_PASS = 3.0  # times as long as usual, as the policy sees it: kernels are compiled, caches filled
@@ -336,10 +337,63 @@ def seconds_of_policy(starts: list[Start], quiet: Series, noisy: Series, early: 
 
 def fitted(texts: list[dict[str, list[Any]]]) -> Callable[[float], float]:
     """Return a(m) of all texts."""
-    from gearbx_mlx.decoding.policy import Agreement
-
     agreement = Agreement({})
     for text in texts:
         for margins, accepted in zip(text["margins"], text["accepted"]):
             agreement.add(len(margins), accepted, margins)
     return agreement.of_margin
+
+
+def recordings() -> Iterator[tuple[str, str, Series, Series]]:
+    """Yield the name of each machine, of the texts there, and its times: quiet, and beside another process if known."""
+    for file in sorted(RECORDED.glob(f"*{QUIET}.json")):
+        name = file.stem.removesuffix(QUIET)
+        noisy = name + NOISY
+        quiet = Series.read(file.stem)
+        yield (
+            name,
+            name.removesuffix(AVX2),
+            quiet,
+            Series.read(noisy) if (RECORDED / f"{noisy}.json").is_file() else quiet,
+        )
+
+
+def percentile(values: list[float], share: float) -> float:
+    return float(np.quantile(values, share, method="higher"))
+
+
+@study(minutes=10)
+def policy_regret(count: int = 1000) -> Found:
+    """What the policy of drafts loses against the best fixed way, on recorded passes and margins.
+
+    A start writes two texts. Series of four starts begin with what the one before kept; somewhere another process
+    begins to compute too, for half a second to a minute. Fixed ways are the top gear alone, 1 to 8 tokens in every
+    draft, and drafts that end where the probability of all of it falls below 0.3, 0.5 or 0.7. Lengths alone are what
+    the policy chooses where margins come too late.
+
+    Args:
+        count: Starts on each recorded machine.
+    """
+    rows, data = [], []
+    for name, model, quiet, noisy in recordings():
+        texts = json.loads((RECORDED / f"{model}.json").read_text("utf-8"))["texts"]
+        gears = [float(bits) for bits in model.rpartition("-")[2].split(",")]
+        starts = drawn(texts, count)
+        for early in (True, False):
+            ways = {
+                way: [start.seconds(policy, quiet, noisy, early and way.startswith("margins")) for start in starts]
+                for way, policy in fixed_ways(texts, early).items()
+            }
+            best = min(ways, key=lambda way: statistics.mean(ways[way]))
+            policy = seconds_of_policy(starts, quiet, noisy, early, draft_share(gears[0], gears[-1]))
+            lost = [own / other - 1 for own, other in zip(policy, ways[best])]
+            faster = [other / own for own, other in zip(policy, ways["0"])]
+            mean = statistics.mean(policy) / statistics.mean(ways[best]) - 1
+            figures = [mean, statistics.median(lost), percentile(lost, 0.9), percentile(lost, 0.99)]
+            gained = f"{statistics.median(faster):.2f} ({percentile(faster, 0.01):.2f})"
+            how = "margins" if early else "lengths"
+            rows.append([name, how, best, *(f"{100 * each:+.1f} %" for each in figures), gained])
+            data.append({"name": name, "how": how, "best": best, "lost": lost, "faster": faster})
+    head = ["model, gears, machine", "by", "best fixed way", "time over it: mean", "median", "90th", "99th percentile"]
+    head.append("times as fast as alone: median (1st percentile)")
+    return Found({"policy_regret": table_here(head, rows)}, data)

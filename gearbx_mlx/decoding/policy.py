@@ -188,7 +188,7 @@ class Latest:
 
 
 class Curve:
-    """Seconds by a number of tokens from 0 to 15: of rounds by what they draft, or of verifications by what they verify.
+    """Seconds by a number of tokens from 0 to 15: of rounds by what they draft, or of verifications of a proposal.
 
     A line through the medians, which at first has the slope that is usual; what a number was seen to take beyond the
     line counts the more, the more often it was seen, and its neighbours take as much. Never less for more tokens.

@@ -39,7 +39,7 @@ class Machine:
 
 
 def write(policy, machine, tokens, share=0.85, early=False, slow=lambda token: 1.0, seed=0):
-    """Write tokens, each drafted one of which is right with a probability: seconds, and lengths of drafts (0: alone)."""
+    """Write tokens, the drafted ones of which are right with a probability; returns seconds and lengths (0: alone)."""
     rng, seconds, lengths, written = random.Random(seed), 0.0, [], 0
     while written < tokens:
         length = policy.length(tokens - written)
@@ -331,6 +331,6 @@ class TestFigures:
         assert again.alone_seconds is None
 
 
-@pytest.mark.parametrize("draft, top, share", [(4, 16, 0.3625), (4, 8, 0.575), (8, 8, 1.0)])
+@pytest.mark.parametrize(("draft", "top", "share"), [(4, 16, 0.3625), (4, 8, 0.575), (8, 8, 1.0)])
 def test_the_share_of_a_draft_follows_its_bits(draft, top, share):
     assert draft_share(draft, top) == pytest.approx(share)
