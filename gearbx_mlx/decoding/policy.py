@@ -243,7 +243,7 @@ class Curve:
 
     @property
     def state(self) -> dict[str, float]:
-        return {name: value for name, times in zip(self._names, self._times) if (value := times.value)}
+        return {name: value for name, times in zip(self._names, self._times) if (value := times.median)}
 
 
 class Costs:
