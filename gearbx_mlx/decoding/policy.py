@@ -1,9 +1,9 @@
 """How many tokens to draft before the next verification: as many as save most time here, and none where none saves any.
 
-A round drafts k tokens, and verifies them and the token before them in one pass of k + 1 rows. With d seconds of a
-drafted token and w(r) of all else in a round of r rows, it takes C(k) = k d + w(k + 1). If the i-th token is accepted
-with probability a_i where those before it are, the round writes T(k) = 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens.
-Without a round, the top gear writes one token in s seconds. So a token takes
+A round drafts k tokens, and verifies them and the token before them in one pass: C(k) seconds, with all that a round
+does beside. If the i-th token is accepted with probability a_i where those before it are, the round writes
+T(k) = 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens. Without a round, the top gear writes one token in s seconds. So a
+token takes
 
     g = min(s, min over k of C(k) / T(k)),
 
@@ -11,21 +11,20 @@ and the k of this minimum is best (renewal reward). Where the margin of each dra
 more than the place of the token. Of a draft of j tokens, all of which are right with probability P, n more are worth
 their time while they save more than they take, by the same theorem:
 
-    P g (a_1 + a_1 a_2 + ... + a_1...a_n)  >  n d + w(j + 1 + n) - w(j + 1)      for some n.
+    P g (a_1 + a_1 a_2 + ... + a_1...a_n)  >  C(j + n) - C(j)      for some n.
 
-A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(n + 1), where the first i are right with
-probability p_i.
+A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) - w(n), where its verification takes w(n)
+seconds and the first i are right with probability p_i.
 
-**What is learned.** d, w and s are medians of their latest times, a(m) and a_i are shares of the latest tokens. A
-machine is slower at one moment than at the next, which moves all passes alike: so each time counts in relation to the
-drafted tokens just before it. What is kept for the next start is these times and shares, and no choice that followed
-from them.
+**What is learned.** C, w and s are medians of the latest times, a(m) and a_i are shares of the latest tokens. Nothing
+else is kept for the next start, and no choice that followed from it. What seems best runs next and is measured then, so
+that a time that was too short corrects itself; one that was too long does so by trials. Times are not divided by how
+fast the machine is at the moment: that gains less in slow minutes than it loses, since some passes suffer more.
 
-**What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
-better way has written for x / 0.005 seconds: so trials lose half a per cent of the time, wherever a wait is within
-its limits: the shortest adds a loss where both ways are within a few per cent of each other, where nothing is lost by
-either; the longest, 1,024 tokens, where a trial loses more than 5 tokens' time. A wrong time is corrected by the next
-few of its kind, since what seems best is what runs next and is measured then.
+**What trials cost.** Each way is tried while the other one writes, for five tokens alone or one round. A trial expected
+to lose x seconds is due when the better way has written for x / 0.005 seconds: half a per cent of the time. The first
+few of a start come sooner, and double their distance: of n tokens they take log2(n / 24) more. One round in 16 drafts
+two tokens more than is best.
 """
 
 import bisect
@@ -109,7 +108,6 @@ class Chooses(Protocol):
         accepted: int,
         rows: int,
         seconds: float,
-        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         """Take a round.
@@ -118,7 +116,6 @@ class Chooses(Protocol):
             drafted: tokens of the low gear; 0 where the text proposed.
             accepted: of those that were verified. rows: of the verification.
             seconds: of all of it, without what a reader of the tokens took.
-            draft_seconds: of the draft; None where it was queued with the verification.
             margins: of the drafted tokens, if their sampler tells them.
         """
 
@@ -164,12 +161,11 @@ class Latest:
 
     def __init__(self, kept: float | None = None):
         self._times: deque[float] = deque([kept] * FEW if kept else [], maxlen=REMEMBERED)
-        self._begun, self.seen = False, 0
+        self._begun = False
 
     def add(self, seconds: float) -> None:
         if self._begun:
             self._times.append(seconds)
-            self.seen += 1
         self._begun = True
 
     @property
@@ -180,11 +176,6 @@ class Latest:
     def median(self) -> float | None:
         """None where nothing is known."""
         return statistics.median_low(self._times) if self._times else None
-
-    @property
-    def value(self) -> float | None:
-        """None where too few are known."""
-        return self.median if len(self._times) >= FEW else None
 
 
 class Curve:
@@ -214,7 +205,8 @@ class Curve:
         self._find()
 
     def _find(self) -> None:
-        self._seen = [(tokens, times.median, times.weight) for tokens, times in enumerate(self._times) if times.weight]
+        found = ((tokens, times.median, times.weight) for tokens, times in enumerate(self._times))
+        self._seen = [(tokens, seconds, weight) for tokens, seconds, weight in found if seconds is not None]
         units = [seconds / self._usual(tokens) for tokens, seconds, weight in self._seen for _ in range(weight)]
         self.unit = statistics.median_low(units) if units else None
 
@@ -361,14 +353,15 @@ class Policy:
 
     Args:
         kept: `state` of an earlier start.
-        draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`).
+        draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`);
+            None: nothing drafts, and the text alone proposes.
         early: whether `goes_on` is asked after each drafted token; else the length alone ends a draft.
     """
 
-    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float = 0.36, early: bool = False):
+    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36, early: bool = False):
         kept = kept or {}
-        self._early = early
-        self._costs, self._agreement = Costs(kept, draft_share), Agreement(kept)
+        self._early, self._has_drafts = early, draft_share is not None
+        self._costs, self._agreement = Costs(kept, draft_share or 0.0), Agreement(kept)
         weight = kept.get("rounds", PRIOR_ROUNDS)
         self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), weight)
         self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), weight)
@@ -381,7 +374,7 @@ class Policy:
 
     def length(self, room: int) -> int:
         most = min(room, MOST_DRAFTED)
-        if most < 1:
+        if most < 1 or not self._has_drafts:
             return 0
         self._choose()
         if not self._drafts:
@@ -425,6 +418,10 @@ class Policy:
         best = self._best()
         return self._costs.of_round(best) / self._expected(best)
 
+    def _token(self) -> float:
+        """Return g."""
+        return min(self._in_rounds(), self._costs.alone) if self._has_drafts else self._costs.alone
+
     def _expected(self, length: int) -> float:
         """T(k)."""
         return 1 + sum(itertools.accumulate(map(self._agreement.of_place, range(length)), float.__mul__))
@@ -442,7 +439,7 @@ class Policy:
         drafted, costs = len(margins), self._costs
         if self._rounds % NEIGHBOUR == 0 and drafted < self._drafted.value + LONGER:
             return True
-        saved = min(self._in_rounds(), costs.alone)
+        saved = self._token()
         for margin in margins:
             saved *= self._agreement.of_margin(margin)
         gained = 0.0
@@ -454,7 +451,7 @@ class Policy:
         return False
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
-        token = min(self._in_rounds(), self._costs.alone)
+        token = self._token()
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
             written += token * probability
@@ -469,7 +466,6 @@ class Policy:
         accepted: int,
         rows: int,
         seconds: float,
-        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         self._costs.add_round(drafted, rows, seconds)

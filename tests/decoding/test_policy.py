@@ -279,6 +279,14 @@ class TestLookup:
             policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=10 * machine.alone)
         assert policy.looked_up(proposal, 15) < taken
 
+    def test_the_text_alone_may_propose(self):
+        policy = Policy(draft_share=None)
+        for _ in range(20):
+            assert policy.length(100) == 0
+            policy.add_alone(0.015)
+        assert policy.looked_up([0.9, 0.8, 0.7], 3) == 3
+        assert policy.looked_up([0.01], 3) == 0
+
 
 class TestKept:
     def test_the_state_is_positive_and_says_no_choice(self):
