@@ -327,7 +327,8 @@ def fixed_ways(texts: list[dict[str, list[Any]]], early: bool) -> dict[str, Any]
 
 def seconds_of_policy(starts: list[Start], quiet: Series, noisy: Series, early: bool, share: float) -> list[float]:
     """Return the seconds of a token of each start, which begins with what the one before it kept."""
-    found, kept = [], {}
+    found: list[float] = []
+    kept: dict[str, float] = {}
     for start in starts:
         policy = Policy({} if start.first else kept, share, early=early)
         found.append(start.seconds(policy, quiet, noisy, early))
