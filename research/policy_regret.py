@@ -285,8 +285,8 @@ def written(policy: Any, texts: list[dict[str, list[Any]]], machine: Machines, e
                     count += 1
             accepted = min(count, text["accepted"][place])
             draft, rest = machine.take(count, accepted + 1)
-            known = {"margins": margins[:count], "draft_seconds": draft} if early else {}
-            policy.add_round(drafted=count, accepted=accepted, rows=count + 1, seconds=draft + rest, **known)
+            known = margins[:count] if early else []
+            policy.add_round(drafted=count, accepted=accepted, rows=count + 1, seconds=draft + rest, margins=known)
             place += 1 + accepted
     return machine.spent / machine.tokens
 
