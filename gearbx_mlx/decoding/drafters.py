@@ -17,7 +17,6 @@ twice; a text that the low gear writes itself is its own.
 import contextlib
 import functools
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -110,7 +109,6 @@ class Proposal:
         gear: of the ladder, that drafted them, if one did.
         steps: passes of the drafter.
         weight_bytes: what they read.
-        seconds: that they took; None where they were queued, and nobody waited for them.
         margins_read: the margins, once they are read.
     """
 
@@ -120,7 +118,6 @@ class Proposal:
     gear: Gear | None = None
     steps: int = 0
     weight_bytes: int = 0
-    seconds: float | None = None
     margins_read: list[float] = field(default_factory=list)
 
     @property
@@ -227,9 +224,9 @@ class LowGear:
         self.gearbox.shift(self.gear)
         return pass_parts(self.gearbox.model, None if self.second is None else self.second.top)
 
-    def _proposal(self, tokens: mx.array, margins: mx.array | None, seconds: float | None = None) -> Proposal:
+    def _proposal(self, tokens: mx.array, margins: mx.array | None) -> Proposal:
         read = tokens.size * self.gearbox.weight_bytes_per_token(self.gear)
-        return Proposal(DRAFT, tokens, margins, self.gear, tokens.size, read, seconds)
+        return Proposal(DRAFT, tokens, margins, self.gear, tokens.size, read)
 
     def _native(self, cache: Cache) -> NativeDraft | None:
         """Return what drafts in one call a token, without MLX's graph; None where that is not to be had."""
@@ -242,16 +239,15 @@ class LowGear:
     def _natively(self, native: NativeDraft, text: TextSoFar, most: int, goes_on: GoesOn) -> Proposal:
         """Draft until a token ends the text, or one more does not pay."""
         following, early = natively(native, self.chooser, text, self.reader), self.chooser.tells_margins
-        token, tokens, margins, start = text.last, list[int](), list[float](), time.perf_counter()
+        token, tokens, margins = text.last, list[int](), list[float]()
         for place in range(min(most, native.room)):
             token, margin = following(token, place)
             tokens.append(token)
             margins.append(margin)
             if token in text.ends or (early and not goes_on(margins)):
                 break
-        seconds = time.perf_counter() - start
         told = mx.array(margins, mx.float32) if early else None
-        return self._proposal(mx.array(tokens, mx.uint32), told, seconds)
+        return self._proposal(mx.array(tokens, mx.uint32), told)
 
     @functools.cached_property
     def second(self) -> "SecondHead | None":

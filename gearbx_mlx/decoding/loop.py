@@ -265,7 +265,6 @@ class Loop:
                 drafted=proposal.count if proposal.source == DRAFT else 0,
                 margins=proposal.margins_read,
                 accepted=len(written) - 1,
-                draft_seconds=proposal.seconds,
                 seconds=seconds,
                 rows=proposal.count + 1,
             )

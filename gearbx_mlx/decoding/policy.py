@@ -29,6 +29,7 @@ cent. A wrong comparison is outvoted by the next two.
 
 import bisect
 import itertools
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
 
-FITTED, PRIOR_WEIGHT = 32, 6.0  # rounds that a line is fitted to, and those that each of two points of the usual one is
+FITTED, PRIOR_WEIGHT = 32, 2.0  # rounds that a line is fitted to, and those that each of two points of the usual one is
 OUTSIDE = 1.5  # times the line, and a part of it: what is further away counts as this
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
@@ -121,7 +122,6 @@ class DraftPolicy(Protocol):
         accepted: int,
         rows: int,
         seconds: float,
-        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         """Take a round.
@@ -130,7 +130,6 @@ class DraftPolicy(Protocol):
             drafted: tokens of the low gear; 0 where the text proposed.
             accepted: of those that were verified. rows: of the verification.
             seconds: of all of it, without what a reader of the tokens took.
-            draft_seconds: of the draft; None where it was queued with the verification.
             margins: of the drafted tokens, if their sampler tells them.
         """
 
@@ -332,12 +331,14 @@ class LearnedPolicy:
 
     Args:
         kept: `state` of an earlier start.
-        draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`).
+        draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`); None:
+            nothing drafts, and the text alone proposes tokens.
     """
 
-    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float = 0.36):
+    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36):
         kept = kept or {}
-        self._round = Line(kept, "drafting", ROUND, ROW + draft_share)
+        self._has_drafter = draft_share is not None
+        self._round = Line(kept, "drafting", ROUND, ROW + (draft_share or 0.0))
         self._verification = Line(kept, "verifying", ROUND, ROW)
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
@@ -346,13 +347,13 @@ class LearnedPolicy:
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
         self._drafts, self._early, self._rounds = True, False, 0
-        self._spent = {True: 0.0, False: 0.0}  # seconds in rounds, and alone
-        self._tokens = {True: 0, False: 0}
+        self._spent = self._units = 0.0  # seconds of rounds, and what their line says
+        self._tokens = 0
 
     def length(self, room: int, early: bool = False) -> int:
         self._early = early
         most = min(room, MOST_DRAFTED)
-        if most < 1:
+        if most < 1 or not self._has_drafter:
             return 0
         self._choose()
         if not self._drafts:
@@ -388,7 +389,9 @@ class LearnedPolicy:
         return self._written.value if self._early else self._expected(self._best())
 
     def _in_rounds(self) -> float:
-        """Seconds of a token in rounds."""
+        """What a token takes in rounds."""
+        if not self._has_drafter:
+            return math.inf
         if self._early:
             return self._round(self._drafted.value) / self._written.value
         best = self._best()
@@ -437,7 +440,6 @@ class LearnedPolicy:
         accepted: int,
         rows: int,
         seconds: float,
-        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         pace = self._pace()
@@ -450,17 +452,15 @@ class LearnedPolicy:
             self._written.add(accepted + 1)
             self._alone.add_round(accepted + 1, seconds / self._round(drafted))
             self._since[True] = 0
-        self._count(True, accepted + 1, seconds)
+        self._since[not self._drafts] += accepted + 1
+        self._spent += seconds
+        self._units += line(tokens)
+        self._tokens += accepted + 1
 
     def add_alone(self, seconds: float) -> None:
         self._alone.add_alone(seconds)
         self._since[False] = 0
-        self._count(False, 1, seconds)
-
-    def _count(self, rounds: bool, tokens: int, seconds: float) -> None:
-        self._since[not self._drafts] += tokens
-        self._spent[rounds] += seconds
-        self._tokens[rounds] += tokens
+        self._since[not self._drafts] += 1
 
     @property
     def state(self) -> dict[str, float]:
@@ -478,9 +478,9 @@ class LearnedPolicy:
         """A token alone as compared in this run with rounds around it, at their mean pace; None: too few were."""
         if self._alone.seen < KNOWN or self.round_seconds is None:
             return None
-        return self.round_seconds * self._token_alone() / self._in_rounds()
+        return self._token_alone() * self._spent / self._units
 
     @property
     def round_seconds(self) -> float | None:
         """A token in rounds as measured in this run; None where there were too few."""
-        return self._spent[True] / self._tokens[True] if self._tokens[True] >= SHORTEST else None
+        return self._spent / self._tokens if self._tokens >= SHORTEST else None

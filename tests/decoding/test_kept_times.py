@@ -8,7 +8,7 @@ from lossless_texts import endless
 
 from gearbx_mlx import Gearbox, Lossless, stream_generate
 from gearbx_mlx.decoding.lossless import learned, measured_seconds
-from gearbx_mlx.decoding.policy import FixedPolicy, LearnedPolicy
+from gearbx_mlx.decoding.policy import BURST, FixedPolicy, LearnedPolicy
 from gearbx_mlx.decoding.sampling import GREEDY, Chooser
 
 
@@ -31,10 +31,12 @@ class Start:
     def write(self, rounds, round_seconds, alone_seconds):
         """Rounds of 4 tokens, of which 3 are drafted, each followed by a token alone."""
         for _ in range(rounds):
-            draft = {"drafted": 3, "accepted": 3, "margins": (3.5,) * 3, "draft_seconds": round_seconds / 4}
-            self.policy.add_round(rows=4, seconds=round_seconds, **draft)
-            self.policy.add_alone(alone_seconds)
-        self.known.note(5 * rounds)
+            for _ in range(4):
+                draft = {"drafted": 3, "accepted": 3, "margins": (3.5,) * 3}
+                self.policy.add_round(rows=4, seconds=round_seconds, **draft)
+            for _ in range(BURST):
+                self.policy.add_alone(alone_seconds)
+        self.known.note((16 + BURST) * rounds)
 
     def drafts(self):
         return self.policy.length(15) > 0
@@ -60,7 +62,10 @@ def test_times_and_shares_are_kept_and_no_choice(file):
     stored = json.loads(file.read_text())
     kept = [times for machine in stored["machines"].values() for name, times in machine.items() if "drafts by" in name]
     assert kept == [first.policy.state]
-    assert all(name.startswith(("seconds", "share", "count", "drafted", "written")) for name in kept[0])
+    assert all(
+        name.startswith(("seconds", "drafting", "verifying", "share", "count", "drafted", "written"))
+        for name in kept[0]
+    )
 
 
 def test_other_models_and_settings_learn_for_themselves(file):
@@ -72,7 +77,7 @@ def test_other_models_and_settings_learn_for_themselves(file):
 
 
 def test_nothing_is_kept_of_a_few_tokens(file):
-    Start().write(2, 1.0, 1.0)
+    Start().write(1, 1.0, 1.0)
     assert not file.exists()
 
 
