@@ -15,7 +15,7 @@ import chromium
 from rich.console import Console
 from rich.text import Text
 
-from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving

@@ -16,7 +16,6 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
-from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.draft_trials import TimedPasses
 from gearbx_mlx.decoding.drafting import looking, second_head
@@ -24,6 +23,7 @@ from gearbx_mlx.decoding.sampling import reader_of
 from gearbx_mlx.kernels.dispatch import on_cpu
 from gearbx_mlx.routing.acceptance import MOST_DRAFTED, MOST_ROWS, LearnedAgreement
 from gearbx_mlx.routing.rounds import CostRule, LearnedCosts
+from gearbx_mlx.settings import check_choice
 
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here

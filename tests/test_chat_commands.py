@@ -14,7 +14,7 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.chat.run import converse, obey, take
 from gearbx_mlx.cli.loaded import Loaded, load_cache
 from gearbx_mlx.cli.resolved import resolve
-from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.decoding.caches import length
 from gearbx_mlx.generate import GenerateSettings
 from gearbx_mlx.generate.run import to_read

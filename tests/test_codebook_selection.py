@@ -32,7 +32,7 @@ from gearbx_mlx.bit_selection.h_process import (
     points_table,
     search,
 )
-from gearbx_mlx.cli.settings import parse_bytes
+from gearbx_mlx.settings import parse_bytes
 from gearbx_mlx.convert import BudgetSettings
 from gearbx_mlx.formats import codebook, get_format
 from gearbx_mlx.gears.discovery import discover

@@ -11,7 +11,7 @@ from mutations import DEEP, damaged
 from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
-from gearbx_mlx.cli.gears import read_thresholds
+from gearbx_mlx.routing.gates import read_thresholds
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.evaluation.text import read_documents, read_rows
 from gearbx_mlx.files.journal import Journal

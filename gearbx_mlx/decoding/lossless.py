@@ -25,7 +25,7 @@ from ..errors import GearbxError, GearbxWarning, one_line
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..routing.acceptance import MOST_DRAFTED, USUAL_LENGTH, DraftRule, FixedLength
-from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
+from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup
 from ..routing.rounds import Rounds
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
@@ -36,6 +36,7 @@ from .draft_trials import few_pass_times
 from .drafting import Drafter, Proposals, Writer, steps_ahead
 from .governor import Governor
 from .mode import encoded, refuse_draft_model, vocabulary_of
+from .modes import LosslessSettings
 from .response import GearResponse, Step, single_pass
 from .rows import Rows, Verifier, warn_of_other_paths
 from .sampling import Chooser, geared_responses, sampled
@@ -253,19 +254,16 @@ class History:
 
 
 @dataclass(frozen=True)
-class Lossless(SharedMode):
+class Lossless(LosslessSettings, SharedMode):
     """Write the top gear's text, and read fewer bytes of weights for it.
 
+    The seconds of passes and how often tokens of a margin are accepted are learned while texts are written, and kept
+    for the next start; where drafts lose, the top gear goes on without. Where nothing may be measured (ranks that share
+    the model, GEARBX_TUNE=0), drafts have 3 tokens.
+
     Args:
-        draft: name or bits of the gear that drafts; the lowest if not given.
-        draft_length: a fixed number of tokens to draft. Without it drafts are as long as saves time here, by how often
-            tokens of a margin are accepted and by the seconds of passes, both of which are learned while texts are
-            written and kept for the next start; where drafts lose, the top gear goes on without. Texts do not depend on
-            it. Where nothing may be measured (ranks that share the model, GEARBX_TUNE=0), drafts have 3 tokens.
         rule: a DraftRule of your own, in place of a length.
-        lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
-            (prompt lookup); 0: none. Without it 15, and none with a draft_length or rule.
-        window: tokens in the rolling mean that responses show.
+        others: of `LosslessSettings`.
 
     Raises:
         GearbxError: both a draft_length and a rule, or a number that does not exist.
@@ -283,11 +281,7 @@ class Lossless(SharedMode):
     )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
-    draft: str | int | None = None
-    draft_length: int | None = None
     rule: DraftRule | None = None
-    lookup_tokens: int | None = None
-    window: int = DEFAULT_WINDOW
 
     def __post_init__(self) -> None:
         if self.draft_length is not None and self.rule is not None:

@@ -13,7 +13,7 @@ from typing import get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from gearbx_mlx.cli.settings import flag_of
+from gearbx_mlx.settings import flag_of
 
 from .cases import STRANGE, Case
 from .inputs import MODELS
