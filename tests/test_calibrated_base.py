@@ -356,7 +356,7 @@ def test_a_base_that_is_kept_changes_no_measurement(command, cache, tmp_path):
         done = command("evaluate", *gears, *flags)
         assert done.status == 0, done.err
         reports.append(json.loads((out / "evaluation.json").read_text())["rows"])
-        calibrated = command("generate", *gears, "-p", "Once", "-m", 2, "--calibrate-base", text)
+        calibrated = command("generate", *gears, "-p", "Once", "-m", 2, "--base", text)
         assert calibrated.status == 0, calibrated.err
     assert reports[0] == reports[1]
     assert "calibrated earlier" in command("generate", *gears, "-p", "Once", "-m", 2).err

@@ -70,8 +70,9 @@ def test_the_manifest_lies_in_the_checkpoint(files):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
-    flags = ["--watch-machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
+def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, monkeypatch, kernels):
+    monkeypatch.setenv("GEARBX_MACHINE", str(files.script))
+    flags = ["--target-tps", "0", "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
     original = told(command, tmp_path, "--manifest", files.manifest, *flags)
     assert told(command, tmp_path, "--model", files.checkpoint, *flags) == original
     moved = [move for moves in original[1] for move in moves or ()]
@@ -80,13 +81,14 @@ def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kern
 
 
 @pytest.mark.slow
-def test_another_order_may_be_given(files, command, tmp_path):
+def test_another_order_may_be_given(files, command, tmp_path, monkeypatch):
+    monkeypatch.setenv("GEARBX_MACHINE", str(files.script))
     content = json.loads(files.manifest.read_text())
     for place, layer in enumerate(content["layers"].values()):
         layer["kl"] = {bits: 0.001 / (place + 1) / int(bits) for bits in layer["kl"]}
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    flags = ["--model", files.checkpoint, "--watch-machine", files.script]
+    flags = ["--model", files.checkpoint, "--target-tps", "0"]
     _, own = told(command, tmp_path, *flags)
     _, given = told(command, tmp_path, *flags, "--manifest", other)
     assert own != given
@@ -135,7 +137,8 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, 
         "-m",
         12,
         "--ignore-chat-template",
-        "--describe",
+        "--verbose",
+        "all",
     ]
     manifest.write_text(json.dumps(content | {"gears": {"4": table}}))
     stored = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags)

@@ -13,7 +13,6 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from gearbx_mlx import GearbxError
 from gearbx_mlx.chat.run import converse, obey, take
 from gearbx_mlx.cli.loaded import Loaded, load_cache
-from gearbx_mlx.cli.resolved import resolve
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.decoding.caches import length
 from gearbx_mlx.generate import GenerateSettings
@@ -152,7 +151,7 @@ class TestPipes:
 
     @pytest.mark.parametrize("name", ["chat", "generate"])
     def test_flags_of_one_model_are_refused_with_two(self, command, name):
-        for flags in (("--gear", "low"), ("--target-tps", "9"), ("--max-memory", "9GB"), ("--draft-model", "x")):
+        for flags in (("--prompt-gear", "low"), ("--target-tps", "9"), ("--draft-model", "x")):
             done = command(name, "--small-model", DEMO_MODEL, *flags)
             assert (done.status, done.out) == (2, "")
             assert f"{flags[0]} is for one model; leave it out with --small-model" in done.err
@@ -263,7 +262,7 @@ class TestCommands:
         settings = command_settings(
             GenerateSettings, {"prompt_cache_file": str(file), "prompt": MORE, "gears": "16"} | flags
         )
-        loaded = Loaded.of(resolve(settings))
+        loaded = Loaded.of(settings)
         tokens, entries = to_read(settings, loaded, MORE, load_cache(str(file), None))
         assert tokens == unread
         assert length(entries) == len(held)
@@ -294,4 +293,4 @@ class TestCommands:
         done = piped(f"{ASKED}\n/mode lossless\n/gear low\n{MORE}\n", "--target-tps", "1000", "--gears", "4,16")
         assert (done.status, answers(done)) == (0, 2)
         assert "watching " in done.err
-        assert done.err.count("leave out --target-tps and --watch-machine, or use --mode route") == 2
+        assert done.err.count("leave out --target-tps, or use --mode route") == 2

@@ -11,13 +11,13 @@ from mutations import DEEP, damaged
 from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
-from gearbx_mlx.routing.gates import read_thresholds
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.evaluation.text import read_documents, read_rows
 from gearbx_mlx.files.journal import Journal
 from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.loading import DEMO_MODEL, read_config
 from gearbx_mlx.machine.readers import Scripted
+from gearbx_mlx.routing.gates import read_thresholds
 
 INPUTS = {"model": "a", "bits": [3, 4]}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"

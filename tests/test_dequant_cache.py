@@ -1,6 +1,7 @@
 """--kernels dequant-cache: a gear's weights are unpacked once, kept while it is engaged, and multiplied by MLX."""
 
 import pytest
+from conftest import save_model, tiny_model
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.formats import with_cache
@@ -10,9 +11,9 @@ PROMPT = ("--ignore-chat-template", "--prompt", "Tom has 5 apples and", "-m", "1
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["rowwise", "groupwise", "codebook", "codebook-library:sigma=2.5"])
-def test_the_text_is_that_without_the_cache(command, format):
-    flags = ["--format", format, "--gears", "4,16"]
-    flags += ["--manage", "attention"]  # codebooks take long to make
+def test_the_text_is_that_without_the_cache(command, tmp_path, format):
+    save_model(tiny_model(vocab_size=4096), tmp_path / "model")  # codebooks take long to make
+    flags = ["--model", tmp_path / "model", "--format", format, "--gears", "4,16"]
     kept = command("generate", *PROMPT, *flags, "--kernels", "dequant-cache")
     assert kept.status == 0, kept.err
     assert kept.out == command("generate", *PROMPT, *flags, "--kernels", "mlx").out

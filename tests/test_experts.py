@@ -271,11 +271,14 @@ class TestDescription:
     @pytest.mark.slow
     def test_the_flag(self, command):
         plain = command("generate", "--max-tokens", 4, "--mode", "route")
-        told = command("generate", "--max-tokens", 4, "--mode", "route", "--describe")
+        told = command("generate", "--max-tokens", 4, "--mode", "route", "--verbose", "all")
         assert told.out == plain.out
         shown = " ".join(told.err.split())
         assert "native kernels: " in shown
         assert "4 8 16 model.layers.0-5.mlp.up_proj x 6" in shown
-        assert "mlx kernels: as asked" in command("generate", "--max-tokens", 4, "--describe", "--kernels", "mlx").err
-        watched = command("generate", "--max-tokens", 4, "--describe", "--mode", "telemetry-only").err
+        assert (
+            "mlx kernels: as asked"
+            in command("generate", "--max-tokens", 4, "--verbose", "all", "--kernels", "mlx").err
+        )
+        watched = command("generate", "--max-tokens", 4, "--verbose", "all", "--mode", "telemetry-only").err
         assert "telemetry only" in watched

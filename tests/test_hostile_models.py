@@ -20,7 +20,7 @@ LIBRARIES_READ = (
 DEEP = 100000
 UNREADABLE = ("[" * DEEP + "]" * DEEP, '{"a": ' * DEEP + "1" + "}" * DEEP, '{"a": %s}' % ("9" * 5000), "[]")
 UP = "model.layers.0.mlp.up_proj.weight"
-MODEL_FLAGS = ["--model", "--draft-model", "--low-model"]
+MODEL_FLAGS = ["--model", "--draft-model", "--base"]
 
 
 @pytest.fixture(autouse=True)

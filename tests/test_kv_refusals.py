@@ -42,7 +42,6 @@ def test_another_ladder_than_that_of_the_cache_is_refused(demo):
     ("flags", "complaint"),
     [
         (("--kv-gears", "4,5"), "--kv-gears is 4,5"),
-        (("--kv-gear", 8), "there are no --kv-gears"),
         (("--kv-gears", "4,16", "--kv-bits", 4), "--kv-gears and --kv-bits"),
         (("--kv-gears", "4,16", "--draft-model", "x"), "--kv-gears and --draft-model"),
         (("--kv-gears", "4,16", "--small-model", "x"), "--kv-gears"),

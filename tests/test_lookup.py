@@ -131,13 +131,12 @@ class TestLookup:
     ("flags", "says"),
     [
         ((), "drafts save time; lookup proposes up to 15 tokens at once"),
-        (("--lookup-tokens", 0), "drafts save time; lookup proposes nothing"),
         (("--draft-length", 4), "lossless: drafts of 4 tokens; lookup proposes nothing"),
         (("--draft-length", 1), "lossless: drafts of 1 token; lookup proposes nothing"),
     ],
 )
-def test_describe_says_how_tokens_are_proposed(command, flags, says):
-    done = command("generate", "-m", 2, "--mode", "lossless", "--describe", *flags)
+def test_verbose_says_how_tokens_are_proposed(command, flags, says):
+    done = command("generate", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
     assert done.status == 0
     assert says in done.err.replace("\n", " ")
 
@@ -158,11 +157,10 @@ def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
     assert f"{counted['looked_up']}, {counted['lookup_accepted']} accepted" in done.err
 
 
-@pytest.mark.parametrize("flag", [("--draft-length", 3), ("--lookup-tokens", 3)])
-def test_the_flags_are_of_mode_lossless(command, flag):
-    done = command("generate", "-m", 2, "--mode", "static", *flag)
+def test_the_flag_is_of_mode_lossless(command):
+    done = command("generate", "-m", 2, "--mode", "static", "--draft-length", 3)
     assert done.status == 2
-    assert f"{flag[0]} is for --mode lossless" in done.err.replace("\n", " ")
+    assert "--draft-length is for --mode lossless" in done.err.replace("\n", " ")
 
 
 def test_where_drafts_lose_the_top_gear_goes_on_alone(geared_demo, demo):

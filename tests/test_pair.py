@@ -339,7 +339,9 @@ def other_path(tmp_path_factory):
 class TestGenerate:
     def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
-        flags = ["--thresholds", 5, "--window", 3, "--min-gear-duration", 4, "-m", 40]
+        gate = {"thresholds": [5.0], "window": 3, "min_gear_duration": 4}
+        (tmp_path / "gate.json").write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, **gate}))
+        flags = ["--thresholds", tmp_path / "gate.json", "-m", 40]
         result = command(
             "generate", "--mode", "pair", "--small-model", small_path, "--trace", trace, "--summary", summary, *flags
         )
@@ -370,13 +372,11 @@ class TestGenerate:
             (["--mode", "route", "--small-model", "S"], ["--mode route has one model", "--small-model"]),
             (["--small-model", "S", "--gears", "4,8"], ["--gears is for one model"]),
             (["--small-model", "S", "--draft-model", "D"], ["--draft-model is for one model"]),
-            (["--small-model", "S", "--hysteresis", 0.1], ["--hysteresis"]),
             (["--small-model", "S", "--thresholds", "1,2"], ["two models have one threshold"]),
             (["--small-model", "S", "--thresholds", "-1"], ["the threshold between two models is -1"]),
-            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "give bits"]),
-            (["--small-model", "S", "--min-gear-duration", 0], ["--min-gear-duration is 0; give 1 or more"]),
-            (["--small-model", "S", "--window", 0], ["window is 0"]),
-            (["--small-model", "S", "--initial-gear", "low"], ["--initial-gear low", "small, large"]),
+            (["--small-model", "S", "--thresholds", "t.json"], ["t.json", "cannot be read as a thresholds file"]),
+            (["--small-model", "S", "--thresholds", "auto"], ["--thresholds auto", "give bits"]),
+            (["--small-model", "S", "--gear", "low"], ["no model 'low'", "small, large"]),
             (["--small-model", "nowhere"], ["nowhere", "no such model directory"]),
         ],
     )

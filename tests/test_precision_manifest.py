@@ -172,7 +172,7 @@ class TestGenerate:
 
     def test_shifts_tables(self, command, tmp_path, for_demo):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
-        arguments = ("--gears", "4,16", "--initial-gear", "low", "--thresholds", "11", "--summary", summary)
+        arguments = ("--gears", "4,16", "--gear", "low", "--thresholds", "11", "--summary", summary)
         result = self.run(command, tmp_path, for_demo, *arguments, "--trace", trace)
         assert result.status == 0, result.err
         weights = {path: layer["weights"] for path, layer in for_demo["layers"].items()}
@@ -188,7 +188,7 @@ class TestGenerate:
     def test_a_missing_layer_is_named_and_stays_at_the_top(self, command, tmp_path, for_demo):
         content = copy.deepcopy(for_demo)
         del content["layers"][UP], content["gears"]["4"]["bits"][UP]
-        result = self.run(command, tmp_path, content, "--gears", "4,16", "--describe")
+        result = self.run(command, tmp_path, content, "--gears", "4,16", "--verbose", "all")
         assert result.status == 0
         assert f"has no {UP}, which stays at full precision" in result.err
         assert [line.split()[:3] for line in result.err.splitlines() if UP in line][1:] == [["16", "16", UP]]

@@ -164,9 +164,9 @@ class TestNoLowGear:
 
     def test_by_the_command(self, made, command):
         flags = "--max-tokens", 4, "--prompt", "Hello", "--gears", "4,16"
-        done = command("generate", "--model", made / "original", "--low-model", made / "awq", *flags)
+        done = command("generate", "--model", made / "original", "--base", made / "awq", *flags)
         assert done.status == 0, done.err
-        refused = command("generate", "--model", made / "original", "--low-model", made / "original", *flags)
+        refused = command("generate", "--model", made / "original", "--base", made / "original", *flags)
         assert refused.status == 2
         assert "is not quantized" in refused.err
 

@@ -12,11 +12,11 @@ from rich.console import Console
 from test_bad_input import assert_refused
 
 from gearbx_mlx.cli import terminal as progress_module
-from gearbx_mlx.settings import human_bytes
 from gearbx_mlx.cli.tables import layers_table, summary_table
 from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
 from gearbx_mlx.gears.cost import LayerPath
 from gearbx_mlx.gears.ladder import Ladder
+from gearbx_mlx.settings import human_bytes
 
 
 class Clock:
