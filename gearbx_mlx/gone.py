@@ -67,7 +67,7 @@ GONE: dict[str, str] = {
     "--connect-timeout": "--server-timeout is for the connection too",
     "--no-fallback": ROUTER,
     "--path": "--model_args of lm_eval are the flags of generate; give model",
-    "--group-size": "--model_args of lm_eval are the flags of generate; give q_group_size",
+    "--group-size": "use convert --q-group-size: a checkpoint keeps it",
     "--use-chat-template": "--model_args of lm_eval are the flags of generate; give ignore_chat_template",
     "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
     "format exact with gears 3,16": "make gears 4,16 of the original",
