@@ -268,7 +268,8 @@ def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | No
     Raises:
         GearbxError: as `text_of` and `make_base`.
     """
-    text = None if decision.base_text is None else text_of(tokenizer, decision.base_text)
+    source = decision.settings.gears.base_text
+    text = None if source is None else text_of(tokenizer, source)
     ladder = [gear.bits for gear in decision.ladder]
     key = key_of(model, decision.format, ladder, decision.manage, decision.group_size, text)
     base = key.find()

@@ -103,46 +103,30 @@ class Stored(NamedTuple):
 class Decision:
     """A model as it is to run. What makes models, gearboxes and modes takes this, and decides nothing.
 
-    saved: the gears of the checkpoint, if it is a geared one. cap_bits: further bits that layers are stored at.
-    precision: the manifest whose tables the gears have, or which says what to cap first. low_model: of which the lowest
-    gear is. base_text: chooses the lowest gear's codes ("": what ships). takes_base: whether it has a calibrated base.
-    codes: what can be done with those of a quantized model. observes: no layer may change gear.
-    mode_by: the flag that chose the mode, in the place of --mode; "" where none did. flags: of the mode, and of those
-    that later texts may have. drafts: gears and format may be those that drafts are fastest with.
-    why: what decided about gears and format, in words. note: what a user should know of it.
+    settings: as given. saved: the gears of the checkpoint, if it is a geared one. precision: the manifest whose tables
+    the gears have, or which says what to cap first. cap_bits: further bits that layers are stored at. takes_base:
+    whether it has a calibrated base. codes: what can be done with those of a quantized model. observes: no layer may
+    change gear. mode_by: the flag that chose the mode, in the place of --mode; "" where none did. drafts: gears and
+    format may be those that drafts are fastest with. why: what decided about gears and format, in words. note: what a
+    user should know of it.
     """
 
-    model: ModelSettings
+    settings: GearedSettings
     saved: Manifest | None
     ladder: Ladder
     format: Format
     manage: str
     group_size: int
-    residency: str
-    limit: int | None
-    kernels: str
-    activations: str
-    low_model: str | None
-    base_text: str | None
-    takes_base: bool
-    manifest: str | None
     precision: PrecisionManifest | None
     cap_bits: tuple[int, ...]
-    target_tps: float | None
-    kv_gears: tuple[int, ...] | None
+    takes_base: bool
+    codes: str
+    observes: bool
     mode: Mode
     mode_by: str
-    flags: Any
-    observes: bool
     drafts: bool
-    codes: str
     why: str
     note: str
-
-    @property
-    def governed(self) -> bool:
-        """Whether a controller caps the gears."""
-        return self.target_tps is not None or self.limit is not None
 
     def in_whole_weights(self) -> "Decision":
         """The same with format exact: one copy of the weights that has its low gear inside."""
@@ -150,18 +134,29 @@ class Decision:
 
     def inputs(self) -> dict[str, Any]:
         """All that every result of the model in these gears depends on."""
+        model, gears = self.settings.model, self.settings.gears
         return {
-            **model_inputs(self.model),
+            "model contents": model_contents(model.model),
+            "dtype": model.dtype,
+            "device": device_in_use(),
+            "adapter_path": model.adapter_path,
+            "adapter contents": adapter_contents(model.adapter_path),
+            **versions(),
             "gears": str(self.ladder),
             "format": self.format.name,
             "manage": self.manage,
             "q_group_size": self.group_size,
-            "kernels": self.kernels,
-            "activations": self.activations,
-            **({"low model contents": model_contents(self.low_model)} if self.low_model else {}),
-            **({"base": self.base_text} if self.base_text is not None else {}),
-            **({"manifest contents": fingerprint(Path(self.manifest))} if self.manifest else {}),
+            "kernels": gears.kernels.name,
+            "activations": gears.kernels.activations,
+            **({"low model contents": model_contents(gears.low_model)} if gears.low_model else {}),
+            **({"base": gears.base_text} if gears.base_text is not None else {}),
+            **({"manifest contents": fingerprint(Path(gears.manifest))} if gears.manifest else {}),
         }
+
+
+def governed(settings: GearedSettings) -> bool:
+    """Return whether a controller caps the gears."""
+    return settings.controller.target_tps is not None or settings.gears.residency.limit is not None
 
 
 def decide(settings: GearedSettings, model: nn.Module | None = None, several_modes: bool = False) -> Decision:
@@ -206,30 +201,20 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
     takes_base = base_is_taken(settings, stored.ladder, mode, plain, model)
     return Decision(
-        model=settings.model,
+        settings=settings,
         saved=saved,
         ladder=stored.ladder,
         format=format,
         manage=stored.manage,
         group_size=stored.group_size,
-        residency=gears.residency.name,
-        limit=gears.residency.limit,
-        kernels=gears.kernels.name,
-        activations=gears.kernels.activations,
-        low_model=gears.low_model,
-        base_text=gears.base_text,
-        takes_base=takes_base,
-        manifest=gears.manifest,
         precision=precision,
         cap_bits=cap_bits,
-        target_tps=settings.controller.target_tps,
-        kv_gears=settings.cache.kv_gears,
+        takes_base=takes_base,
+        codes="" if codes is None else codes.told(None if observes else stored.ladder),
+        observes=observes,
         mode=made(mode, settings.mode.given()),
         mode_by=by,
-        flags=settings.mode,
-        observes=observes,
         drafts=drafts,
-        codes="" if codes is None else codes.told(None if observes else stored.ladder),
         why=stored.why,
         note=stored.note,
     )
@@ -262,7 +247,7 @@ def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifes
         return KICKDOWN, "thresholds", True
     if "thresholds" in given:
         return ROUTE, "thresholds", asked
-    if settings.controller.target_tps is not None or settings.gears.residency.limit is not None:
+    if governed(settings):
         return ROUTE, "residency" if settings.controller.target_tps is None else "target_tps", asked
     if "gear" in given:
         return STATIC, "gear", True
@@ -283,7 +268,7 @@ def check_flags(mode: str, given: Mapping[str, Any], several_modes: bool = False
 
 def check_governing(settings: GearedSettings, mode: str) -> None:
     """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed."""
-    if settings.controller.target_tps is None and settings.gears.residency.limit is None:
+    if not governed(settings):
         return
     flag = "--residency with a size" if settings.controller.target_tps is None else "--target-tps"
     if reason := mode_class(mode).uncapped:
@@ -455,8 +440,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None) -> PrecisionMa
     if saved is None:
         return None if given is None else read_precision(Path(given))
     file = Path(given) if given is not None else find(name or DEMO_MODEL) / PRECISION
-    governed = settings.controller.target_tps is not None or settings.gears.residency.limit is not None
-    if given is None and not (governed and file.exists()):
+    if given is None and not (governed(settings) and file.exists()):
         return None
     precision = read_precision(file)
     with about(file):
@@ -466,8 +450,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None) -> PrecisionMa
 
 def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
-    governed = settings.controller.target_tps is not None or settings.gears.residency.limit is not None
-    if not governed or format == WHOLE:  # whose layers have the widths of its ladder alone
+    if not governed(settings) or format == WHOLE:  # whose layers have the widths of its ladder alone
         return ()
     if saved is not None:
         return tuple(bits for bits in saved.gears if bits < ladder.top.bits)
@@ -491,15 +474,3 @@ def base_is_taken(settings: GearedSettings, ladder: Ladder, mode: str, plain: bo
     if settings.gears.base_text is not None and not able:
         raise GearbxError("--base TEXT is for an original model in one process, without other codes; leave it out")
     return able and (settings.gears.base_text is not None or (mode == LOSSLESS and ladder.top.dense))
-
-
-def model_inputs(settings: ModelSettings) -> dict[str, Any]:
-    """Return the inputs that every result of a model depends on."""
-    return {
-        "model contents": model_contents(settings.model),
-        "dtype": settings.dtype,
-        "device": device_in_use(),
-        "adapter_path": settings.adapter_path,
-        "adapter contents": adapter_contents(settings.adapter_path),
-        **versions(),
-    }

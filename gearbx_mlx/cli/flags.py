@@ -233,7 +233,7 @@ def choose_device(settings: object) -> None:
 
 
 @dataclass(frozen=True)
-class ModeChoice(Settings):
+class ModeName(Settings):
     """The mode as given (None: as files, model and the other flags say). `ModeFlags` has the flags of all modes too."""
 
     title: ClassVar[str] = "mode"
@@ -274,7 +274,7 @@ def flags_of_modes() -> list[tuple[str, Any, Any]]:
     return list(found.values())
 
 
-ModeFlags: Any = make_dataclass("ModeFlags", flags_of_modes(), bases=(ModeChoice,), frozen=True)
+ModeFlags: Any = make_dataclass("ModeFlags", flags_of_modes(), bases=(ModeName,), frozen=True)
 
 
 @dataclass(frozen=True)

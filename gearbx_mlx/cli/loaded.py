@@ -40,7 +40,7 @@ from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
 from ..ranks.place import current
 from ..settings import flag_of, human_bytes
 from .bases import Base, find_base
-from .decide import Decision, decide
+from .decide import Decision, decide, governed
 from .flags import DEQUANT_CACHE, CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
@@ -79,20 +79,21 @@ class Loaded:
 
     @property
     def name(self) -> str:
-        return model_name(self.decision.model.model)
+        return model_name(self.decision.settings.model.model)
 
     def in_gears(self) -> "Geared":
         """The model with its gearbox. Raises GearbxError for gears that do not fit the model."""
         decision = self.decision
-        if decision.kv_gears is not None:
-            check_heads(self.model, decision.kv_gears)
+        settings = decision.settings
+        if settings.cache.kv_gears is not None:
+            check_heads(self.model, settings.cache.kv_gears)
         if decision.note:
             note(decision.note)
         found = find_base(decision, self.model, self.tokenizer) if decision.takes_base else None
         if found is not None:
             decision = replace(decision, why=f"{decision.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(decision, self.model, found)
-        if isinstance(gearbox, Observer) and not decision.codes and decision.flags.mode != TELEMETRY_ONLY:
+        if isinstance(gearbox, Observer) and not decision.codes and settings.mode.mode != TELEMETRY_ONLY:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
                 "of what gearbx_mlx convert makes of it, ranks can divide the gears"
@@ -151,8 +152,8 @@ class Geared:
         Raises:
             GearbxError: a model that changes no gear, or whose layers cannot be capped or timed.
         """
-        decision = self.loaded.decision
-        if not decision.governed:
+        decision, settings = self.loaded.decision, self.loaded.decision.settings
+        if not governed(settings):
             yield None
             return
         if not isinstance(self.gearbox, Gearbox):
@@ -160,9 +161,10 @@ class Geared:
         order: dict[str, Any] = {}  # of the layers to cap
         if decision.precision is not None:
             order = {"sensitivity": decision.precision.sensitivity, "bounds": decision.precision.bounds}
-        own = [] if decision.limit is None else [own_memory(decision.limit)]
-        with make_watch(own, decision.target_tps is not None, verbose) as watch:
-            yield Governor(self.gearbox, decision.target_tps or None, watch=watch, **order)
+        limit, target = settings.gears.residency.limit, settings.controller.target_tps
+        own = [] if limit is None else [own_memory(limit)]
+        with make_watch(own, target is not None, verbose) as watch:
+            yield Governor(self.gearbox, target or None, watch=watch, **order)
 
 
 def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
@@ -171,34 +173,35 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     Raises:
         GearbxError: gears that do not fit the model.
     """
-    dtype = decision.model.dtype
+    settings = decision.settings
+    name, dtype, gears = settings.model.model, settings.model.dtype, settings.gears
+    kernels, residency = gears.kernels, gears.residency.name
     if decision.observes:
-        if decision.kernels == MEASURE:
+        if kernels.name == MEASURE:
             note("kernels: nothing is measured without gears")
         return Observer(model, decision.ladder, dtype=dtype)
     show_compiling()
     show_encoding()
-    low_model = None if decision.low_model is None else load(decision.low_model)[0]
     layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
     if decision.precision is not None and decision.saved is None:
         layers = layers_of_manifest(decision, decision.precision, model)
-    elif decision.precision is not None and decision.manifest is not None:
+    elif decision.precision is not None and gears.manifest is not None:
         layers["tables"] = stored_tables(decision, decision.precision)
     gearbox = Gearbox(
         model,
         decision.ladder,
         format=decision.format,
         group_size=decision.group_size,
-        low_model=low_model,
-        residency=decision.residency,
-        checkpoint=find(decision.model.model or DEMO_MODEL) if decision.residency == "disk" else None,
+        low_model=None if gears.low_model is None else load(gears.low_model)[0],
+        residency=residency,
+        checkpoint=find(name or DEMO_MODEL) if residency == "disk" else None,
         dtype=dtype,
-        kernels="mlx" if decision.kernels == DEQUANT_CACHE else decision.kernels,
-        activations=decision.activations,
+        kernels="mlx" if kernels.name == DEQUANT_CACHE else kernels.name,
+        activations=kernels.activations,
         base=None if base is None else base.layers,
         **layers,
     )
-    if decision.kernels == MEASURE:
+    if kernels.name == MEASURE:
         with spinner("measuring which kernels are fastest here"):
             measure_gears(gearbox, VECTORS)
         show_kernels(gearbox)
@@ -225,17 +228,15 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
     Raises:
         GearbxError: it belongs to another model, or names a layer that this model does not have.
     """
-    with about(decision.manifest):
+    file = decision.settings.gears.manifest
+    with about(file):
         manifest, _, missing = fit(precision, model)
     for path in missing:
-        note(f"{decision.manifest}: has no {path}, which stays at full precision in the tables")
+        note(f"{file}: has no {path}, which stays at full precision in the tables")
     tables = manifest.tables(decision.ladder)
     uniform = [gear.name for gear in decision.ladder if gear.name not in tables and not gear.dense]
     if uniform:
-        note(
-            f"{decision.manifest}: has no table for {', '.join(uniform)}: all layers alike; "
-            "gearbx_mlx.allocate makes one"
-        )
+        note(f"{file}: has no table for {', '.join(uniform)}: all layers alike; gearbx_mlx.allocate makes one")
     return {"manage": decision.manage, "tables": tables, "widths": sorted({*manifest.bits, *decision.cap_bits})}
 
 
@@ -246,9 +247,10 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
     wanted = sorted({bits for table in tables.values() for bits in table.values()} | {*stored})
     missing = [bits for bits in wanted if bits not in stored]
     if missing:
+        settings = decision.settings
         raise GearbxError(
-            f"{decision.manifest}: its tables have {missing[0]} bits, which {decision.model.model} does not store; "
-            f"convert the original with --gears {','.join(map(str, wanted))}"
+            f"{settings.gears.manifest}: its tables have {missing[0]} bits, which {settings.model.model} does not "
+            f"store; convert the original with --gears {','.join(map(str, wanted))}"
         )
     return tables
 
@@ -293,19 +295,18 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
 
 def warn_of_memory(decision: Decision) -> None:
     """Warn of a model that needs more memory than macOS recommends for the GPU, and name gears that would fit."""
+    name, residency = decision.settings.model.model, decision.settings.gears.residency.name
     most = recommended_memory()
-    if most is None or decision.residency == "stream":
-        return
-    files = files_of(decision.model.model)
-    if files is None:
+    files = None if most is None or residency == "stream" else files_of(name)
+    if most is None or files is None:
         return
     if decision.drafts and all(entry.dtype == "BF16" for entry in files.matrices.values()):
         decision = decision.in_whole_weights()
-    needed = memory_with(files, decision)
+    needed = memory_with(files, decision, residency == "resident")
     if needed > most:
-        remedies = [] if files.is_quantized else fitting(files, decision, most)
+        remedies = [] if files.is_quantized else fitting(files, decision, most, residency == "resident")
         advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
-        warn(model_name(decision.model.model), needed, most, advice)
+        warn(model_name(name), needed, most, advice)
 
 
 def warn_of_pair(small: str, large: str | None) -> None:
@@ -330,25 +331,24 @@ def files_of(model: str | None) -> ModelFiles | None:
         return None
 
 
-def memory_with(files: ModelFiles, decision: Decision) -> int:
-    """Bytes that a model in these gears needs."""
+def memory_with(files: ModelFiles, decision: Decision, resident: bool) -> int:
+    """Bytes that a model in these gears needs, idle gears with it or not."""
     bits = [gear.bits for gear in decision.ladder]
-    return needed_memory(files, bits, decision.format, decision.group_size, decision.residency == "resident")
+    return needed_memory(files, bits, decision.format, decision.group_size, resident)
 
 
-def fitting(files: ModelFiles, decision: Decision, most: int) -> list[str]:
+def fitting(files: ModelFiles, decision: Decision, most: int, resident: bool) -> list[str]:
     """Changes that make it fit: the most gears from the lowest on, and the residency that has one gear in memory."""
     found = []
     bits = [gear.bits for gear in decision.ladder]
     can_drop = not decision.format.ladders or files.manifest is not None
     for count in range(len(bits) - 1, 0, -1) if can_drop else ():
         fewer = replace(decision, ladder=Ladder(bits[:count]))
-        needed = memory_with(files, fewer)
+        needed = memory_with(files, fewer, resident)
         if needed <= most:
             found.append(f"--gears {fewer.ladder} ({human_bytes(needed)})")
             break
-    one = replace(decision, residency="disk")
-    if decision.residency == "resident" and can_drop and memory_with(files, one) <= most:
+    if resident and can_drop and memory_with(files, decision, False) <= most:
         found.append("--residency disk")
     return found
 

@@ -51,7 +51,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Opt
     Raises:
         GearbxError: a mode or a gear that the server was not started for, options of another mode.
     """
-    flags = geared.loaded.decision.flags
+    flags = geared.loaded.decision.settings.mode
     given = {name: value for name, value in options if name != "mode" and value is not None}
     wanted = options.mode or mode_of_options(given, default)
     if wanted is not None and wanted not in modes:
