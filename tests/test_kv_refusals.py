@@ -62,7 +62,6 @@ def test_a_batch_has_no_gears_of_the_cache(demo):
 @pytest.mark.parametrize(
     ("architecture", "flags", "complaint"),
     [
-        ("llama", {"mode": "lossless", "kv_gear": 4}, "--kv-gear does not go with mode 'lossless'"),
         ("mamba", {"mode": "static"}, "--kv-gears is 4,16, and ArraysCache has no gears"),
     ],
 )
