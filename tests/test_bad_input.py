@@ -300,7 +300,7 @@ def test_a_prompt_longer_than_the_context(command, tmp_path):
         (("--mode", "route", "--gear", "reverse"), "no gear 'reverse'"),
         (("--residency", "nowhere"), "--residency is nowhere; choose from resident, disk, stream"),
         (("--residency", "stream:3GB"), "--residency stream:3GB: a limit frees memory with idle gears on disk alone"),
-        (("--kernels", "auto:int4"), "--kernels auto:int4: activations are float, int16, int8"),
+        (("--kernels", "auto:int4"), "--kernels auto:int4: activations are int16, int8, float"),
         (("--format", "groupwise"), "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
         (
             ("--format", "rowwise", "--gears", "3,16"),
@@ -396,7 +396,7 @@ def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "resolve", broken)
+    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "read_prompt", broken)
     result = command("generate")
     assert (result.status, result.err.splitlines()) == (
         1,

@@ -57,7 +57,7 @@ class TestPipes:
             f"error: x: cannot be read as a thresholds file {MISSING}",
             "error: --gear: no gear 'nine' in the ladder 3,16; choose from 3 (low), 16 (high)",
             f"error: /mode: {gone('--curve')}",
-            "error: draft length is 99; give 1 to 15 tokens",
+            "error: --draft-length is 99; give 1 to 15",
             "error: /mode: unrecognized arguments: --bogus 1",
             "error: /mode: No closing quotation; close the quotation",
             "error: /save needs a file name that ends in .md, .jsonl or .safetensors",
@@ -204,7 +204,7 @@ class TestCommands:
 
     def test_flags_that_no_answer_can_have_are_refused_before_the_chat(self, command, tmp_path):
         for flags, complaint in (
-            (("--mode", "lossless", "--draft-length", "16"), "draft length is 16; give 1 to 15 tokens"),
+            (("--mode", "lossless", "--draft-length", "16"), "--draft-length is 16; give 1 to 15"),
             (("--mode", "kickdown", "--draft-model", DEMO_MODEL), "takes no draft model"),
         ):
             done = command("chat", *flags)

@@ -292,7 +292,7 @@ class TestOneWayIn:
             ({"threshold": -1.0}, "the threshold between two models is -1"),
             ({"threshold": float("nan")}, "the threshold between two models is nan"),
             ({"window": 0}, "window is 0"),
-            ({"min_gear_duration": 0}, "minimum gear duration is 0"),
+            ({"min_gear_duration": 0}, "min_gear_duration is 0"),
         ],
     )
     def test_what_does_not_fit_together(self, demo, small, keywords, message):
