@@ -78,10 +78,9 @@ def test_a_long_prompt_is_read_in_parts(tokenizer, monkeypatch):
     assert auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds == pytest.approx(whole, rel=1e-5)
 
 
-def test_another_word_is_refused(tokenizer):
-    gearbox = new_gearbox()
-    with pytest.raises(GearbxError, match="thresholds are 'easy'; give numbers of bits, or \"auto\""):
-        list(stream_generate(gearbox.model, tokenizer, PROMPT, 2, mode=Route(thresholds="easy"), gearbox=gearbox))
+def test_another_word_is_the_name_of_a_file():
+    with pytest.raises(GearbxError, match="easy: cannot be read as a thresholds file"):
+        Route(thresholds="easy")
 
 
 @pytest.mark.slow
