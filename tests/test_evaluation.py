@@ -80,7 +80,7 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
 
 class TestMistakes:
     def test_a_programs_keywords(self, tmp_path):
-        with pytest.raises(GearbxError, match="no setting 'temperature'; choose from activations, adapter_path"):
+        with pytest.raises(GearbxError, match="no setting 'temperature'; choose from adapter_path, base"):
             run_evaluation(HELD_OUT, out=tmp_path, temperature=1)
         with pytest.raises(GearbxError, match="--tokens is many; give 1 or more"):
             run_evaluation(HELD_OUT, out=tmp_path, tokens="many")
