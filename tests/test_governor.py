@@ -241,6 +241,12 @@ class TestCommand:
         assert result["controller"]["cap_changes"] == 1
         assert result["effective_bits_per_weight"] > 4.5
 
+    def test_a_script_that_is_not_there(self, command, monkeypatch):
+        monkeypatch.setenv("GEARBX_MACHINE", "nowhere.jsonl")
+        ran = command("generate", "--target-tps", 0, "-m", 4)
+        assert ran.status == 2
+        assert "nowhere.jsonl: cannot be read" in ran.err
+
     def test_a_target(self, command):
         ran = command("generate", "--target-tps", "0.001", "-m", 12)
         assert ran.status == 0

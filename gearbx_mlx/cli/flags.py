@@ -241,8 +241,8 @@ class ModeName(Settings):
     mode: str | None = flag(
         None,
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; by default, bfloat16 weights are stored once, in format "
-        f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
+        "same --gears, --kernels and --dtype; by default bfloat16 weights draft with 4 bits of their own. "
+        "route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
         "telemetry-only: nothing shifts, and a record names the gear that route would use. "
         "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "

@@ -172,7 +172,7 @@ class PairSettings(Settings):
     small_model: Any = flag(
         None,
         "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds "
-        f"is bits, 0 (large alone) to inf (small alone). Default: {ead.BITS:g}, scaled to the vocabulary",
+        f"is bits, 0 (large alone) to inf (small alone; default: {ead.BITS:g}, scaled to the vocabulary).",
         named=True,
     )
     threshold: float | None = flag(
