@@ -29,14 +29,14 @@ class EmptySettings(Settings):
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class UsersCacheSettings:
     """Everything that `cache` runs with."""
 
     cache: EmptySettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    return parser_of(CacheSettings, "cache", DESCRIPTION)
+    return parser_of(UsersCacheSettings, "cache", DESCRIPTION)
 
 
 main = command("cache")

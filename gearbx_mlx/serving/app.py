@@ -29,7 +29,7 @@ from .dialects import (
     CountTokensRequest,
     Messages,
     MessagesRequest,
-    Responses,
+    ResponseDialect,
     ResponsesRequest,
     chat_of_messages,
     chat_of_response,
@@ -225,7 +225,7 @@ async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
 
 @keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAMED)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_of_response(body), Responses(body))
+    return await complete(here, body, chat_of_response(body), ResponseDialect(body))
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
