@@ -9,7 +9,7 @@ from .cli import signals
 signals.end_at_once()  # the imports below take time
 
 from .cli import terminal  # noqa: E402
-from .cli.settings import versions  # noqa: E402
+from .cli.parser import versions  # noqa: E402
 from .errors import GearbxError  # noqa: E402
 
 COMMANDS = {

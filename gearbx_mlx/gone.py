@@ -9,6 +9,7 @@ THRESHOLDS = "leave it out: calibrate finds thresholds of --mode route and kickd
 ROUTER = (
     "server --server URL --server-model A,B chooses a model by the prompt, and a proxy such as LiteLLM does the rest"
 )
+GATE = "a file for --thresholds has it: calibrate --window, --hysteresis and --min-gear-duration write one"
 STUDIES = "run python -m research policies in a clone of the repository"
 ANSWERS = "run python -m research final-answers in a clone of the repository"
 
@@ -29,16 +30,33 @@ GONE: dict[str, str] = {
     "calibrate --tokens": THRESHOLDS,
     "calibrate --context": THRESHOLDS,
     "--telemetry-only": "use --mode telemetry-only",
-    "--machine": "use --watch-machine FILE",
+    "--machine": "set GEARBX_MACHINE=FILE in the environment",
     "--dequant-cache": "use --kernels dequant-cache",
     "--cap-bits": "leave it out: layers are capped to the bits that their format has",
-    "--min-cos-strict": "use --auto-bits STRICT,LAZY",
-    "--min-cos-lazy": "use --auto-bits STRICT,LAZY",
+    "--min-cos-strict": "use convert --auto-bits STRICT,LAZY",
+    "--min-cos-lazy": "use convert --auto-bits STRICT,LAZY",
     "--outlier-sigma": "use --format codebook:sigma=3",
     "--outlier-cap": "use --format codebook:cap=0.02",
     "--lloyd-rounds": "use --format codebook:rounds=20",
     "--library-size": "use --format codebook-library:library=32",
     "--library-group": "use --format codebook-library:group=128",
+    "--window": GATE,
+    "--hysteresis": GATE,
+    "--min-gear-duration": GATE,
+    "--initial-gear": "use --gear, beside --thresholds, --mode route or --small-model",
+    "--lookup-tokens": "leave it out: --draft-length N looks nothing up, and programs have Lossless(lookup_tokens=N)",
+    "--kv-gear": "use --kv-gears with this gear alone, such as --kv-gears 4",
+    "--calibrate-base": "use --base TEXT, or --base alone for the text that ships",
+    "--low-model": "use --base MODEL",
+    "--manage": "use convert --manage: a checkpoint keeps it",
+    "--q-group-size": "use convert --q-group-size: a checkpoint keeps it",
+    "--activations": "name them with the kernels, such as --kernels auto:int8",
+    "--auto-bits": "use convert --auto-bits: a checkpoint keeps the bits of its layers",
+    "--watch-machine": "use --target-tps 0, and GEARBX_MACHINE=FILE in the environment for a state that a file plays",
+    "--max-memory": "use --residency disk:3GB",
+    "--color": "set FORCE_COLOR=1 or NO_COLOR=1 in the environment",
+    "--describe": "use --verbose all",
+    "--pipeline": "set GEARBX_PIPELINE=1 in the environment of all ranks",
     "schema 'gearbx-mlx drafting'": LEARNED,
     "schema 'gearbx-mlx schedule'": NO_SCHEDULE,
     "a file for mode 'static'": "use --gear",
@@ -49,7 +67,7 @@ GONE: dict[str, str] = {
     "--connect-timeout": "--server-timeout is for the connection too",
     "--no-fallback": ROUTER,
     "--path": "--model_args of lm_eval are the flags of generate; give model",
-    "--group-size": "--model_args of lm_eval are the flags of generate; give q_group_size",
+    "--group-size": "use convert --q-group-size: a checkpoint keeps it",
     "--use-chat-template": "--model_args of lm_eval are the flags of generate; give ignore_chat_template",
     "--server-api": "Ollama is asked by its API like OpenAI's; leave the flag out",
     "format exact with gears 3,16": "make gears 4,16 of the original",

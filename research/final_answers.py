@@ -1,23 +1,22 @@
 """Problems of GSM8K or MATH, which a model solves by writing: the final answers are right or wrong."""
 
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import track
 
-from gearbx_mlx.cli.gears import RoutingSettings, routing_for
 from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.cli.prompt import PromptSettings, encoded
+from gearbx_mlx.decoding.modes import made
 from gearbx_mlx.decoding.route import Route
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.gears.discovery import vocabulary
-from gearbx_mlx.gears.gearbox import model_fingerprint
 from gearbx_mlx.loading import model_name
+from gearbx_mlx.routing.gates import read_thresholds
 
 from .evaluation import answers
-from .evaluation.model import Model, resolved_model
+from .evaluation.model import Model, settings_of
 from .evaluation.report import markdown_table
 from .studies import Found, keep_report, study
 
@@ -57,11 +56,12 @@ def final_answers(
         max_tokens: Of an answer. Solutions of MATH are long: give 512 or more.
     """
     examples, problems = problems_of(data, task, num_shots, num_problems)
-    loaded = Loaded.of(resolved_model(Model(model, gears, format, group_size, None, kernels)))
-    ladder, gearbox = loaded.resolved.ladder, loaded.gearbox()
-    fingerprint = partial(model_fingerprint, gearbox.model)
-    routing = routing_for(RoutingSettings(thresholds=thresholds), ladder, vocabulary(gearbox.model), fingerprint)
-    modes = answers.modes_of(policy or WRITING, ladder, Route(**vars(routing)))
+    loaded = Loaded.of(settings_of(Model(model, gears, format, group_size, None, kernels)))
+    ladder, gearbox = loaded.decision.ladder, loaded.gearbox()
+    route = made("route", {"thresholds": None if thresholds is None else read_thresholds(thresholds)})
+    assert isinstance(route, Route)
+    settled = replace(route, thresholds=route.bits(gearbox))
+    modes = answers.modes_of(policy or WRITING, ladder, settled)
     prompts = prompts_of(max_tokens, task, loaded.tokenizer, loaded.config, examples, problems)
     attempts = {
         name: [

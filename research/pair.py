@@ -8,16 +8,16 @@ from typing import Any, Literal
 
 from rich.progress import track
 
-from gearbx_mlx.cli.flags import ModelSettings, Turns, turns_of
-from gearbx_mlx.cli.gears import GateSettings
+from gearbx_mlx.cli.flags import ModelSettings
 from gearbx_mlx.cli.loaded import LoadedPair, load_pair
 from gearbx_mlx.compat.arrays import dtype_name
+from gearbx_mlx.decoding.modes import PairSettings
 from gearbx_mlx.errors import GearbxError, numbers
 from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.text import PROMPT, encode, read_documents, read_rows, windows_of
 from gearbx_mlx.gears.activations import model_dtype
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.routing.pair import NAMES, check_threshold, scaled
+from gearbx_mlx.routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, NAMES, check_threshold, scaled
 
 from .evaluation import pair
 from .evaluation.answers import TASKS, group_tables, grouped
@@ -45,8 +45,8 @@ def pair_sweep(
     model: str | None = None,
     task: Literal["text", "gsm8k", "math"] = "text",
     thresholds: str | None = None,
-    window: int | None = None,
-    min_duration: int | None = None,
+    window: int = DEFAULT_WINDOW,
+    min_duration: int = DEFAULT_MIN_DURATION,
     answers_only: bool = False,
     context: int | None = None,
     tokens: int = 2000,
@@ -74,7 +74,7 @@ def pair_sweep(
         max_tokens: Of an answer.
         seed: Of the coin.
     """
-    turns = turns_of(None, GateSettings(window=window, min_gear_duration=min_duration))
+    turns = PairSettings(window=window, min_gear_duration=min_duration)
     limits = None if thresholds is None else limits_of(thresholds)
     models = load_pair(ModelSettings(model), small_model)
     limits = limits or tuple(bits if math.isinf(bits) else scaled(bits, models.vocab_size) for bits in SWEEP)
@@ -93,7 +93,7 @@ def pair_sweep(
         "parameters": dict(zip(NAMES, models.parameters)),
         "weight_bytes": dict(zip(NAMES, models.weight_bytes)),
         "compute_dtype": dtype_name(model_dtype(models.large)),
-        "gate": {"window": turns.window, "min_duration": turns.min_duration},
+        "gate": {"window": turns.window, "min_duration": turns.min_gear_duration},
         "seed": seed,
     } | found
     keep_report(out, report, {f"evaluation.{kind}": partial(pair.draw_pair, report) for kind in ("png", "svg")})
@@ -112,7 +112,7 @@ def limits_of(text: str) -> tuple[float, ...]:
 def along_text(
     models: LoadedPair,
     data: Path,
-    turns: Turns,
+    turns: PairSettings,
     limits: Sequence[float],
     answers_only: bool,
     context: int | None,
@@ -129,7 +129,7 @@ def along_text(
     if not windows:
         raise GearbxError(f"{data}: no question leaves room for its answer in {most} tokens; raise --context")
     recording = pair.record_pair(models.small, models.large, track(windows, "both models"), models.vocab_size)
-    rates = turns.window, turns.min_duration, models.parameters, models.weight_bytes
+    rates = turns.window, turns.min_gear_duration, models.parameters, models.weight_bytes
     return {
         "context": most,
         "answers_only": answers_only,
@@ -163,7 +163,7 @@ def writing(
     models: LoadedPair,
     task: str,
     prompts: Sequence[pair.Prompt],
-    turns: Turns,
+    turns: PairSettings,
     limits: Sequence[float],
     seed: int,
 ) -> list[dict[str, Any]]:
@@ -180,8 +180,8 @@ def writing(
         return attempts[name]
 
     for threshold in sorted({*limits, 0.0}):
-        gate = pair.by_entropy(threshold, turns.min_duration)
+        gate = pair.by_entropy(threshold, turns.min_gear_duration)
         share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
         if 0 < share < 1:
-            attempt(f"random-{threshold:g}", threshold, pair.by_chance(share, turns.min_duration, seed))
+            attempt(f"random-{threshold:g}", threshold, pair.by_chance(share, turns.min_gear_duration, seed))
     return pair.answer_rows(attempts, thresholds, models.parameters)

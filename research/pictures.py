@@ -15,7 +15,7 @@ import chromium
 from rich.console import Console
 from rich.text import Text
 
-from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving
@@ -32,7 +32,7 @@ TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor",
 
 def run_command(flags: list[str], **environment: str) -> tuple[str, str]:
     """What the command writes on stdout and on stderr, with the escape sequences of colours."""
-    command = [sys.executable, "-m", "gearbx_mlx.generate", "--color", "always", *flags]
+    command = [sys.executable, "-m", "gearbx_mlx.generate", *flags]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | TERMINAL | environment)
     return done.stdout, done.stderr
 
@@ -80,7 +80,7 @@ LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each typed line ends in a d
 
 def recorded() -> Text:
     """The chat with its colours; what is typed follows the prompt, as on a terminal."""
-    line = [sys.executable, "-m", *COMMAND, "--color", "always"]
+    line = [sys.executable, "-m", *COMMAND]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL | UNTIMED, **streams)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from rich.progress import track
 
-from gearbx_mlx.cli.gears import GateSettings
 from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.mode import SAME
 from gearbx_mlx.errors import GearbxError, about, numbers
@@ -18,12 +17,15 @@ from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.text import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import model_name
+from gearbx_mlx.routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW
 
-from .evaluation.model import Model, resolved_model
+from .evaluation.model import Model, settings_of
 from .evaluation.policies import COUNTED, entries
 from .evaluation.report import COLUMNS, draw, markdown_table
 from .evaluation.runs import Runs
 from .studies import Found, keep_report, study
+
+GATE = {"window": DEFAULT_WINDOW, "hysteresis": DEFAULT_HYSTERESIS, "min_gear_duration": DEFAULT_MIN_GEAR_DURATION}
 
 
 @study(minutes=30)
@@ -71,9 +73,9 @@ def policies(
             raise GearbxError(f"--policy {name}: there is none; choose from {', '.join(COUNTED)}")
     asked = Model(model, gears, format, group_size, manage, kernels, activations)
     documents = read_documents(data)
-    loaded = Loaded.of(resolved_model(asked))
+    loaded = Loaded.of(settings_of(asked))
     loaded.check_gears()
-    gearbox, ladder = loaded.gearbox(), loaded.resolved.ladder
+    gearbox, ladder = loaded.gearbox(), loaded.decision.ladder
     pair, window = parse_between(between, ladder), context_for(context, loaded.config)
     of_prompt = parse_prompt(prompt_tokens, prompt_gear, window, ladder)
     whole = windows_of(loaded.tokenizer, documents, window, tokens, str(data), prompt_tokens)
@@ -85,7 +87,11 @@ def policies(
             gearbox,
             [each[prompt_tokens:] for each in whole],
             pair,
-            vars(GateSettings().filled()),
+            {
+                "window": DEFAULT_WINDOW,
+                "hysteresis": DEFAULT_HYSTERESIS,
+                "min_gear_duration": DEFAULT_MIN_GEAR_DURATION,
+            },
             seed,
             [each[:prompt_tokens] for each in whole] if prompt_tokens else [],
             of_prompt,
@@ -96,9 +102,9 @@ def policies(
             {
                 "model": model_name(model),
                 "data": str(data),
-                "format": loaded.resolved.format.name,
-                "manage": loaded.resolved.manage,
-                "group_size": loaded.resolved.group_size,
+                "format": loaded.decision.format.name,
+                "manage": loaded.decision.manage,
+                "group_size": loaded.decision.group_size,
                 "kernels": "native" if gearbox.kernels.native else "mlx",
                 "context": window,
             }

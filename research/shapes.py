@@ -17,7 +17,6 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless
 from gearbx_mlx.benchmark.decode import random_model
-from gearbx_mlx.cli.settings import check_choice
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.drafters import LowGear, TextSoFar, looking, second_head
 from gearbx_mlx.decoding.policy import MOST_ROWS, LearnedPolicy
@@ -26,6 +25,7 @@ from gearbx_mlx.decoding.sampling import GREEDY, reader_of
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.dispatch import on_cpu
+from gearbx_mlx.settings import check_choice
 
 from .lossless import ASSISTANT, Writer, first_prompts
 from .studies import HELD_OUT, Found, study, table_here

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 
 from ..bit_selection.defaults import EXCHANGES
 from ..cli.flags import CalibrationTextSettings, ModelSettings
-from ..cli.settings import Settings, as_text, flag, flag_of, parse_bytes, parser_of
+from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import GearbxError, numbers
 from ..gears.ladder import DEFAULT_LADDER, Ladder
+from ..settings import Settings, as_text, flag, flag_of, parse_bytes
 
 UNITS = {"bpw": "bits per weight", "bytes": "bytes", "kl": "nats", "tps": "tokens/s"}  # kind of target to its unit
 DESCRIPTION = (

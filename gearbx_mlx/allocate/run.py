@@ -13,11 +13,11 @@ from ..bit_selection.precision import GearTable, fit, read_precision
 from ..bit_selection.sensitivity import calibration_windows, exact_of, single_layer_gearbox
 from ..cli.flags import output_path
 from ..cli.loaded import load_original
-from ..cli.settings import human_bytes
 from ..cli.terminal import note, progress_bar, show_compiling
 from ..errors import GearbxError, about
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox
+from ..settings import human_bytes
 from . import AllocateSettings, Target
 
 TRIALS, TOKENS = 3, 48  # timings of a gear, and tokens of each

@@ -5,13 +5,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..cli.flags import ModelSettings
-from ..cli.gears import LadderSettings, RoutingSettings
+from ..cli.flags import LadderSettings, ModelSettings
 from ..cli.others import OtherServerSettings
+from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings, check_untemplated
-from ..cli.settings import Settings, command_settings, flag, flag_of, given, parser_of
 from ..cli.start import call, command
+from ..decoding.modes import thresholds_flag
 from ..errors import GearbxError
+from ..routing.gates import AUTO, Thresholds
+from ..settings import Settings, flag, flag_of, given
+
+
+@dataclass(frozen=True)
+class TelemetrySettings(Settings):
+    """Which gear a record names."""
+
+    title: ClassVar[str] = "routing"
+
+    thresholds: Thresholds = thresholds_flag()
+    gear: str = flag(AUTO, "Name or bits of the gear that begins a text; auto: chosen by the prompt.", named=True)
+
+    def given(self) -> dict[str, Any]:
+        """Return the flags of modes, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -27,9 +43,11 @@ class AnalysisSettings(Settings):
 
 @dataclass(frozen=True)
 class AnalyzeSettings:
+    """The settings; `mode` are those of mode telemetry-only that are flags."""
+
     model: ModelSettings
     prompt: PromptSettings
-    routing: RoutingSettings
+    mode: TelemetrySettings
     ladder: LadderSettings
     analysis: AnalysisSettings
     server: OtherServerSettings

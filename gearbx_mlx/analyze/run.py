@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from ..cli import terminal
-from ..cli.flags import TELEMETRY_ONLY, ModeSettings, output_path
-from ..cli.gears import LayoutSettings, Routing, RoutingSettings, check_routing, initial_gear, routing_for
+from ..cli.decide import JustGears, check_in_ladder
+from ..cli.flags import LayoutSettings, ModeFlags, output_path
 from ..cli.loaded import Geared, Loaded
 from ..cli.prompt import check_prompt, encoded, read_prompts
-from ..cli.resolved import ModeChoice, resolve_gears
 from ..cli.start import needing
 from ..cli.tables import server_table, summary_table
-from ..decoding.route import TelemetryOnly
+from ..decoding.modes import TELEMETRY_ONLY, made
+from ..decoding.route import Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
 from ..errors import GearbxError
 from ..files.writing import write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
-from ..routing.gates import Monitor, ThresholdFile, ThresholdGate
+from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, bits_of
 from ..serving import ASSUMED_VOCABULARY, OtherError
 from ..telemetry.report import BOUNDS, PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
@@ -148,7 +148,7 @@ class AnalyzedPrompt:
 
     tokens: list[int]
     length: int
-    gear: str
+    gear: str | int
 
 
 @dataclass(kw_only=True)
@@ -156,7 +156,7 @@ class RunHere(AnalyzedRun):
     """What the model wrote, and how fast."""
 
     geared: Geared
-    mode: TelemetryOnly
+    mode: Route
     tally: Tally
     speed: RunSpeed = field(default_factory=RunSpeed)
 
@@ -174,19 +174,15 @@ class RunHere(AnalyzedRun):
 
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
-    resolved = resolve_gears(settings.model, LayoutSettings(gears=settings.ladder.gears))
-    routing = {name: getattr(settings.routing, name) for name in RoutingSettings.__match_args__}
-    choice = ModeChoice(TELEMETRY_ONLY, ModeSettings(**routing), asked=True)
-    loaded = Loaded.of(replace(resolved, mode=choice))
-    loaded.resolved.check_mode()
-    tokenizer, ladder = loaded.tokenizer, loaded.resolved.ladder
-    gears = [initial_gear(settings.routing, ladder, text) for text in texts]
+    flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
+    loaded = Loaded.of(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags))
+    tokenizer, ladder = loaded.tokenizer, loaded.decision.ladder
     tokens = encoded(texts, settings.prompt, tokenizer, loaded.config)
-    prompts = [AnalyzedPrompt(*prompt, gear) for prompt, gear in zip(tokens, gears)]
     geared = loaded.in_gears()
-    observer, mode = geared.gearbox, geared.mode(texts[0])
+    observer, mode = geared.gearbox, loaded.decision.mode
+    assert isinstance(mode, Route)
+    prompts = [AnalyzedPrompt(*prompt, mode.begun(text, ladder).initial_gear) for prompt, text in zip(tokens, texts)]
     mode = mode.settled(observer, tokenizer, prompts[0].tokens)
-    assert isinstance(mode, TelemetryOnly)
     thresholds = mode.bits(observer)
     tally = Tally.of([gear.name for gear in ladder])
     found = RunHere(ladder=ladder, geared=geared, mode=mode, tally=tally)
@@ -211,7 +207,8 @@ class RunThere(AnalyzedRun):
     settings: AnalyzeSettings
     server: "Other"
     model: str
-    routing: Routing
+    routing: Route
+    thresholds: tuple[float, ...]
     vocab_size: int
     source: str
     tally: IntervalTally
@@ -223,8 +220,8 @@ class RunThere(AnalyzedRun):
         self.prompts, routing, before, started = number + 1, self.routing, None, time.monotonic()
         gate = BoundedRouting(
             lambda: Monitor(self.vocab_size, routing.window),
-            lambda: ThresholdGate(routing.thresholds, routing.hysteresis, routing.min_gear_duration),
-            self.ladder.find(initial_gear(self.settings.routing, self.ladder, prompt.prompt)).index,
+            lambda: ThresholdGate(self.thresholds, routing.hysteresis, routing.min_gear_duration),
+            self.ladder.find(routing.begun(prompt.prompt, self.ladder).initial_gear).index,
         )
         tokens = asyncio.run(self.server.answer(prompt, self.model, self.settings.prompt.max_tokens))
         self.seconds += time.monotonic() - started
@@ -262,7 +259,7 @@ class RunThere(AnalyzedRun):
             **self.tally.summary(),
             "tokens_per_second": self.tally.tokens / self.seconds if self.seconds else 0.0,
             "prompts": self.prompts,
-            "thresholds": list(self.routing.thresholds),
+            "thresholds": list(self.thresholds),
             "complete": self.complete,
             "error": None if self.error is None else str(self.error),
         }
@@ -273,7 +270,9 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.serving.others")
     ladder = settings.ladder.gears or Ladder.parse(DEFAULT_LADDER)
-    check_routing(settings.routing, ladder)
+    routing = made(TELEMETRY_ONLY, settings.mode.given())
+    assert isinstance(routing, Route)
+    check_in_ladder(ModeFlags(**settings.mode.given()), ladder)
     given, chat, keywords = settings.server, settings.prompt, settings.prompt.template_keywords()
     for text in texts:
         check_prompt(text)
@@ -286,13 +285,14 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
         settings=settings,
         server=server,
         model=model,
-        routing=routing_for(settings.routing, ladder, size, str),
+        routing=routing,
+        thresholds=bits_of(routing.thresholds, [gear.bits for gear in ladder], size, str),
         vocab_size=size,
         source=source,
         tally=IntervalTally.of([gear.name for gear in ladder]),
     )
     found.record(out, questions)
-    found.write(out, found.summed_up(), found.routing.thresholds)
+    found.write(out, found.summed_up(), found.thresholds)
     return found
 
 
@@ -302,8 +302,9 @@ def vocabulary_of(settings: AnalyzeSettings, said: int | None) -> tuple[int, str
         return settings.server.vocab_size, "--vocab-size"
     if said is not None:
         return said, "the server"
-    if isinstance(settings.routing.source, ThresholdFile):
-        return settings.routing.source.vocab_size, "the thresholds"
+    thresholds = settings.mode.thresholds
+    if isinstance(thresholds, ReadThresholds) and thresholds.content.vocab_size is not None:
+        return thresholds.content.vocab_size, "the thresholds"
     terminal.note(
         f"the server does not say how large the vocabulary is: {ASSUMED_VOCABULARY} is assumed, which makes upper "
         "bounds too high rather than too low; --vocab-size makes them tight"

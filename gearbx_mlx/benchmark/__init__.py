@@ -12,10 +12,11 @@ from importlib import import_module
 from typing import Any, ClassVar, get_args
 
 from ..cli.flags import device_flag
-from ..cli.settings import FlagParser, Settings, add_flags, flag
+from ..cli.parser import FlagParser, add_flags
 from ..cli.start import start
 from ..errors import GearbxError, numbers
 from ..gears.ladder import GROUP_SIZES, Ladder
+from ..settings import Settings, flag
 
 MOST = 100_000  # trials or tokens: more take days
 HEAD = 64  # width of an attention head of the random Llama

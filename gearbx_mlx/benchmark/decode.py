@@ -11,9 +11,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..cli.flags import ModelSettings
-from ..cli.gears import LayoutSettings
-from ..cli.resolved import resolve_gears
+from ..cli.decide import JustGears, decide
+from ..cli.flags import LayoutSettings, ModelSettings
 from ..cli.terminal import progress_bar
 from ..errors import GearbxError
 from ..gears.cost import break_even_tokens
@@ -145,7 +144,7 @@ def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: floa
 
 def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) -> None:
     """Raises GearbxError for wrong gears, or where copies of the random Llama and a KV cache do not fit."""
-    ladder = resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)).ladder
+    ladder = decide(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))).ladder
     if settings.model is None:
         what = "--shape {}x{}".format(*settings.shape) + (f" --context {context}" if context else "")
         check_memory(llama_bytes(settings.shape, ladder, copies, context), what)

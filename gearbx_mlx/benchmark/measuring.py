@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ..cli.flags import output_path
-from ..cli.settings import human_bytes
 from ..cli.terminal import show_compiling
 from ..errors import GearbxError
 from ..files.writing import write_text
@@ -24,6 +23,7 @@ from ..kernels.compiler import processor_model
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
+from ..settings import human_bytes
 from ..telemetry.summary import as_json
 
 Rows = list[dict[str, Any]]

@@ -11,7 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from typing import Any
 import mlx.core as mx
 
 from .. import __version__
-from ..cli.flags import ModelSettings, output_path
-from ..cli.gears import GearFlags, LayoutSettings
+from ..cli.decide import JustGears, decide
+from ..cli.flags import GearFlags, LayoutSettings, ModeFlags, ModelSettings, output_path
 from ..cli.loaded import Loaded
-from ..cli.resolved import resolve_gears
 from ..cli.terminal import progress_bar
 from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
@@ -69,7 +68,8 @@ def run(settings: MetalBenchmark) -> int:
     matrix = max(4 * rows * columns for rows, columns in settings.shapes)
     # Ours, MLX's and the summed buffer, and a matrix of float32 that is packed.
     check_memory(3 * max(settings.megabytes * 2**20, matrix) + 4 * matrix + GIBIBYTE, "these shapes")
-    resolve_gears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears))  # reports a wrong model first
+    # Reports a wrong model first.
+    decide(JustGears(ModelSettings(settings.model), LayoutSettings(gears=settings.gears)))
     mx.random.seed(0)
     report = new_report(settings)
     print(f"{report['machine']}, mlx {report['mlx']}, gearbx-mlx {report['gearbx_mlx']}, {report['date']}", flush=True)
@@ -213,10 +213,9 @@ def runs_of(model: str | None, gears: Ladder | None, tokens: int) -> Iterator[Mo
     for path, kernels, activations in paths_here():
         gc.collect()  # models of earlier sections, or their end would count as ours
         before = mx.get_active_memory()
-        flags = GearFlags(kernels=kernels, activations=activations)
-        resolved = resolve_gears(ModelSettings(model), LayoutSettings(gears=gears), flags)
-        resolved = replace(resolved, drafts_best=gears is None and resolved.saved is None)
-        loaded = Loaded.of(resolved)
+        flags = GearFlags(kernels=f"{kernels}:{activations}")
+        drafting = ModeFlags(mode="lossless")
+        loaded = Loaded.of(JustGears(ModelSettings(model), LayoutSettings(gears=gears), flags, drafting))
         gearbox, tokenizer = loaded.gearbox(), loaded.tokenizer
         del loaded
         for name, mode in MODES.items():

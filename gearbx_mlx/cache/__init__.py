@@ -4,8 +4,9 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..cli.settings import Settings, flag, parser_of
+from ..cli.parser import parser_of
 from ..cli.start import command
+from ..settings import Settings, flag
 
 KINDS = {
     "kernels": "compiled CPU kernels",
@@ -29,14 +30,14 @@ class EmptySettings(Settings):
 
 
 @dataclass(frozen=True)
-class CacheSettings:
+class UsersCacheSettings:
     """Everything that `cache` runs with."""
 
     cache: EmptySettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    return parser_of(CacheSettings, "cache", DESCRIPTION)
+    return parser_of(UsersCacheSettings, "cache", DESCRIPTION)
 
 
 main = command("cache")

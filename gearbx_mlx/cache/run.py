@@ -10,18 +10,18 @@ from pathlib import Path
 from filelock import FileLock
 from rich.console import Console
 
-from ..cli.settings import human_bytes
 from ..cli.tables import columns
 from ..errors import GearbxError
 from ..kernels.cpu import NAME
 from ..kernels.library_cache import BUILDING, BUILDING_LOCK, CacheUnusable, open_cache
-from . import KINDS, CacheSettings
+from ..settings import human_bytes
+from . import KINDS, UsersCacheSettings
 
 DAY = 86400  # seconds
 
 
 @dataclass(frozen=True)
-class Entry:
+class Kept:
     """A file or directory of the cache. used: when it was last written, or a library last loaded."""
 
     path: Path
@@ -30,7 +30,7 @@ class Entry:
     used: float
 
 
-def run(settings: CacheSettings) -> int:
+def run(settings: UsersCacheSettings) -> int:
     """Print a line for each kind on stdout, after removing what is to go."""
     try:
         directory = open_cache()
@@ -48,14 +48,14 @@ def run(settings: CacheSettings) -> int:
     return 0
 
 
-def entries(directory: Path) -> Iterator[Entry]:
+def entries(directory: Path) -> Iterator[Kept]:
     """Find what is in the cache, except for locks, which belong to processes."""
     for path in sorted(directory.iterdir()):
         kind = kind_of(path)
         for each in sorted(path.iterdir()) if kind == "bases" else [path]:
             if not each.name.endswith(".lock"):
                 with suppress(FileNotFoundError):  # another process removed it meanwhile
-                    yield Entry(each, kind, size_of(each), each.stat().st_mtime)
+                    yield Kept(each, kind, size_of(each), each.stat().st_mtime)
 
 
 def kind_of(path: Path) -> str:
@@ -77,7 +77,7 @@ def size_of(path: Path) -> int:
     return sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
 
 
-def row(kind: str, found: list[Entry]) -> tuple[str, ...] | None:
+def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
     """Return a kind's line of the table; None where nothing of it is kept."""
     if not found:
         return None

@@ -1,17 +1,18 @@
 """Flags and settings of gearbx_mlx.calibrate."""
 
 import argparse
+import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ..cli.flags import ModelSettings
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
+from ..cli.flags import GearFlags, LayerSettings, ModelSettings
+from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings
-from ..cli.settings import Settings, as_text, command_settings, flag, parser_of
 from ..cli.start import call, command
-from ..errors import GearbxError, numbers
+from ..errors import LARGEST_SHOWN, GearbxError, numbers
 from ..routing.calibration import check_shares
-from ..routing.gates import ThresholdFile
+from ..routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW, ThresholdFile
+from ..settings import Settings, as_text, flag
 
 MODES = ROUTE, KICKDOWN = "route", "kickdown"
 SHARE = "share"  # how thresholds are found, as the file says
@@ -49,12 +50,24 @@ class CalibrationSettings(Settings):
 
 
 @dataclass(frozen=True)
+class GateSettings(Settings):
+    """The gate of mode route, which the file has beside the thresholds."""
+
+    title: ClassVar[str] = "gate"
+
+    window: int = flag(DEFAULT_WINDOW, "Tokens in the rolling mean.", least=1, most=LARGEST_SHOWN, rare=True)
+    hysteresis: float = flag(DEFAULT_HYSTERESIS, "Bits.", least=0, most=sys.float_info.max, rare=True)
+    min_gear_duration: int = flag(
+        DEFAULT_MIN_GEAR_DURATION, "Tokens for which a gear stays engaged at least.", least=1, rare=True
+    )
+
+
+@dataclass(frozen=True)
 class CalibrateSettings:
     model: ModelSettings
     prompt: PromptSettings
-    layout: LayoutSettings
+    layout: LayerSettings
     gears: GearFlags
-    floors: FloorSettings
     gate: GateSettings
     calibration: CalibrationSettings
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import terminal
+from ..cli.decide import Decision, JustGears, decide
 from ..cli.loaded import Loaded
 from ..cli.prompt import encoded, read_prompts
-from ..cli.resolved import Resolved, resolve_gears
 from ..decoding.kickdown import GearedModel
 from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
@@ -40,11 +40,11 @@ def prompts_of(settings: CalibrationSettings) -> list[str]:
     return found[: settings.num_prompts]
 
 
-def inputs_of(settings: CalibrateSettings, resolved: Resolved, prompts: Prompts) -> dict[str, Any]:
+def inputs_of(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
     """All that the records of prompts depend on."""
     return {
         "mode": settings.calibration.mode,
-        **resolved.inputs(),
+        **decision.inputs(),
         "prompts": hash_of_tokens([tokens for tokens, _ in prompts]),
         "max_tokens": settings.prompt.max_tokens,
         "extra_eos_token": [*settings.model.extra_eos_token],
@@ -62,15 +62,16 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         GearbxError: gears that need no threshold.
     """
     texts = prompts_of(settings.calibration)
-    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
-    if len(resolved.ladder) < 2:
-        raise GearbxError(f"--gears {resolved.ladder}: one gear has no thresholds; give two or more")
-    loaded = Loaded.of(resolved)
+    wanted = JustGears(settings.model, settings.layout, settings.gears)
+    asked = decide(wanted).ladder
+    if len(asked) < 2:
+        raise GearbxError(f"--gears {asked}: one gear has no thresholds; give two or more")
+    loaded = Loaded.of(wanted)
     loaded.check_gears()
-    ladder = loaded.resolved.ladder  # of a quantized model its own codes'
+    ladder = loaded.decision.ladder  # of a quantized model its own codes'
     shares, vocab_size = settings.calibration.shares_of(len(ladder)), vocabulary(loaded.model)
     prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
-    inputs = inputs_of(settings, loaded.resolved, prompts)
+    inputs = inputs_of(settings, loaded.decision, prompts)
     gate: dict[str, Any]
     if settings.calibration.mode == KICKDOWN:
         gearbox, gate = loaded.gearbox(), {"window": 1, "hysteresis": 0.0, "min_gear_duration": 1, "mode": KICKDOWN}
@@ -79,7 +80,7 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         entropies = recorded(journal, prompts, partial(climbed_entropies, climbing, loaded.tokenizer))
         thresholds, reached = calibration.kickdown_thresholds([found for text in entropies for found in text], shares)
     else:
-        gate = vars(settings.gate.filled())
+        gate = vars(settings.gate)
         observer = Observer(loaded.model, ladder, dtype=settings.model.dtype)
         journal = Journal(place, inputs, list[float])
         entropies = recorded(journal, prompts, partial(generated_entropies, observer, loaded.tokenizer))

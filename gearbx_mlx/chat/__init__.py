@@ -5,22 +5,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NoReturn
 
-from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, SamplingSettings, check_pair
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.flags import (
+    CacheSettings,
+    ControllerSettings,
+    GearFlags,
+    LayoutSettings,
+    ModeFlags,
+    ModelSettings,
+    SamplingSettings,
+    check_pair,
+)
+from ..cli.parser import add_flags, command_settings, parser_of
 from ..cli.prompt import AnswerLengthSettings
-from ..cli.settings import Settings, add_flags, command_settings, flag, parser_of
 from ..cli.start import command
 from ..errors import GearbxError
 from ..gone import gone
+from ..settings import Settings, flag
 
 
 @dataclass(frozen=True)
 class TerminalSettings(Settings):
-    """What is shown of an answer, and what is remembered of what was typed."""
+    """What is remembered of what was typed."""
 
     title: ClassVar[str] = "terminal"
 
-    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"))
     no_history: bool = flag(False, "Neither read nor write the file of lines that were typed.")
 
 
@@ -32,8 +40,7 @@ class ChatSettings:
     cache: CacheSettings
     layout: LayoutSettings
     gears: GearFlags
-    floors: FloorSettings
-    mode: ModeSettings
+    mode: ModeFlags
     controller: ControllerSettings
     terminal: TerminalSettings
 
@@ -61,7 +68,7 @@ class LineParser(argparse.ArgumentParser):
 class ModeChange:
     """The settings that /mode may change."""
 
-    mode: ModeSettings
+    mode: ModeFlags
 
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
@@ -71,7 +78,7 @@ def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
         if said is not None:
             raise GearbxError(f"/mode: {said}")
     parser = LineParser(prog="/mode", argument_default=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
-    add_flags(parser, ModeSettings)
+    add_flags(parser, ModeFlags)
     return command_settings(ModeChange, vars(parser.parse_args(["--mode", name, *words])))
 
 

@@ -3,27 +3,26 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cli.flags import PAIR, TELEMETRY_ONLY, turns_of
+from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.resolved import ROUTE, ModeChoice, check_governing, check_in_ladder, choose_mode, resolve
 from ..decoding.mode import Mode, refuse_draft_model
-from ..decoding.modes import MODES
+from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, made
 from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL
+from ..routing.gates import AUTO
 from ..routing.pair import NAMES
 from . import ChatSettings, parse_mode
 
-STATIC = "static"
 IN_GEARS = " is for weights as they are, and these are in gears"
 SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
@@ -56,27 +55,25 @@ class GearedChat:
     """
 
     def __init__(self, settings: ChatSettings, stack: ExitStack):
-        resolved = resolve(settings, mode_changes=True)
-        loaded = Loaded.of(resolved)
-        self._settings, self._saved = settings, resolved.saved
+        loaded = Loaded.of(settings, several_modes=True)
+        self._settings = settings
         self._model, self.tokenizer, self.config = loaded.model, loaded.tokenizer, loaded.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
         self._geared = loaded.in_gears()
-        gearbox = self._geared.gearbox
+        gearbox, decision = self._geared.gearbox, self._geared.loaded.decision
         self._controller = stack.enter_context(self._geared.governor())
         self.gears: Sequence[str] = [gear.name for gear in gearbox.ladder]
         self._observes = isinstance(gearbox, Observer)
-        instead = f" (without it {loaded.codes})" if loaded.codes else ""
+        instead = f" (without it {decision.codes})" if decision.codes else ""
         self._why = f"no layer of this model changes gear; mode {TELEMETRY_ONLY} was asked for{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
-        self._start = resolved.mode.of(self._observes)
-        self._choice, self._held = self._start, ""
-        self._check(self._start)
+        self._mode, self._held = decision.mode, ""
+        self._check(decision.mode, settings.mode)
 
     @property
     def mode(self) -> str:
         """The mode of the next answer, by name."""
-        return STATIC if self._held else self._choice.mode
+        return STATIC if self._held else self._mode.name
 
     def new_cache(self) -> list[Any]:
         """Empty caches."""
@@ -92,7 +89,7 @@ class GearedChat:
 
     def coming(self, message: str) -> NextAnswer:
         """How a message is answered, as typed."""
-        mode = self._geared.mode(message, self._held_choice(self._held) if self._held else self._choice)
+        mode = self._geared.mode(message, self._in_gear(self._held) if self._held else self._mode)
         gearbox = self._geared.gearbox
         if self._controller is not None or not isinstance(gearbox, Gearbox):
             return NextAnswer(mode)
@@ -112,32 +109,34 @@ class GearedChat:
         if self._observes:
             raise GearbxError(f"/gear {gear}: {self._why}")
         name = self._geared.gearbox.ladder.find(gear).name
-        self._check(self._held_choice(name))
+        self._check(self._in_gear(name), self._settings.mode)
         self._held = name
 
     def change(self, mode: str, words: Sequence[str]) -> None:
         """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
-        choice = replace(self._start, mode=mode, asked=True)
-        if words:  # else the flags that the chat was started with
-            check_mode(mode, MODES)
-            choice, _ = choose_mode(replace(self._settings, **vars(parse_mode(mode, words))), self._saved)
-        self._check(choice)
-        self._choice, self._held = choice, ""
+        check_mode(mode, MODES)
+        flags = self._settings.mode  # those that the chat was started with
+        if words:
+            flags = parse_mode(mode, words).mode
+            check_flags(mode, flags.given())
+        found = made(mode, flags.given())
+        self._check(found, flags)
+        self._mode, self._held = found, ""
 
-    def _held_choice(self, gear: str) -> ModeChoice:
-        return replace(self._start, mode=STATIC, asked=True, own=replace(self._start.own, gear=gear))
+    def _in_gear(self, gear: str) -> Mode:
+        return made(STATIC, self._settings.mode.given() | {"gear": gear})
 
-    def _check(self, choice: ModeChoice) -> None:
+    def _check(self, mode: Mode, flags: Any) -> None:
         """Raises GearbxError for a mode that this model cannot have with the settings of the chat."""
-        ladder = self._geared.gearbox.ladder
-        if self._observes and choice.mode != TELEMETRY_ONLY:
-            raise GearbxError(f"mode '{choice.mode}' needs gears, and {self._why}")
-        check_mode(choice.mode, self.modes)
-        check_governing(self._settings.controller, choice.mode, None)
-        if choice.mode not in (ROUTE, STATIC, TELEMETRY_ONLY):
-            refuse_draft_model(choice.mode, self._keywords)
-        check_in_ladder(choice, ladder)
-        self._geared.mode("", choice)
+        if self._observes and mode.name != TELEMETRY_ONLY:
+            raise GearbxError(f"mode '{mode.name}' needs gears, and {self._why}")
+        check_mode(mode.name, self.modes)
+        check_governing(self._settings, mode.name)
+        if mode.name == KICKDOWN:
+            refuse_draft_model(mode.name, self._keywords)
+        check_in_ladder(flags, self._geared.gearbox.ladder)
+        if mode.name == KICKDOWN or getattr(mode, "thresholds", AUTO) != AUTO:
+            mode.settled(self._geared.gearbox, self.tokenizer, None)
 
 
 class PairChat:
@@ -149,7 +148,6 @@ class PairChat:
 
     def __init__(self, settings: ChatSettings, small_model: str):
         self._settings = settings
-        self._turns = turns_of(settings.mode.thresholds, settings.mode)
         self._pair = load_pair(settings.model, small_model)
         self.tokenizer, self.config = self._pair.tokenizer, self._pair.config
         self._keywords = generation_keywords(settings.sampling, settings.cache, self.tokenizer)
@@ -168,9 +166,10 @@ class PairChat:
         raise GearbxError(f"{path}: a pair has two KV caches, and the file is for one; save the text as .md or .jsonl")
 
     def coming(self, message: str) -> NextAnswer:
+        flags = self._settings.mode.given()
         if self._held:
-            return NextAnswer(self._pair.mode(self._turns, self._held, math.inf if self._held == NAMES[0] else 0.0))
-        return NextAnswer(self._pair.mode(self._turns, self._settings.mode.initial_gear))
+            flags |= {"gear": self._held, "thresholds": (math.inf if self._held == NAMES[0] else 0.0,)}
+        return NextAnswer(self._pair.mode(flags))
 
     def answer(self, mode: Mode, tokens: list[int], max_tokens: int, **keywords: Any) -> Iterator[GearResponse]:
         keywords = self._keywords | keywords

@@ -10,8 +10,8 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..cli import terminal
+from ..cli.parser import nearest
 from ..cli.prompt import check_unicode
-from ..cli.settings import nearest
 from ..cli.signals import Interrupted, caught
 from ..compat.templates import prepare
 from ..errors import GearbxError, OutputLost

@@ -99,7 +99,7 @@ class Session:
         self.settings, self.model, self._ctrl_c = settings, model, ctrl_c
         self.conversation = Conversation(settings.prompt, model.tokenizer)
         self.cache = KeptCache(model.new_cache)
-        self._out = terminal.WrappedText(model.gears, settings.terminal.color)
+        self._out = terminal.WrappedText(model.gears)
 
     def reset(self) -> None:
         """Forget what was said. The system prompt stays."""

@@ -30,13 +30,11 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing_arrays
 from ..formats.base import Format
-from ..gears.discovery import discover, is_quantized
+from ..gears.discovery import discover
 from ..gears.gearbox import Gearbox, model_fingerprint
-from ..gears.ladder import DENSE
 from ..kernels.bit_planes import Planes
 from ..loading import DEMO_MODEL
-from ..ranks.place import current
-from .resolved import LOSSLESS, Resolved
+from .decide import Decision
 from .terminal import note, progress_bar
 
 READ = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
@@ -264,34 +262,26 @@ def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
     return [text for i, text in enumerate(texts) if math.ceil((i + 1) * share) > math.ceil(i * share)]
 
 
-def find_base(resolved: Resolved, model: nn.Module, tokenizer: Any) -> tuple[BaseKey, Base] | None:
-    """The calibrated base of a model: one that is kept; else one that is made, if there is text to make it of.
-
-    Mode lossless takes one that is there without being asked: its text is the top gear's, with any drafts.
+def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | None:
+    """The calibrated base of a model that takes one: one that is kept; else one that is made, if there is text for it.
 
     Raises:
-        GearbxError: a base is asked for, and the model cannot have one.
+        GearbxError: as `text_of` and `make_base`.
     """
-    file, ladder = resolved.calibrate_base, [gear.bits for gear in resolved.ladder]
-    plain = not (resolved.floors or resolved.low_model or resolved.manifest or resolved.cap_bits or resolved.saved)
-    able = plain and not is_quantized(model) and current() is None and ladder[0] != DENSE and not resolved.observes
-    uses = file is not None or (resolved.mode.mode == LOSSLESS and ladder[-1] == DENSE)
-    if file is not None and not able:
-        raise GearbxError("--calibrate-base is for an original model in one process, without floors and other codes")
-    if not able or not uses:
-        return None
-    text = None if file is None else text_of(tokenizer, file)
-    key = key_of(model, resolved.format, ladder, resolved.manage, resolved.group_size, text)
+    source = decision.settings.gears.base_text
+    text = None if source is None else text_of(tokenizer, source)
+    ladder = [gear.bits for gear in decision.ladder]
+    key = key_of(model, decision.format, ladder, decision.manage, decision.group_size, text)
     base = key.find()
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
-            base = make_base(model, key, resolved.format, texts, progress)
+            base = make_base(model, key, decision.format, texts, progress)
         note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
         show_rounded(base)
-    return None if base is None else (key, base)
+    return base
 
 
 def show_rounded(base: Base) -> None:

@@ -1,42 +1,49 @@
-"""The model. Names and defaults of flags are mlx-lm's where it has them."""
+"""The groups of flags that commands share. Names and defaults are mlx-lm's where it has them."""
 
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import cached_property
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
-from ..decoding.modes import MODES
-from ..decoding.policy import MOST_DRAFTED, FixedPolicy
-from ..errors import GearbxError
+from ..decoding.modes import MODES, PAIR, SETTINGS, flags_of_mode
+from ..errors import GearbxError, about
 from ..files.writing import check_writable
+from ..formats import (
+    CODEBOOKS,
+    DEFAULT_FORMAT,
+    FORMATS,
+    RECONSTRUCTED,
+    CodebookOptions,
+    name_with,
+    split_name,
+)
 from ..gears.ladder import (
+    DEFAULT_ACTIVATIONS,
+    DEFAULT_GROUP_SIZE,
+    DEFAULT_LADDER,
     DTYPES,
+    GROUP_SIZES,
+    MANAGE,
+    RESIDENCIES,
     WHOLE,
     WHOLE_LADDER,
     Ladder,
     check_kv_gears,
     kv_ladder,
 )
-from ..kernels import DEVICES, KERNELS
-from ..machine.readers import Scripted
+from ..kernels import ACTIVATIONS, DEVICES, KERNELS
 from ..routing.gates import DEFAULT_POLICY
-from ..routing.pair import (
-    BITS,
-    DEFAULT_MIN_DURATION,
-    DEFAULT_WINDOW,
-    check_threshold,
-    pair_gate,
-    pair_monitor,
-    scaled,
-)
-from .gears import AUTO, FloorSettings, GateSettings, GearFlags, LayoutSettings, RoutingSettings
-from .settings import Settings, flag, flag_of, parse_bytes
+from ..settings import Settings, check_choice, flag, flag_of, parse_bytes
+
+if TYPE_CHECKING:
+    from ..bit_selection.precision import PrecisionManifest
+    from ..gears.manifest import Manifest
 
 COLDEST = 0.001  # divided by less, logits of half precision overflow
+DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 
 
 @dataclass(frozen=True)
@@ -71,23 +78,23 @@ class CacheSettings(Settings):
     quantized_kv_start: int = flag(5000, "Step to begin KV cache quantization.", least=0, rare=True)
     kv_gears: tuple[int, ...] | None = flag(
         None,
-        "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16. Default: none",
+        "Gears of the KV cache, ascending bits of 4, 8 and 16, such as 4,16, or one that is always read. Default: none",
         metavar="BITS,BITS",
         rare=True,
         parse=kv_ladder,
     )
-    kv_gear: int | None = flag(
+    draft_model: str | None = flag(None, "A model to be used for speculative decoding.", named=True)
+    num_draft_tokens: int | None = flag(
         None,
-        "The gear of the KV cache that is read. Default: it follows that of the weights",
-        choices=(4, 8, 16),
+        "Tokens to draft at once. Default: 3; in mode lossless as many as save time, N at most",
+        least=1,
+        metavar="N",
         rare=True,
     )
-    draft_model: str | None = flag(None, "A model to be used for speculative decoding.", named=True)
-    num_draft_tokens: int = flag(3, "Tokens to draft.", least=1, rare=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_kv_gears(self.kv_gears, self.kv_gear, self.kv_bits, self.draft_model)
+        check_kv_gears(self.kv_gears, None, self.kv_bits, self.draft_model)
 
 
 def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
@@ -100,8 +107,14 @@ def check_sampling(settings: SamplingSettings, vocab_size: int) -> None:
             raise GearbxError(f"{name} is {value}, and the vocabulary {vocab_size}; give fewer")
 
 
-def str2bool(text: str) -> bool:
-    return text.lower() not in ("false", "f")
+SILENT, TOLD, DESCRIBED = "false", "true", "all"  # how much is said beside a text
+
+
+def parse_verbose(text: str) -> str:
+    """Parse --verbose: mlx-lm's False and F; all; anything else is True."""
+    if text.lower() in (SILENT, "f"):
+        return SILENT
+    return DESCRIBED if text.lower() == DESCRIBED else TOLD
 
 
 @dataclass(frozen=True)
@@ -110,15 +123,25 @@ class OutputSettings(Settings):
 
     title: ClassVar[str] = "output"
 
-    verbose: bool = flag(True, "False: the text alone, when it is complete. Default: True", type=str2bool)
+    verbose: str = flag(
+        TOLD,
+        "False: the text alone, when it is complete. all: before the text, each layer's bits and kernels, and why; "
+        "after it, which kernels were fastest; on stderr. Default: True",
+        metavar="True|False|all",
+        parse=parse_verbose,
+    )
     trace: str | None = flag(None, "Write one JSON object per token.", metavar="FILE.jsonl", named=True)
     summary: str | None = flag(None, "Write the summary as JSON.", metavar="FILE.json", named=True)
-    describe: bool = flag(
-        False,
-        "Before the text, each layer's bits and kernels, and why; after it, which kernels were fastest; on stderr.",
-        rare=True,
-    )
-    color: str = flag("auto", "Tint tokens by gear.", choices=("auto", "always", "never"), rare=True)
+
+    @property
+    def told(self) -> bool:
+        """Whether anything is said beside the text."""
+        return self.verbose != SILENT
+
+    @property
+    def describes(self) -> bool:
+        """Whether layers and kernels are described."""
+        return self.verbose == DESCRIBED
 
     def paths(self) -> tuple[Path | None, Path | None]:
         """Where trace and summary go. Raises GearbxError for places that cannot be written to."""
@@ -174,74 +197,26 @@ def batch_policy_flag() -> Any:
     )
 
 
-NESTED = "planes"  # the format in which further bits take hardly more memory
-CAP_BITS = (4, 5, 6, 8)
 SLOWEST = 0.001  # tokens per second
 
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """What the controller aims at and watches; it runs if any of them is set."""
+    """What the controller aims at; a limit of --residency asks for one, too."""
 
     title: ClassVar[str] = "controller"
 
     target_tps: float | None = flag(
         None,
         "Hold N tokens per second: a controller caps the bits of layers, the least sensitive first. It looks at this "
-        "machine's heat, battery and memory too.",
+        "machine's heat, battery and memory too; 0: at these alone, at any speed.",
         metavar="N",
-    )
-    watch_machine: str | None = flag(
-        None,
-        "Cap by heat, battery and memory, at any speed; with FILE by a state that the file plays (docs/machine.md).",
-        metavar="FILE",
-        nargs="?",
-        const="",
-        rare=True,
-    )
-    max_memory: str | None = flag(
-        None,
-        "Keep this process below so much memory, such as 3GB: layers are capped when it is near, the least sensitive "
-        "first, which frees memory with --residency disk.",
-        metavar="SIZE",
-        rare=True,
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.limit  # raises now what is wrong with it
-        if self.target_tps is not None and not SLOWEST <= self.target_tps < math.inf:
-            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more")
-        if self.machine is not None:
-            Scripted.from_file(self.machine)
-
-    @property
-    def wanted(self) -> bool:
-        return any(value is not None for value in (self.target_tps, self.watch_machine, self.max_memory))
-
-    @property
-    def machine(self) -> str | None:
-        """The file that plays the machine's state; None: this machine, if it is watched."""
-        return self.watch_machine or None
-
-    @cached_property
-    def limit(self) -> int | None:
-        """--max-memory in bytes, read once. Raises GearbxError for what is not a size."""
-        return None if self.max_memory is None else parse_bytes(self.max_memory, "--max-memory")
-
-    def widths(self, ladder: Ladder, format: str, stored: Sequence[int] | None) -> tuple[int, ...]:
-        """Further bits to which layers can be capped: they are stored at them, or already are in a geared checkpoint.
-
-        Args:
-            stored: bits of the gears that the checkpoint holds, to which nothing can be added; None: no gears.
-        """
-        if not self.wanted or format == WHOLE:  # whose layers have the widths of its ladder alone
-            return ()
-        if stored is not None:
-            return tuple(bits for bits in stored if bits < ladder.top.bits)
-        if format != NESTED:
-            return ()
-        return tuple(bits for bits in CAP_BITS if bits < ladder.top.bits)
+        if self.target_tps is not None and self.target_tps != 0 and not SLOWEST <= self.target_tps < math.inf:
+            raise GearbxError(f"--target-tps is {self.target_tps}; give tokens per second, {SLOWEST} or more, or 0")
 
 
 def device_flag() -> Any:
@@ -263,111 +238,49 @@ def choose_device(settings: object) -> None:
         use_device(name)
 
 
-SMALL_MODEL = (
-    "Local directory or Hub repository of a smaller model with the tokenizer of --model (EAD). For it --thresholds is "
-    f"bits, 0 (large alone) to inf (small alone; default: {BITS:g}, scaled to the vocabulary), --window "
-    f"{DEFAULT_WINDOW} and --min-gear-duration {DEFAULT_MIN_DURATION} unless given."
-)
-
-
 @dataclass(frozen=True)
-class Turns:
-    """Settings of the gate between two models; no thresholds: the paper's."""
-
-    thresholds: tuple[float, ...]
-    window: int
-    min_duration: int
-
-    def threshold(self, vocab_size: int) -> float:
-        """The one threshold of a generation, in bits."""
-        return self.thresholds[0] if self.thresholds else scaled(BITS, vocab_size)
-
-
-def turns_of(thresholds: str | None, gate: GateSettings) -> Turns:
-    """The settings of the gate between two models.
-
-    Args:
-        thresholds: as given: bits, with commas between.
-
-    Raises:
-        GearbxError: settings that no pair can have.
-    """
-    if gate.hysteresis:
-        raise GearbxError("--hysteresis: the gate between two models has none; leave it out")
-    bits: tuple[float, ...] = ()
-    if thresholds is not None:
-        try:
-            bits = tuple(float(part) for part in thresholds.split(","))
-        except ValueError as error:
-            raise GearbxError(f"--thresholds {thresholds}: with --small-model give bits, such as {BITS:g}") from error
-        if len(bits) > 1:
-            raise GearbxError(f"--thresholds {thresholds}: two models have one threshold between them")
-        for value in bits:
-            check_threshold(value)
-    window = DEFAULT_WINDOW if gate.window is None else gate.window
-    duration = DEFAULT_MIN_DURATION if gate.min_gear_duration is None else gate.min_gear_duration
-    pair_monitor(2, window)
-    pair_gate(BITS, duration)
-    return Turns(bits, window, duration)
-
-
-TELEMETRY_ONLY, PAIR = "telemetry-only", "pair"
-
-
-@dataclass(frozen=True)
-class ModeSettings(RoutingSettings):
-    """The mode as given (None: as files, model and small model say), and the settings of all modes."""
+class ModeName(Settings):
+    """The mode as given (None: as files, model and the other flags say). `ModeFlags` has the flags of all modes too."""
 
     title: ClassVar[str] = "mode"
 
     mode: str | None = flag(
         None,
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; by default, bfloat16 weights are stored once, in format "
-        f"{WHOLE} with gears {WHOLE_LADDER}. route: the entropy of past tokens shifts. kickdown: a token in doubt is "
+        "same --gears, --kernels and --dtype; by default bfloat16 weights draft with 4 bits of their own. "
+        "route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
         "telemetry-only: nothing shifts, and a record names the gear that route would use. "
         "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
         "else lossless",
         choices=tuple(MODES),
     )
-    gear: str | None = flag(
-        None, "The gear of --mode static, which it implies: name or bits. Default: the top gear", named=True
-    )
-    draft_length: int | None = flag(
-        None, f"For --mode lossless: always draft N tokens, 1 to {MOST_DRAFTED}.", metavar="N", rare=True
-    )
-    lookup_tokens: int | None = flag(
-        None,
-        "For --mode lossless: where the last tokens of the text occurred before, up to N tokens that followed there "
-        f"are proposed at no cost (prompt lookup); 0 turns that off. Default: {MOST_DRAFTED}; 0 with --draft-length",
-        least=0,
-        most=MOST_DRAFTED,
-        metavar="N",
-        rare=True,
-    )
-    prompt_gear: str | None = flag(
-        None,
-        "The gear that reads the prompt, for --mode route, kickdown and static: name, bits, or same (the one that "
-        "begins the text). Default: the top gear, on a CPU 8 bits where the ladder has them",
-        named=True,
-        rare=True,
-    )
-    small_model: str | None = flag(None, SMALL_MODEL, named=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_length is not None:
-            FixedPolicy(self.draft_length)
-        if self.small_model is not None and self.mode not in (None, PAIR):
+        small = vars(self).get("small_model")
+        if small is not None and self.mode not in (None, PAIR):
             raise GearbxError(f"--mode {self.mode} has one model; leave --small-model out, or give --mode pair")
-        if self.small_model is None and self.mode == PAIR:
+        if small is None and self.mode == PAIR:
             raise GearbxError("--mode pair needs --small-model, a smaller model with the tokenizer of --model")
 
-    @property
-    def observes(self) -> bool:
-        """Whether no layer may change gear."""
-        return self.mode == TELEMETRY_ONLY
+    def given(self) -> dict[str, Any]:
+        """Return the flags of modes that were given, by name."""
+        return {name: value for name, value in vars(self).items() if name != "mode" and value is not None}
+
+
+def flags_of_modes() -> list[tuple[str, Any, Any]]:
+    """Return the name, the type and the field of every flag that some mode has; None: it was not given."""
+    found: dict[str, tuple[str, Any, Any]] = {}
+    for name, kind in SETTINGS.items():
+        types = get_type_hints(kind)
+        for flag_name, item in flags_of_mode(name).items():
+            given = field(default=None, metadata=item.metadata)
+            found.setdefault(flag_name, (flag_name, types[item.name], given))
+    return list(found.values())
+
+
+ModeFlags: Any = make_dataclass("ModeFlags", flags_of_modes(), bases=(ModeName,), frozen=True)
 
 
 @dataclass(frozen=True)
@@ -390,25 +303,218 @@ class ModelSettings(Settings):
         choices=("auto", *DTYPES),
         rare=True,
     )
-    pipeline: bool = flag(False, "On several ranks: each has some of the layers, not a part of every layer.", rare=True)
     device: str | None = device_flag()
 
 
+OF_LIBRARY = ("library", "group")
+
+
+def parse_format(text: str) -> str:
+    """--format as the name of a format. Raises GearbxError for one that does not exist, or has not these choices."""
+    base, choices = split_name(text)
+    if base not in FORMATS:
+        raise GearbxError(f"--format is {text}; choose from {', '.join(FORMATS)}")
+    if not choices:
+        return base
+    if base not in CODEBOOKS:
+        raise GearbxError(f"--format is {text}, and only codebooks have choices; give --format {base}")
+    with about("--format"):
+        chosen = CodebookOptions.parse(choices)
+    for name in OF_LIBRARY:
+        if base != CODEBOOKS[1] and f"{name}=" in choices:
+            raise GearbxError(f"--format is {text}, and {name} belongs to format {CODEBOOKS[1]}; give that one")
+    return name_with(base, chosen)
+
+
+@dataclass(frozen=True)
+class LadderSettings(Settings):
+    """Which gears, as given."""
+
+    title: ClassVar[str] = "gears"
+
+    gears: Ladder | None = flag(
+        None,
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
+        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        parse=Ladder.parse,
+    )
+
+
+@dataclass(frozen=True)
+class FormatSettings(Settings):
+    """How layers are stored; None: as the checkpoint or the manifest says, else the default."""
+
+    title: ClassVar[str] = "gears"
+
+    format: str | None = flag(
+        None,
+        f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}",
+        parse=parse_format,
+        metavar="FORMAT",
+    )
+
+    @property
+    def chosen_format(self) -> str:
+        """The format as flags say, else the default."""
+        return self.format or DEFAULT_FORMAT
+
+    def filled(self, source: "Manifest | PrecisionManifest | None", why: str) -> dict[str, Any]:
+        """Return format, manage and group size: those of `source`, which flags may repeat, else the defaults.
+
+        Args:
+            why: ends the error's first half, such as "the gears of DIR have".
+
+        Raises:
+            GearbxError: a flag that differs from `source`.
+        """
+        defaults = {"format": DEFAULT_FORMAT, "manage": "all", "group_size": DEFAULT_GROUP_SIZE}
+        found = {}
+        for key, default in defaults.items():
+            name = "q_group_size" if key == "group_size" else key
+            there = default if source is None else getattr(source, key)
+            wanted = getattr(self, name, None)
+            if source is not None and wanted not in (None, there):
+                raise GearbxError(f"{flag_of(name)} is {wanted}, and {why} {there}; leave out {flag_of(name)}")
+            found[key] = there if wanted is None else wanted
+        return found
+
+
+@dataclass(frozen=True)
+class StorageSettings(FormatSettings):
+    """With the layers that change gear and their groups, which a checkpoint keeps."""
+
+    manage: str | None = flag(None, "Linear layers that change gear. Default: all", choices=MANAGE, rare=True)
+    q_group_size: int | None = flag(
+        None, f"Group size of planes and affine. Default: {DEFAULT_GROUP_SIZE}", choices=GROUP_SIZES, rare=True
+    )
+
+
+@dataclass(frozen=True)
+class LayoutSettings(LadderSettings, FormatSettings):
+    """Which gears, and how they are stored."""
+
+
+@dataclass(frozen=True)
+class LayerSettings(LayoutSettings, StorageSettings):
+    """Which gears, of which layers, and how they are stored."""
+
+
+class Residency(NamedTuple):
+    """Where idle gears are, and the most bytes of this process."""
+
+    name: str
+    limit: int | None = None
+
+
+class Kernels(NamedTuple):
+    """Which kernels, and what they multiply weights by."""
+
+    name: str
+    activations: str = DEFAULT_ACTIVATIONS
+
+
+def parse_residency(text: str) -> Residency:
+    """Parse --residency. Raises GearbxError for a place that does not exist, or a limit that is not a size."""
+    name, colon, size = text.partition(":")
+    check_choice("residency", name, RESIDENCIES)
+    if colon and name != "disk":
+        raise GearbxError(f"--residency {text}: a limit frees memory with idle gears on disk alone; give disk:{size}")
+    return Residency(name, parse_bytes(size, f"--residency {text}") if colon else None)
+
+
+def parse_kernels(text: str) -> Kernels:
+    """Parse --kernels. Raises GearbxError for kernels or activations that do not exist."""
+    name, colon, activations = text.partition(":")
+    check_choice("kernels", name, (*KERNELS, DEQUANT_CACHE))
+    if not colon:
+        return Kernels(name)
+    if activations not in ACTIVATIONS:
+        raise GearbxError(f"--kernels {text}: activations are {', '.join(ACTIVATIONS)}, such as {name}:int8")
+    return Kernels(name, activations)
+
+
+@dataclass(frozen=True)
+class GearFlags(Settings):
+    """How the gears run, as given."""
+
+    title: ClassVar[str] = "gearbox"
+
+    manifest: str | None = flag(
+        None,
+        "Tables of gears, bits for every layer, from gearbx_mlx.allocate; its format, group size and layers.",
+        metavar="FILE",
+        named=True,
+        rare=True,
+    )
+    residency: Any = flag(
+        "resident",
+        "Where idle gears are: in memory (resident), or read again from disk; stream: the top gear is never in memory. "
+        "disk:3GB keeps this process below so much memory: when it is near, layers are capped, the least sensitive "
+        "first.",
+        parse=parse_residency,
+        metavar="{resident,disk[:SIZE],stream}",
+    )
+    kernels: Any = flag(
+        "auto",
+        "MLX's own (mlx), or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of "
+        "layer the fastest, measured once on this machine, except for the original weights alone (--gears 16), which "
+        f"stay mlx-lm bit for bit; measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that "
+        "are unpacked once after a shift and kept, for formats without packed weights of MLX "
+        f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights. auto:float, auto:int16 and auto:int8 "
+        "name what native kernels of the CPU multiply weights by: activations as they are, or rounded to 16 or 8 bits "
+        "for each group of inputs, beside weights of bfloat16 to that type, which is faster. Default: "
+        f"auto:{DEFAULT_ACTIVATIONS}",
+        parse=parse_kernels,
+        metavar=f"{{{','.join((*KERNELS, DEQUANT_CACHE))}}}[:ACTIVATIONS]",
+        rare=True,
+    )
+    base: str | None = flag(
+        None,
+        "What chooses the lowest gear's codes: a text that its layers read (UTF-8, or JSON Lines as in GSM8K; without "
+        "TEXT what ships), which takes minutes, once, and drafts then agree more often, in as many bits; or the same "
+        "model as mlx-lm's DWQ, AWQ, GPTQ or dynamic quantization wrote it, which is then the lowest gear.",
+        nargs="?",
+        const="",
+        metavar="TEXT|MODEL",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.base is not None and self.manifest is not None:
+            raise GearbxError("--base and --manifest both choose codes; leave one of them out")
+
+    @property
+    def base_text(self) -> str | None:
+        """The text that chooses codes; "": what ships; None: a model does, or nothing."""
+        return None if self.base is None or self.low_model is not None else self.base
+
+    @property
+    def low_model(self) -> str | None:
+        """The model that is the lowest gear."""
+        is_text = not self.base or (os.path.isfile(self.base) and not self.base.endswith(".gguf"))
+        return None if is_text else self.base
+
+    @property
+    def keeps_originals(self) -> bool:
+        """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
+        other_codes = self.manifest is not None or self.low_model is not None
+        return other_codes or self.residency.name == "disk" or self.kernels.name in ("mlx", DEQUANT_CACHE)
+
+
 class GearedSettings(Protocol):
-    """The groups of settings that open a model in gears."""
+    """The groups of settings that decide how a model runs in gears."""
 
     @property
     def model(self) -> ModelSettings: ...
     @property
     def cache(self) -> CacheSettings: ...
     @property
-    def layout(self) -> LayoutSettings: ...
+    def layout(self) -> Any: ...
     @property
     def gears(self) -> GearFlags: ...
     @property
-    def floors(self) -> FloorSettings: ...
-    @property
-    def mode(self) -> ModeSettings: ...
+    def mode(self) -> Any: ...
     @property
     def controller(self) -> ControllerSettings: ...
 
@@ -420,24 +526,22 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
         further: field to value, of flags that only the command has and a pair does not take.
 
     Raises:
-        GearbxError: flags of a single model.
+        GearbxError: flags of a single model, or settings that no pair can have.
     """
-    if settings.mode.small_model is None:
+    given = settings.mode.given()
+    if "small_model" not in given:
         return
-    routed = {*RoutingSettings.__match_args__, "mode", "small_model"}  # which a pair has too
-    of_mode = {
-        item.name: getattr(settings.mode, item.name) for item in fields(settings.mode) if item.name not in routed
-    }
+    others = given.keys() - flags_of_mode(PAIR).keys()
     single = {
         "draft_model": settings.cache.draft_model,
         "kv_gears": settings.cache.kv_gears,
-        **vars(settings.controller),
+        "target_tps": settings.controller.target_tps,
         **further,
         "gears": settings.layout.gears,
-        **of_mode,
+        **{name: given[name] for name in others},
     }
-    for setting, value in single.items():
+    for name, value in single.items():
         if value is not None and value is not False:
-            raise GearbxError(f"{flag_of(setting)} is for one model; leave it out with --small-model")
-    if settings.mode.initial_gear not in (AUTO, "small", "large"):
-        raise GearbxError(f"--initial-gear {settings.mode.initial_gear}: a pair has {AUTO}, small, large")
+            raise GearbxError(f"{flag_of(name)} is for one model; leave it out with --small-model")
+    own = {item.name: given[name] for name, item in flags_of_mode(PAIR).items() if name in given}
+    SETTINGS[PAIR](**own)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..serving import DEFAULT_TIMEOUT
-from .settings import Settings, flag, flag_of, given
+from ..settings import Settings, flag, flag_of, given
 
 KEY = "OPENAI_API_KEY"
 
@@ -30,9 +30,15 @@ class OtherServerSettings(Settings):
         metavar="NAME",
         named=True,
     )
-    server_api_key: str | None = flag(None, f"Default: that of the environment, {KEY}", metavar="KEY", named=True)
+    server_api_key: str | None = flag(
+        None, f"Default: that of the environment, {KEY}", metavar="KEY", named=True, rare=True
+    )
     server_timeout: float = flag(
-        DEFAULT_TIMEOUT, "Seconds to wait for a whole answer, or for a stream's next token.", least=0.01, most=1e6
+        DEFAULT_TIMEOUT,
+        "Seconds to wait for a whole answer, or for a stream's next token.",
+        least=0.01,
+        most=1e6,
+        rare=True,
     )
     vocab_size: int | None = flag(
         None,

@@ -11,7 +11,7 @@ from msgspec import Struct
 from ..errors import GearbxError, about, one_line
 from ..files.model_directory import context_length
 from ..files.reading import json_lines, parse_json, read_text, typed
-from .settings import Settings, flag
+from ..settings import Settings, flag
 
 DEFAULT_MAX_TOKENS = 100
 QUERY = "<query>"  # a message that shows where the template puts one

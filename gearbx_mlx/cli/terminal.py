@@ -27,8 +27,8 @@ from rich.style import Style
 from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
+from ..settings import human_bytes
 from ..telemetry.trace import gear_color
-from .settings import human_bytes
 from .signals import INTERRUPTED, guarded
 
 SHORT = 2.0  # seconds: shorter work writes no line
@@ -201,15 +201,14 @@ class TintedText:
 
     Args:
         gears: names of the ladder's gears, lowest first.
-        color: "auto" (a terminal, and NO_COLOR is not set), "always" or "never".
+        tinted: on a terminal, or with FORCE_COLOR, unless NO_COLOR is set; False: never.
     """
 
-    def __init__(self, gears: Sequence[str], color: str):
+    def __init__(self, gears: Sequence[str], tinted: bool = True):
         self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
         console = Console()
-        system = "truecolor" if color == "always" else console.color_system if color == "auto" else None
-        plain = color == "auto" and console.no_color
-        self.system = COLOR_SYSTEMS[system] if system and not plain else None
+        system = console.color_system if tinted and not console.no_color else None
+        self.system = COLOR_SYSTEMS[system] if system else None
 
     def write(self, text: str, gear: str) -> None:
         # Not through a console, which would expand the text's tabs and drop its control characters.
@@ -227,8 +226,8 @@ class WrappedText(TintedText):
     beginning is then taken back and written again on the next line.
     """
 
-    def __init__(self, gears: Sequence[str], color: str):
-        super().__init__(gears, color)
+    def __init__(self, gears: Sequence[str]):
+        super().__init__(gears)
         self.begin()
 
     def begin(self) -> None:

@@ -25,10 +25,11 @@ def load_compiler():
     The packages around its module are not run, which would take a second.
     """
     with contextlib.suppress(Exception):
-        place = importlib.util.find_spec("transformers").submodule_search_locations[0]
+        found = importlib.util.find_spec("transformers")
+        places = found.submodule_search_locations if found is not None else None
         for name, folder in PACKAGES.items():
             package = types.ModuleType(name)
-            package.__path__ = [place + folder]
+            package.__path__ = [place + folder for place in places or ()]
             sys.modules[name] = package
         from transformers.utils.chat_template_utils import _compile_jinja_template
 

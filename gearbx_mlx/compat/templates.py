@@ -26,7 +26,10 @@ from .template_process import SECONDS
 SCRIPT = Path(template_process.__file__)
 COMPILER, TESTED = "_compile_jinja_template", "transformers 5.24"
 KEPT = 4  # processes, of as many templates
-ENDINGS = {signal.SIGPROF: f"it takes more than {SECONDS:g} s", signal.SIGKILL: "it takes too much memory"}
+ENDINGS: dict[int, str] = {
+    signal.SIGPROF: f"it takes more than {SECONDS:g} s",
+    signal.SIGKILL: "it takes too much memory",
+}
 
 
 class TemplateError(GearbxError):

@@ -7,14 +7,58 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..bit_selection.defaults import Floors
-from ..cli.flags import device_flag
-from ..cli.gears import FloorSettings, LayoutSettings, quality_ladder
-from ..cli.settings import Settings, command_settings, flag, given, parse_bytes, parser_of
+from ..bit_selection.defaults import LAZY, STRICT, Floors
+from ..cli.flags import LayerSettings, device_flag
+from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
-from ..errors import GearbxError
+from ..errors import GearbxError, numbers
 from ..formats import has_codebooks
-from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder
+from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder, default_ladder
+from ..settings import Settings, flag, given, parse_bytes
+
+
+def parse_floors(text: str) -> tuple[float, ...]:
+    """Parse --auto-bits: two numbers at most. Raises GearbxError for anything else."""
+    floors = numbers("--auto-bits", text, float, "0.98,0.93") if text else ()
+    if len(floors) > 2:
+        raise GearbxError(f"--auto-bits is {text}; give two floors at most, such as 0.98,0.93")
+    return floors
+
+
+@dataclass(frozen=True)
+class FloorSettings(Settings):
+    """Floors as given; none or one: the others by default."""
+
+    title: ClassVar[str] = "quality floors (format codebook or codebook-library)"
+
+    auto_bits: tuple[float, ...] | None = flag(
+        None,
+        "Give every layer the fewest bits whose cosine reaches its floor: one for attention, shared experts, dense "
+        "MLPs and the head, and one for routed experts. A gear of fewer bits has a layer at those. "
+        f"Default: XFP_MIN_COS_STRICT or {STRICT}, XFP_MIN_COS_LAZY or {LAZY}",
+        metavar="STRICT,LAZY",
+        nargs="?",
+        const="",
+        parse=parse_floors,
+        rare=True,
+    )
+
+    @property
+    def wanted(self) -> bool:
+        return self.auto_bits is not None
+
+    def floors(self, format: str | None) -> Floors | None:
+        """The floors for a format; None where none are asked for.
+
+        Raises:
+            GearbxError: a floor outside (0, 1), or a format that has no codebooks.
+        """
+        if self.auto_bits is None:
+            return None
+        floors = Floors.chosen(*self.auto_bits, *[None] * (2 - len(self.auto_bits)))
+        if not has_codebooks(format):
+            raise GearbxError(f"quality floors choose codebooks, and the format is {format}; give --format codebook")
+        return floors
 
 
 @dataclass(frozen=True)
@@ -146,7 +190,7 @@ class ConvertSettings:
     """
 
     conversion: ConversionSettings
-    layout: LayoutSettings
+    layout: LayerSettings
     floors: FloorSettings
     budget: BudgetSettings
 
@@ -171,7 +215,7 @@ class ConvertSettings:
 
     def _check_alone(self) -> None:
         conversion, read = self.conversion, {"verify", "restore", "mlx_path", "revision", "device"}
-        others = {*given(conversion, ConversionSettings()), *given(self.layout, LayoutSettings())} - read
+        others = {*given(conversion, ConversionSettings()), *given(self.layout, LayerSettings())} - read
         if conversion.verify is not None and conversion.restore is not None:
             raise GearbxError("--restore and --verify are two commands; --restore compares everything that it writes")
         if others or self.floors.wanted or self.budget.wanted:
@@ -201,7 +245,7 @@ class ConvertSettings:
     def ladder(self) -> Ladder:
         """The gears to write."""
         by_quality = self.floors.wanted or self.budget.wanted
-        return self.layout.gears or quality_ladder(self.layout.chosen_format, by_quality)
+        return self.layout.gears or default_ladder(self.layout.chosen_format, by_quality)
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:

@@ -16,9 +16,8 @@ from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
 from ..cli.bases import Base, answered, key_of, make_base, show_rounded, text_of
-from ..cli.loaded import ladder_of_codes
+from ..cli.decide import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
-from ..cli.settings import human_bytes
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import CARD, Provenance, gear_sizes, geared_card, share
@@ -39,6 +38,7 @@ from ..gears.in_place import OwnCodes, own_codes
 from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..loading import DEMO_MODEL, load, model_name
+from ..settings import human_bytes
 from ..telemetry.summary import as_json
 from . import BudgetSettings, ConvertSettings
 

@@ -10,8 +10,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
-from ..cli.gears import LayoutSettings
-from ..cli.settings import human_bytes
+from ..cli.flags import LayerSettings
 from ..cli.terminal import counting, messages, note
 from ..conversion.model_card import AFFINE, CARD, Provenance, provenance, table_card, write_table
 from ..conversion.restoring import Restorer, original_of, write_original
@@ -23,6 +22,7 @@ from ..gears.manifest import ORIGINAL_FILE, RESTORE
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, find, gears_of, load
+from ..settings import human_bytes
 from . import ConvertSettings
 from .gears import write_gears
 
@@ -180,7 +180,7 @@ def upload(out: Path, repo: str) -> None:
 
 
 def write_manifest_table(
-    file: str | Path, layout: LayoutSettings, trust_remote_code: bool, source: Path, work: Path, origin: Provenance
+    file: str | Path, layout: LayerSettings, trust_remote_code: bool, source: Path, work: Path, origin: Provenance
 ) -> None:
     """Fill the directory `work`.
 
@@ -203,7 +203,7 @@ def write_manifest_table(
     write_card(layers, bits, weights, work, origin)
 
 
-def choose_table(file: Path, layout: LayoutSettings) -> tuple[PrecisionManifest, int]:
+def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, int]:
     """The manifest, and the gear whose table is written.
 
     Raises:

@@ -5,7 +5,7 @@ KV cache is undone first, so that the cache has the entries of the gear that eac
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import mlx.core as mx
@@ -14,11 +14,12 @@ import mlx.nn as nn
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
-from ..routing.gates import DEFAULT_WINDOW, Monitor, check_thresholds, default_thresholds
+from ..routing.gates import Monitor, check_thresholds, default_thresholds
 from ..telemetry.summary import Tally
 from .caches import Snapshot
 from .governor import Governor
-from .mode import Mode, gear_of_prompt, refuse_draft_model
+from .mode import Mode, gear_of_prompt, refuse_draft_model, thresholds_for
+from .modes import KickdownSettings
 from .response import GearResponse, Step
 from .sampling import geared_responses, sampled
 from .wrapper import ModelWrapper
@@ -97,24 +98,23 @@ class GearedModel(ModelWrapper):
 
 
 @dataclass(frozen=True)
-class Kickdown(Mode):
+class Kickdown(KickdownSettings, Mode):
     """Climb the ladder for the tokens that need it.
 
     Args:
-        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given.
         rule: whether to compute a token again, in place of thresholds.
-        window: tokens in the rolling mean that responses show.
-        prompt_gear: name or bits of the gear that reads the prompt, but for its last token; "same": the lowest. Without
-            it the best one that is in memory (`best_reader`).
+        others: of `KickdownSettings`.
     """
 
     name: ClassVar[str] = "kickdown"
     trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes")
 
-    thresholds: Sequence[float] | None = None
     rule: RecomputeRule | None = None
-    window: int = DEFAULT_WINDOW
-    prompt_gear: str | int | None = None
+
+    def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Kickdown":
+        if self.rule is not None or self.thresholds is None:
+            return self
+        return replace(self, thresholds=thresholds_for(self.thresholds, gearbox))
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         return gear_of_prompt(gearbox, self.prompt_gear, gearbox.ladder[0]), None
@@ -126,7 +126,8 @@ class Kickdown(Mode):
         # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
         share = not kwargs.get("logits_processors")
         prefill, _ = self.gears_of_text(gearbox)
-        geared = GearedModel(gearbox, self.thresholds, rule=self.rule, prefill=prefill, share_entropy=share)
+        bits = None if self.rule is not None else thresholds_for(self.thresholds, gearbox)
+        geared = GearedModel(gearbox, bits, rule=self.rule, prefill=prefill, share_entropy=share)
         told = kwargs.pop("prompt_progress_callback", None)
 
         def progress(read: int, tokens: int) -> None:

@@ -28,7 +28,7 @@ from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import is_tuning
 from ..ranks.agreement import agreement_of
-from ..routing.gates import DEFAULT_WINDOW, BatchPolicy, Monitor, OneGear, highest
+from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
 from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
 from .batches import BatchGenerator, BatchText, SharedMode
@@ -37,6 +37,7 @@ from .drafters import Drafter, LowGear, OtherModel, TextSoFar
 from .governor import Governor
 from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
+from .modes import LosslessSettings
 from .pair import bytes_read
 from .policy import MOST_DRAFTED, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
 from .response import GearResponse
@@ -49,18 +50,15 @@ MUCH_WRITTEN = 32  # tokens: what fewer of them show is not written to the cache
 
 
 @dataclass(frozen=True)
-class Lossless(SharedMode):
+class Lossless(LosslessSettings, SharedMode):
     """Write the top gear's text, and read fewer bytes of weights for it.
 
+    The seconds of passes and how often tokens of a margin are accepted are learned while texts are written, and kept
+    for the next start; where drafts lose, the top gear goes on without. Where nothing may be measured (ranks that share
+    the model, GEARBX_TUNE=0), drafts have 3 tokens.
+
     Args:
-        draft: name or bits of the gear that drafts; the lowest if not given. A `draft_model` drafts in its place.
-        draft_length: a fixed number of tokens to draft. Without it drafts are as long as saves time here, by how often
-            tokens of a margin are accepted and by the seconds of passes, both of which are learned while texts are
-            written; where drafts lose, the top gear goes on without. Texts do not depend on it. Where nothing may be
-            measured (ranks that share the model, GEARBX_TUNE=0), drafts have 3 tokens.
-        lookup_tokens: the most tokens that the text itself may propose at once, where its last tokens occurred before
-            (prompt lookup); 0: none. Without it 15, and none with a draft_length.
-        window: tokens in the rolling mean that responses show.
+        settings: of `LosslessSettings`.
 
     Raises:
         GearbxError: a number that does not exist.
@@ -77,17 +75,12 @@ class Lossless(SharedMode):
     )
     uncapped: ClassVar[str] = "writes the top gear's text, which a cap would change"
 
-    draft: str | int | None = None
-    draft_length: int | None = None
-    lookup_tokens: int | None = None
-    window: int = DEFAULT_WINDOW
-
     def __post_init__(self) -> None:
-        length, most = self.draft_length, self.lookup_tokens
-        if length is not None and (type(length) is not int or not 1 <= length <= MOST_DRAFTED):
-            raise GearbxError(f"draft length is {length!r}; give 1 to {MOST_DRAFTED} tokens")
-        if most is not None and (type(most) is not int or not 0 <= most <= MOST_DRAFTED):
-            raise GearbxError(f"lookup_tokens is {most!r}; give 0 to {MOST_DRAFTED}")
+        super().__post_init__()
+        for name in ("draft_length", "lookup_tokens"):
+            tokens = getattr(self, name)
+            if tokens is not None and type(tokens) is not int:
+                raise GearbxError(f"{name} is {tokens!r}; give a whole number of tokens")
 
     @property
     def most_looked_up(self) -> int:

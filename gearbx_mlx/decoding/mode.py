@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,19 +16,18 @@ import mlx.nn as nn
 
 from ..errors import GearbxError, GearbxWarning, about
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox, Observer, attached
+from ..gears.gearbox import Gearbox, Observer, attached, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
-from ..gears.ladder import DENSE, Gear
+from ..gears.ladder import DENSE, Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import agreement_of
-from ..routing.gates import BatchPolicy, highest
+from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
+from .modes import SAME
 from .response import GearResponse
 
-AUTO = "auto"
 EIGHT = 8  # bits that are enough for a prompt
-SAME = "same"  # as a prompt gear: the one that begins the text
 
 _warned: WeakSet[Gearbox] = WeakSet()
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -118,8 +118,12 @@ class Mode:
         """The mode with all settings that it finds by itself on a first prompt (text or tokens)."""
         return self
 
+    def begun(self, typed: str, ladder: Ladder) -> "Mode":
+        """Return the mode of a text whose prompt was typed so: the words of a chat template are not the user's."""
+        return self
+
     def about(self) -> str:
-        """What `--describe` says of the settings, in one line; nothing by default."""
+        """What `--verbose all` says of the settings, in one line; nothing by default."""
         return ""
 
     def summary(self, tally: Tally) -> dict[str, Any]:
@@ -221,6 +225,12 @@ def vocabulary_of(gearbox: Any) -> int:
     if gearbox not in _known:
         _known[gearbox] = vocabulary(gearbox.model)
     return _known[gearbox]
+
+
+def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
+    """Return thresholds in bits for a gearbox or an Observer. Raises GearbxError as `bits_of`."""
+    bits = [gear.bits for gear in gearbox.ladder]
+    return bits_of(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
 
 
 def turn(gearbox: Any) -> AbstractContextManager:

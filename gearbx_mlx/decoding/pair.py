@@ -23,22 +23,13 @@ from ..errors import GearbxError
 from ..gears.activations import model_dtype, stored_dtype
 from ..gears.cost import token_bytes
 from ..gears.discovery import tied_head, vocabulary
-from ..routing.gates import Gate, Monitor, Reading
-from ..routing.pair import (
-    BITS,
-    DEFAULT_MIN_DURATION,
-    DEFAULT_WINDOW,
-    NAMES,
-    SMALL,
-    first_model,
-    pair_gate,
-    pair_monitor,
-    scaled,
-)
+from ..routing.gates import AUTO, Gate, Monitor, Reading
+from ..routing.pair import BITS, NAMES, SMALL, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
 from .caches import length, parts
 from .governor import Governor
-from .mode import AUTO, Mode
+from .mode import Mode
+from .modes import PairSettings
 from .response import GearResponse
 from .sampling import has_nan, not_finite, reader_of
 
@@ -173,33 +164,22 @@ def check_cache(cache: Sequence[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Pair(Mode):
+class Pair(PairSettings, Mode):
     """Let a small model write what it is sure of, and the model that is given to stream_generate the rest.
 
     Keywords of stream_generate: `prompt_cache` is one of a PairedModel (`make_cache`), as an earlier call left it;
     the others are mlx-lm's.
 
     Args:
-        small_model: of the model's tokenizer; geared or quantized models run as they are.
-        threshold: bits; 0 is the large model alone, infinity the small one. EAD's 0.25, scaled to the vocabulary, if
-            not given.
-        window: tokens in the rolling mean.
-        min_gear_duration: tokens for which a model stays engaged at least.
-        gate: a Gate of your own in place of these three, 0 for the small model and 1 for the large one.
-        initial_gear: "small" or "large": the model that reads the prompt and begins; "auto": the small one, unless the
-            threshold is 0. The other one reads the prompt when its turn comes.
+        gate: a Gate of your own in place of threshold and duration, 0 for the small model and 1 for the large one.
+        others: of `PairSettings`.
     """
 
     name: ClassVar[str] = "pair"
     trace_fields: ClassVar[tuple[str, ...]] = ("passes", "weight_bytes", "caught_up")
     uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
 
-    small_model: nn.Module | None = None
-    threshold: float | None = None
-    window: int = DEFAULT_WINDOW
-    min_gear_duration: int = DEFAULT_MIN_DURATION
     gate: Gate | None = None
-    initial_gear: str = AUTO
 
     def gearbox_for(self, model: nn.Module, gearbox: Any) -> None:
         """None: both models run as they are. Raises GearbxError for a gearbox, or without a small model."""
@@ -236,11 +216,9 @@ class Pair(Mode):
         return in_turns(pair, gate, monitor, sampler, tokenizer, prompt, **kwargs)
 
     def gate_for(self, pair: PairedModel) -> Gate:
-        """The gate, after it has engaged the first model. Raises GearbxError for settings that cannot be."""
+        """The gate, after it has engaged the first model."""
         threshold = scaled(BITS, pair.vocab_size) if self.threshold is None else self.threshold
         gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else self.gate
-        if self.initial_gear not in (AUTO, *NAMES):
-            raise GearbxError(f"no model '{self.initial_gear}' in a pair; choose from {AUTO}, {', '.join(NAMES)}")
         pair.engaged = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)
         gate.reset(pair.engaged)
         return gate

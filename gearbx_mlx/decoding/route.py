@@ -12,10 +12,10 @@ does on MLX.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -29,42 +29,26 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear
+from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
-from ..routing.gates import (
-    DEFAULT_HYSTERESIS,
-    DEFAULT_MIN_GEAR_DURATION,
-    DEFAULT_WINDOW,
-    Gate,
-    Monitor,
-    OneGear,
-    ThresholdGate,
-    check_thresholds,
-    default_thresholds,
-    first_gear,
-)
+from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
 from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
 from .caches import check_draftable
 from .governor import Governor
-from .mode import AUTO, encoded, gear_of_prompt, of_model, vocabulary_of
+from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
+from .modes import RouteSettings, StaticSettings
 from .pair import bytes_read
 from .response import GearResponse, SampledToken, Step, single_pass
 from .sampling import Sampled, entropy_bits, geared_responses, reader_of, sampled
 
+DRAFTED = 3  # tokens that a draft model drafts at once, as in mlx_lm.generate
+
 
 @dataclass(frozen=True)
 class InEngagedGear(SharedMode):
-    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears.
-
-    Args:
-        prompt_gear: name or bits of the gear that reads the prompt, but for its last token, whose pass makes the first
-            token of the text; "same": the one that begins the text. Without it the best one that is in memory
-            (`best_reader`).
-    """
-
-    prompt_gear: str | int | None = field(default=None, kw_only=True)
+    """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears."""
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         """The gate and the monitor of a text, and the gear that it begins in."""
@@ -106,26 +90,16 @@ class InEngagedGear(SharedMode):
 
 
 @dataclass(frozen=True)
-class Route(InEngagedGear):
+class Route(RouteSettings, InEngagedGear):
     """Shift by the rolling entropy.
 
     Args:
-        thresholds: bits, one fewer than there are gears; the paper's, scaled to the vocabulary, if not given; "auto":
-            found on the first prompt, once for a gearbox (GEARBX 4.2).
-        window: tokens in the rolling mean.
-        hysteresis: bits.
-        min_gear_duration: tokens.
-        initial_gear: name or bits of the gear that begins the text; "auto": chosen by the prompt (GEARBX 11).
         gate: a Gate of your own, in place of thresholds, hysteresis and duration.
+        others: of `RouteSettings`.
     """
 
     name: ClassVar[str] = "route"
 
-    thresholds: Sequence[float] | Literal["auto"] | None = None
-    window: int = DEFAULT_WINDOW
-    hysteresis: float = DEFAULT_HYSTERESIS
-    min_gear_duration: int = DEFAULT_MIN_GEAR_DURATION
-    initial_gear: str | int = AUTO
     gate: Gate | None = None
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
@@ -135,9 +109,16 @@ class Route(InEngagedGear):
         return BatchText(gate, monitor, first, gear_of_prompt(gearbox, self.prompt_gear, first))
 
     def settled(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> "Route":
-        if self.thresholds != AUTO or self.gate is not None:
+        if self.gate is not None or self.thresholds is None:
             return self
-        return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
+        if self.thresholds == AUTO:
+            return replace(self, thresholds=auto_thresholds(gearbox, tokenizer, prompt).thresholds)
+        return replace(self, thresholds=self.bits(gearbox))
+
+    def begun(self, typed: str, ladder: Ladder) -> "Route":
+        if self.initial_gear != AUTO:
+            return self
+        return replace(self, initial_gear=ladder[first_gear(typed, len(ladder))].name)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
         """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
@@ -146,13 +127,8 @@ class Route(InEngagedGear):
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
-        """The thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder."""
-        gears, given = len(gearbox.ladder), self.thresholds
-        if isinstance(given, str):
-            raise GearbxError(f"thresholds are '{given}'; give numbers of bits, or \"auto\"")
-        thresholds = default_thresholds(gears, vocabulary_of(gearbox)) if given is None else tuple(given)
-        check_thresholds(thresholds, gears)
-        return thresholds
+        """The thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder or the model."""
+        return thresholds_for(self.thresholds, gearbox)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
         """Like Mode's, of a mode whose initial gear is named."""
@@ -170,19 +146,11 @@ class Route(InEngagedGear):
 
 
 @dataclass(frozen=True)
-class Static(InEngagedGear):
-    """Stay in one gear.
-
-    Args:
-        gear: name or bits; the top gear if not given.
-        window: tokens in the rolling mean that responses show.
-    """
+class Static(StaticSettings, InEngagedGear):
+    """Stay in one gear. Args: of `StaticSettings`."""
 
     name: ClassVar[str] = "static"
     uncapped: ClassVar[str] = "stays in the gear that it is given"
-
-    gear: str | int | None = None
-    window: int = DEFAULT_WINDOW
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
         gear = self.gear_of(gearbox)
@@ -222,7 +190,7 @@ def with_draft_model(
     first: Gear,
     draft_model: nn.Module,
     max_tokens: int = 256,
-    num_draft_tokens: int = 3,
+    num_draft_tokens: int | None = None,
     **kwargs: Any,
 ) -> Sampled:
     """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
@@ -236,6 +204,7 @@ def with_draft_model(
     """
     if agreement_of(model).group is not None:
         raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
+    num_draft_tokens = num_draft_tokens or DRAFTED
     prompt, max_tokens = encoded(tokenizer, prompt), sys.maxsize if max_tokens < 0 else max_tokens
     given, layers = kwargs.pop("prompt_cache", None), len(model.layers)
     if given is not None:  # by mlx-lm's reckoning the model's caches come first, and then the draft model's

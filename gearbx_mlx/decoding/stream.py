@@ -63,7 +63,7 @@ def stream_generate(
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
             TelemetryOnly, or its name for the default settings. Without one Lossless; TelemetryOnly for an
-            Observer, Static for a ladder of 16 alone and with a draft_model, Route with a controller.
+            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller.
         gearbox: without one, the model's, else a new one with the default ladder; for a quantized model, an Observer.
         controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md), which a `prompt_cache` gets in place.
@@ -123,11 +123,11 @@ def choose_mode(
 ) -> Mode:
     """The mode that is named; without a name lossless, or what an observer or a controller can have.
 
-    The top gear writes by itself where it has a draft model of mlx-lm's, or is to be mlx-lm bit for bit.
+    The top gear writes by itself where it is to be mlx-lm bit for bit, and no draft model drafts.
 
     Args:
         governed: a controller caps the gears.
-        draft_model: mlx-lm's draft model drafts.
+        draft_model: one drafts.
 
     Raises:
         GearbxError: a mode that does not exist.
@@ -372,7 +372,7 @@ class Responses(Iterator[GearResponse]):
     Args:
         responses: of `model` in a mode.
         gearbox: None for a pair, whose large model is `model`.
-        draft_model: mlx-lm's, if one drafts.
+        draft_model: the one that drafts, if any.
     """
 
     responses: Iterator[GearResponse] = field(repr=False)

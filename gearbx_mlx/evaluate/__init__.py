@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..cli.flags import ModelSettings
-from ..cli.gears import FloorSettings, GateSettings, GearFlags, LayoutSettings
-from ..cli.settings import Settings, command_settings, flag, parser_of
+from ..cli.flags import GearFlags, LayerSettings, ModelSettings
+from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import KV_BITS, kv_ladder
+from ..routing.gates import Thresholds, read_thresholds
+from ..settings import Settings, flag
 
 MODES = ROUTE, KICKDOWN = "route", "kickdown"  # whose tokens are not all the top gear's
 NONE = "none"
@@ -30,11 +31,12 @@ class EvaluationSettings(Settings):
     modes: Sequence[str] = flag(
         MODES, "Modes that read the text besides each gear alone, or none.", choices=(*MODES, NONE), nargs="+"
     )
-    thresholds: str | None = flag(
+    thresholds: Thresholds = flag(
         None,
         "Of these modes: a file from gearbx_mlx.calibrate, or bits such as 1.8,3.5. Default: the paper's",
         metavar="FILE|BITS",
         named=True,
+        parse=read_thresholds,
     )
     context: int | None = flag(
         None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
@@ -56,10 +58,8 @@ class EvaluationSettings(Settings):
 @dataclass(frozen=True)
 class EvaluateSettings:
     model: ModelSettings
-    layout: LayoutSettings
+    layout: LayerSettings
     gears: GearFlags
-    floors: FloorSettings
-    gate: GateSettings
     evaluation: EvaluationSettings
 
 

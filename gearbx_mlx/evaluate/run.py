@@ -11,11 +11,13 @@ from rich import box
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.gears import RoutingSettings, routing_for
+from ..cli.decide import JustGears
 from ..cli.loaded import Loaded
-from ..cli.resolved import resolve_gears
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
+from ..decoding.mode import thresholds_for
+from ..decoding.modes import made
+from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation.metrics import quality
 from ..evaluation.predictions import (
@@ -34,10 +36,10 @@ from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
 from ..files.writing import make_directory, write_text
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox, model_fingerprint
+from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
-from ..routing.gates import Monitor, ThresholdGate
+from ..routing.gates import Monitor
 from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json, finite
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE
@@ -97,13 +99,12 @@ def content_of(settings: EvaluateSettings) -> dict[str, Any]:
 def measured(settings: EvaluateSettings) -> dict[str, Any]:
     """Read the text window by window: first in the top gear, and then by every reader, compared with it."""
     wanted = settings.evaluation
-    resolved = resolve_gears(settings.model, settings.layout, settings.gears, settings.floors)
     documents = read_documents(Path(wanted.data))
-    loaded = Loaded.of(resolved)
+    loaded = Loaded.of(JustGears(settings.model, settings.layout, settings.gears))
     loaded.check_gears()
-    resolved = loaded.resolved  # of a quantized checkpoint with the gears of its own codes
-    if len(resolved.ladder) < 2 and not wanted.kv_gears:
-        raise GearbxError(f"--gears {resolved.ladder}: one gear has nothing to be compared with; give two or more")
+    decision = loaded.decision
+    if len(decision.ladder) < 2 and not wanted.kv_gears:
+        raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
     readers = readers_of(settings, gearbox)
     context = context_for(wanted.context, loaded.config)
@@ -124,9 +125,9 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
         "version": VERSION,
         "model": model_name(settings.model.model),
         "data": wanted.data,
-        "format": resolved.format.name,
-        "manage": resolved.manage,
-        "group_size": resolved.group_size,
+        "format": decision.format.name,
+        "manage": decision.manage,
+        "group_size": decision.group_size,
         "kernels": "native" if gearbox.kernels.native else "mlx",
         "compute_dtype": dtype_name(gearbox.compute_dtype),
         "tokens": len(reference.nll),
@@ -154,13 +155,13 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]
     found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
     modes = [mode for mode in wanted.modes if mode != NONE]
     if modes and len(ladder) > 1:
-        vocab_size, fingerprint = vocabulary(gearbox.model), partial(model_fingerprint, gearbox.model)
-        given = RoutingSettings(**vars(settings.gate), thresholds=wanted.thresholds)
-        routing = routing_for(given, ladder, vocab_size, fingerprint)
-        gate = ThresholdGate(routing.thresholds, routing.hysteresis, routing.min_gear_duration)
+        route = made(ROUTE, {"thresholds": wanted.thresholds})
+        assert isinstance(route, Route)
+        bits = thresholds_for(route.thresholds, gearbox)
+        gate, monitor = route.gate_for(gearbox), Monitor(vocabulary(gearbox.model), route.window)
         policies: dict[str, Policy] = {
-            ROUTE: RoutePolicy(ladder, gate, Monitor(vocab_size, routing.window)),
-            KICKDOWN: KickdownPolicy(ladder, routing.thresholds),
+            ROUTE: RoutePolicy(ladder, gate, monitor),
+            KICKDOWN: KickdownPolicy(ladder, bits),
         }
         found += [TextReader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
     if wanted.kv_gears:

@@ -370,7 +370,7 @@ def cut(model: nn.Module, group: mx.distributed.Group) -> None:
     inner = getattr(model, "model", None)
     if not isinstance(inner, PipelineMixin):
         name = type(model).__module__.rpartition(".")[2]
-        raise GearbxError(f"mlx-lm's class '{name}' has no pipeline; leave --pipeline out, which divides each layer")
+        raise GearbxError(f"mlx-lm's class '{name}' has no pipeline; without one each layer is divided")
     if len(inner.layers) < group.size():
         raise GearbxError(f"the model has {len(inner.layers)} layers for {group.size()} ranks; start fewer")
     inner.pipeline(group)

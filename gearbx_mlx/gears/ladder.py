@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError, numbers
+from ..formats import has_codebooks
 
 QUANTIZED = (2, 3, 4, 5, 6, 8)  # the widths that MLX's affine kernels support
 DENSE = 16  # the weights as they are, in the type of the checkpoint
@@ -113,6 +114,17 @@ EMBEDDINGS = ("quantize", "keep")  # in a geared checkpoint
 DTYPES = ("float32", "bfloat16", "float16")
 MANAGE = ("all", "attention", "mlp", "everything")
 RESIDENCIES = ("resident", "disk", "stream")
+
+
+def default_ladder(format: str, by_quality: bool = False) -> Ladder:
+    """Return the default ladder of a format: codebooks have no 8 bits, and quality floors begin at 2."""
+    if format == WHOLE:
+        return Ladder.parse(WHOLE_LADDER)
+    if not has_codebooks(format):
+        return Ladder.parse(DEFAULT_LADDER)
+    return Ladder((2, 16) if by_quality else (4, 16))
+
+
 KV_BITS = (4, 8, 16)  # 16: keys and values as they are
 
 

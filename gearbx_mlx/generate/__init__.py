@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..cli.flags import (
     CacheSettings,
     ControllerSettings,
+    GearFlags,
+    LayoutSettings,
+    ModeFlags,
     ModelSettings,
-    ModeSettings,
     OutputSettings,
     SamplingSettings,
     check_pair,
 )
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.parser import parser_of
 from ..cli.prompt import PromptSettings
-from ..cli.settings import Settings, flag, parser_of
 from ..cli.start import command
+from ..settings import Settings, flag
 
 if TYPE_CHECKING:
     from ..decoding.stream import generate as generate
@@ -52,8 +54,7 @@ class GenerateSettings:
     cache: CacheSettings
     layout: LayoutSettings
     gears: GearFlags
-    floors: FloorSettings
-    mode: ModeSettings
+    mode: ModeFlags
     controller: ControllerSettings
     output: OutputSettings
 

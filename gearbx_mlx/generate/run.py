@@ -13,8 +13,7 @@ import mlx.core as mx
 from rich.table import Table
 
 from ..cli import terminal
-from ..cli.flags import OutputSettings, turns_of
-from ..cli.gears import AUTO
+from ..cli.flags import SILENT, OutputSettings
 from ..cli.loaded import (
     Geared,
     Loaded,
@@ -25,8 +24,6 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt, room_for
-from ..cli.resolved import resolve
-from ..cli.settings import flag_of
 from ..cli.tables import layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import versions
@@ -41,7 +38,9 @@ from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
+from ..routing.gates import AUTO, ReadThresholds
 from ..routing.pair import NAMES
+from ..settings import flag_of
 from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record
 from . import GenerateSettings
@@ -50,16 +49,15 @@ from . import GenerateSettings
 def run_pair(
     settings: GenerateSettings, small_model: str, prompt: str, trace: Path | None, summary: Path | None
 ) -> int:
-    turns = turns_of(settings.mode.thresholds, settings.mode)
     pair = load_pair(settings.model, small_model)
     tokens = encode_prompt(settings.prompt, pair.tokenizer, prompt, settings.input.prefill_response)
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
-    mode = pair.mode(turns, settings.mode.initial_gear)
+    mode = pair.mode(settings.mode.given())
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
     status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model)
-    show_summary(result, pair_table(result, mode.rows(result)), settings.output.verbose, summary)
+    show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
     return status
 
 
@@ -77,7 +75,7 @@ def write_out(
         fields: of a response, that the mode adds to the trace.
     """
     text = ""
-    out = terminal.TintedText(gears, output.color if output.verbose else "never")
+    out = terminal.TintedText(gears, output.told)
     status = 0
     mx.reset_peak_memory()
     try:
@@ -85,12 +83,12 @@ def write_out(
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
-                if output.verbose:
+                if output.told:
                     out.write(response.text, response.gear)
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
     with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
-        print(text if not output.verbose else "", flush=True)
+        print(text if not output.told else "", flush=True)
     return status
 
 
@@ -108,13 +106,11 @@ TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file 
 PIECE = 1 << 20  # bytes
 ALONE = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
-    "draft_model": "mlx-lm's draft models run in one process; use --mode lossless",
+    "draft_model": "a draft model runs in one process; in mode lossless a low gear drafts without one",
     "adapter_path": "ranks cannot share adapters; fuse them first (mlx_lm.fuse)",
     "prompt_cache_file": "a file of KV caches has all heads and layers, of which a rank has its own; give the prompt",
-    "low_model": "the low gear of another model cannot be divided",
+    "base": "the lowest gear of a base cannot be divided; convert with --calibrate first",
     "target_tps": "the clock and the state of one machine would choose the gears of all",
-    "watch_machine": "the clock and the state of one machine would choose the gears of all",
-    "auto_bits": "bits are found in one process; convert with them first (gearbx_mlx.convert)",
 }
 
 
@@ -136,7 +132,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
         raise GearbxError("--prompt - reads standard input, which mlx.launch never ends; give the prompt itself")
-    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=False))
+    return settings if run.place.rank == 0 else replace(settings, output=OutputSettings(verbose=SILENT))
 
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
@@ -145,6 +141,8 @@ def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def fact(value: Any) -> str:
+    if isinstance(value, ReadThresholds):
+        return value.content.text()
     if not isinstance(value, str | Path) or not os.path.isfile(value):
         return str(value)
     try:
@@ -214,11 +212,10 @@ def run(settings: GenerateSettings) -> int:
         mx.random.seed(settings.sampling.seed)
     if settings.mode.small_model is not None:
         return run_pair(settings, settings.mode.small_model, prompt, trace, summary)
-    resolved = resolve(settings)
     cache = load_cache(settings.input.prompt_cache_file, settings.model.model)
     if cache is not None:  # it names the model, too
-        resolved = replace(resolved, model=replace(resolved.model, model=cache.model))
-    loaded = Loaded.of(resolved)
+        settings = replace(settings, model=replace(settings.model, model=cache.model))
+    loaded = Loaded.of(settings)
     model, tokenizer = loaded.model, loaded.tokenizer
     tokens, entries = to_read(settings, loaded, prompt, cache)
     max_tokens = room_for(
@@ -231,21 +228,21 @@ def run(settings: GenerateSettings) -> int:
     if cache is not None:
         cache.check_weights(model)
         cache.check_gear(mode, gearbox)
-    if settings.output.describe:
+    if settings.output.describes:
         terminal.messages.print(layers_table(gearbox.ladder, gearbox.layer_paths()))
         terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
-    with geared.governor(settings.output.verbose) as controller:
+    with geared.governor(settings.output.told) as controller:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model)
-    if resolved.mode.by:
-        result["mode_chosen_by"] = flag_of(resolved.mode.by)
-    show_summary(result, summary_table(result, mode.rows(result)), settings.output.verbose, summary)
-    if settings.output.describe and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
+    if geared.loaded.decision.mode_by:
+        result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
+    show_summary(result, summary_table(result, mode.rows(result)), settings.output.told, summary)
+    if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
 
@@ -269,7 +266,7 @@ def to_read(
 def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
-    if settings.mode.thresholds == AUTO and settings.output.verbose:
+    if settings.mode.thresholds == AUTO and settings.output.told:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
 
@@ -280,4 +277,4 @@ def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
         return (*mode.trace_fields, "kv_bytes", "kv_caches")
     if keywords["draft_model"] is None:
         return mode.trace_fields
-    return (*mode.trace_fields, "passes", "weight_bytes", "drafted", "from_draft")
+    return tuple(dict.fromkeys((*mode.trace_fields, "passes", "weight_bytes", "drafted", "from_draft")))

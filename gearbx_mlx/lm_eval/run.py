@@ -17,14 +17,14 @@ from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
 from tqdm import tqdm
 
 from ..cli.loaded import Loaded
-from ..cli.resolved import resolve
-from ..cli.settings import command_settings, flag_of, given
+from ..cli.parser import command_settings
 from ..decoding.lossless import Lossless
 from ..decoding.response import GearResponse
 from ..decoding.route import Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
 from ..generate import GenerateSettings, setup_arg_parser
+from ..settings import flag_of, given
 
 ELSEWHERE = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
 
@@ -42,7 +42,7 @@ class GearbxLM(MLXLM):
     def __init__(self, batch_size: Any = 1, max_batch_size: Any = None, device: Any = None, **flags: Any) -> None:
         LM.__init__(self)
         settings = settings_of(flags)
-        geared = Loaded.of(resolve(settings)).in_gears()
+        geared = Loaded.of(settings).in_gears()
         self._model, self.tokenizer, self.gearbox = geared.loaded.model, geared.loaded.tokenizer, geared.gearbox
         mode = geared.mode("").settled(self.gearbox, self.tokenizer, None)
         self.mode = Static() if isinstance(mode, Lossless) else mode  # whose texts and scores are the same

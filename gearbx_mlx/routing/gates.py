@@ -15,14 +15,16 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import asdict
 
 from ..errors import GearbxError, GearbxWarning
-from ..files.reading import Count, check_schema, parse_json, typed
+from ..files.reading import Count, check_schema, parse_json, read_as, typed
+from ..gone import gone
 
 DEFAULT_WINDOW = 3  # GEARBX 3.2, the MLX backend
 LOOKAHEAD = 2  # tokens
@@ -211,25 +213,32 @@ def replay(entropies: Iterable[float], monitor: Monitor, gate: Gate) -> list[int
 
 ROUTE = "route"
 SCHEMA, VERSION = "gearbx-mlx thresholds", 1
+Positive = Annotated[int, Meta(ge=1, le=2**53)]
+NotNegative = Annotated[float, Meta(ge=0)]
+
+
+AUTO: Literal["auto"] = "auto"
+MAKE_THRESHOLDS = "write a new one with python -m gearbx_mlx.calibrate"
 
 
 class ThresholdFile(Struct, frozen=True):
-    """The file that `calibrate` writes and `generate --thresholds` reads.
+    """The file that `--thresholds` reads: `calibrate` writes it, or a person who wants another gate.
 
-    `thresholds` are in bits; `shares`, when known, is the share of the calibration tokens in each gear; `mode` is the
-    decoding mode of the thresholds. In modes other than route they apply only to the `gears`, and to the model with
-    the `fingerprint`, that they were found with.
+    `thresholds` are in bits; without them the paper's are used. Of the gate's `window`, `hysteresis` and
+    `min_gear_duration`, those that are missing have their defaults. `shares`, when known, is the share of the
+    calibration tokens in each gear; `mode` is the decoding mode of the thresholds. In modes other than route they apply
+    only to the `gears`, and to the model with the `fingerprint`, that they were found with.
     """
 
-    thresholds: list[float]
-    vocab_size: Count
-    model: str
-    method: str
-    gears: list[Count]
-    tokens: Count
-    window: Count
-    hysteresis: float
-    min_gear_duration: Count
+    thresholds: list[float] | None = None
+    vocab_size: Count | None = None
+    model: str = ""
+    method: str = ""
+    gears: list[Count] = []
+    tokens: Count = 0
+    window: Positive | None = None
+    hysteresis: NotNegative | None = None
+    min_gear_duration: Positive | None = None
     shares: list[float] = []
     mode: str = ROUTE
     fingerprint: str = ""
@@ -240,19 +249,81 @@ class ThresholdFile(Struct, frozen=True):
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def parse_thresholds(text: str) -> ThresholdFile:
-    """A thresholds file from its text.
+@dataclass(frozen=True)
+class ReadThresholds:
+    """The content of a thresholds file, and the place that it was read from."""
+
+    content: ThresholdFile
+    place: str
+
+    def bits(self, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
+        """Return the thresholds. Raises GearbxError as `fitting`, with the file's name."""
+        try:
+            return fitting(self.content, gears, vocab_size, fingerprint)
+        except GearbxError as error:
+            raise GearbxError(f"{self.place}: {error}; {MAKE_THRESHOLDS}") from error
+
+
+Thresholds = Sequence[float] | Literal["auto"] | ReadThresholds | None
+"""Bits, one fewer than there are gears; a file's; "auto": found on a first prompt; None: the paper's."""
+
+
+def read_thresholds(text: str) -> Thresholds:
+    """Read what `--thresholds` names: numbers with commas between, "auto", or a file.
 
     Raises:
-        GearbxError: not JSON, another schema or version, a field that is missing or of the wrong kind.
+        GearbxError: neither numbers nor a thresholds file.
+    """
+    if text == AUTO:
+        return AUTO
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        content = read_as(Path(text), parse_thresholds, "a thresholds file", MAKE_THRESHOLDS)
+        return ReadThresholds(content, text)
+
+
+def parse_thresholds(text: str) -> ThresholdFile:
+    """Parse a thresholds file.
+
+    Raises:
+        GearbxError: not JSON, another schema or version, a field of the wrong kind, a mode that is gone.
     """
     content = parse_json(text)
     check_schema(content, "a thresholds file", SCHEMA, VERSION)
-    return typed(content, ThresholdFile)
+    found = typed(content, ThresholdFile)
+    said = gone(f"a file for mode '{found.mode}'")
+    if said is not None:
+        raise GearbxError(said)
+    return found
+
+
+def bits_of(
+    thresholds: Thresholds, gears: Sequence[int], vocab_size: int, fingerprint: Callable[[], str]
+) -> tuple[float, ...]:
+    """Return thresholds in bits.
+
+    Args:
+        gears: bits of the ladder.
+        fingerprint: returns the model's, which a file may belong to.
+
+    Raises:
+        GearbxError: thresholds that do not fit the ladder or the model, or that are to be found on a prompt.
+    """
+    if isinstance(thresholds, str):
+        raise GearbxError(
+            f"thresholds are '{thresholds}', which is for mode route of generate, chat, server and analyze; "
+            "give bits, or a file from python -m gearbx_mlx.calibrate"
+        )
+    if isinstance(thresholds, ReadThresholds):
+        return thresholds.bits(gears, vocab_size, fingerprint())
+    bits = default_thresholds(len(gears), vocab_size) if thresholds is None else tuple(thresholds)
+    check_thresholds(bits, len(gears))
+    return bits
 
 
 def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, fingerprint: str) -> tuple[float, ...]:
-    """The thresholds in bits, if they fit a ladder, a vocabulary and a model.
+    """Return a file's thresholds in bits, if they fit a ladder, a vocabulary and a model.
 
     Args:
         gears: bits.
@@ -261,12 +332,14 @@ def fitting(content: ThresholdFile, gears: Sequence[int], vocab_size: int, finge
         GearbxError: another vocabulary, another number of gears, thresholds out of order, negative or not finite; in
             other modes than route, other gears or another model, of which mode route warns.
     """
-    if content.vocab_size != vocab_size:
+    if content.thresholds is None:
+        return default_thresholds(len(gears), vocab_size)
+    if content.vocab_size not in (None, vocab_size):
         raise GearbxError(f"made for a vocabulary of {content.vocab_size}, this model has {vocab_size}")
     others = []
     if content.fingerprint not in ("", fingerprint):
         others.append(f"made for another model ({content.model}), whose weights are not these")
-    if list(content.gears) != list(gears):
+    if content.gears and list(content.gears) != list(gears):
         shown, mine = (",".join(map(str, bits)) for bits in (gears, content.gears))
         others.append(f"made for gears {mine}, not {shown}")
     if others and content.mode != ROUTE:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..bit_selection.defaults import ACCURACY_THRESHOLD
-from ..cli.flags import CalibrationTextSettings, ModelSettings
-from ..cli.gears import FormatSettings
-from ..cli.settings import Settings, flag, parser_of
+from ..cli.flags import CalibrationTextSettings, ModelSettings, StorageSettings
+from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import LARGEST_SHOWN, GearbxError
 from ..gears.ladder import Ladder
+from ..settings import Settings, flag
 
 DESCRIPTION = (
     "Measure, for every layer and every width, the KL from full precision and the change of perplexity when this layer "
@@ -50,7 +50,7 @@ class SensitivitySettings:
     model: ModelSettings
     text: CalibrationTextSettings
     measurement: MeasurementSettings
-    layout: FormatSettings
+    layout: StorageSettings
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:

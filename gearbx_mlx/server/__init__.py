@@ -6,14 +6,23 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, ClassVar
 
-from ..cli.flags import CacheSettings, ControllerSettings, ModelSettings, ModeSettings, batch_policy_flag, check_pair
-from ..cli.gears import FloorSettings, GearFlags, LayoutSettings
+from ..cli.flags import (
+    CacheSettings,
+    ControllerSettings,
+    GearFlags,
+    LayoutSettings,
+    ModeFlags,
+    ModelSettings,
+    batch_policy_flag,
+    check_pair,
+)
 from ..cli.others import OtherServerSettings
-from ..cli.settings import Settings, flag, flag_of, given, parse_bytes, parser_of
+from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import GearbxError, about
 from ..files.reading import parse_json, typed
 from ..routing.gates import policy_named
+from ..settings import Settings, flag, flag_of, given, parse_bytes
 
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -145,8 +154,7 @@ class ServerSettings:
     cache: CacheSettings
     layout: LayoutSettings
     gears: GearFlags
-    floors: FloorSettings
-    mode: ModeSettings
+    mode: ModeFlags
     controller: ControllerSettings
     others: OtherServerSettings
 

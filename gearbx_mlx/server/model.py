@@ -2,25 +2,24 @@
 
 import argparse
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 from mlx_lm.models.cache import LRUPromptCache
 
-from ..cli.flags import PAIR, TELEMETRY_ONLY, Turns, turns_of
+from ..cli.decide import check_in_ladder, decide
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
-from ..cli.resolved import Resolved, resolve
-from ..decoding.lossless import Lossless
-from ..decoding.mode import SAME, Mode
-from ..decoding.modes import mode_class
+from ..decoding.mode import Mode
+from ..decoding.modes import PAIR, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..loading import DEMO_MODEL, find
-from ..routing.pair import NAMES, check_threshold
+from ..routing.pair import NAMES
 from ..serving.app import server_application
 from ..serving.listening import Server
 from ..serving.provider import GearedProvider, Served
@@ -31,6 +30,8 @@ from . import ServerSettings
 
 SHIFTING = ("route", "kickdown", "lossless", "static")
 GOVERNED = ("route", "kickdown")
+OF_OPTIONS = {"gear": "static", "thresholds": "route", "draft": "lossless"}  # modes that a request's options mean
+OF_LADDER = "gear", "draft"
 
 
 def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str, ...]:
@@ -40,46 +41,35 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
     if governed:
         return GOVERNED
     if has_draft_model:
-        return ("route", "static")
+        return ("route", "lossless", "static")
     return SHIFTING
 
 
-def mode_for(geared: Geared, modes: tuple[str, ...], default_mode: str, options: Options, prompt: str) -> Mode:
-    """The mode of a request: the server's own, changed as its options say.
+def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
+    """The mode of a request: the server's own, changed as its options say, which are settings of the mode.
 
     Raises:
         GearbxError: a mode or a gear that the server was not started for, options of another mode.
     """
-    choice = geared.loaded.resolved.mode
-    wanted = options.mode or mode_of_options(options, mode_class(default_mode))
-    if wanted is not None:
-        if wanted not in modes:
-            raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
-        choice = replace(choice, mode=wanted, asked=True)
-    kind = mode_class(wanted or default_mode)
-    if options.gear is not None:
-        refuse_unless(kind.name == "static", "gear", kind.name)
-        with about("gear"):
-            choice = replace(choice, own=replace(choice.own, gear=geared.gearbox.ladder.find(options.gear).name))
-    if options.thresholds is not None:
-        refuse_unless(hasattr(kind, "thresholds"), "thresholds", kind.name)
-        bits = ",".join(repr(float(each)) for each in options.thresholds)
-        choice = replace(choice, own=replace(choice.own, thresholds=bits))
-    mode = geared.mode(prompt, choice).settled(geared.gearbox, geared.loaded.tokenizer, None)
-    if options.draft is not None:
-        refuse_unless(isinstance(mode, Lossless), "draft", kind.name)
-        with about("gearbx.draft"):
-            mode = replace(mode, draft=geared.gearbox.ladder.find(options.draft).name)  # type: ignore[call-arg]
-    return mode
+    flags = geared.loaded.decision.settings.mode
+    given = {name: value for name, value in options if name != "mode" and value is not None}
+    wanted = options.mode or mode_of_options(given, default)
+    if wanted is not None and wanted not in modes:
+        raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
+    mode = default if wanted in (None, default.name) else made(wanted, flags.given())
+    own = {item.name for item in fields(mode)}
+    for name, value in given.items():
+        refuse_unless(name in own, name, mode.name)
+        with about(name):
+            gear = geared.gearbox.ladder.find(value).name if name in OF_LADDER else tuple(value)
+            mode = replace(mode, **{name: gear})
+    return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)
 
 
-def mode_of_options(options: Options, default: type[Mode]) -> str | None:
+def mode_of_options(given: Mapping[str, Any], default: Mode) -> str | None:
     """The mode that a request's other options belong to, if it names none; None: the server's own."""
-    if options.gear is not None:
-        return "static"
-    if options.thresholds is not None and not hasattr(default, "thresholds"):
-        return "route"
-    return "lossless" if options.draft is not None and default is not Lossless else None
+    own = {item.name for item in fields(default)}
+    return next((mode for name, mode in OF_OPTIONS.items() if name in given and name not in own), None)
 
 
 def refuse_unless(fits: bool, field: str, mode: str) -> None:
@@ -87,20 +77,16 @@ def refuse_unless(fits: bool, field: str, mode: str) -> None:
         raise GearbxError(f"{field} does not belong to mode '{mode}'; leave it out, or give another mode")
 
 
-def serve_pair(pair: LoadedPair, turns: Turns, initial_gear: str) -> Served:
-    """Serve two models that take turns."""
+def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
+    """Serve two models that take turns. flags: of modes."""
 
     def mode(options: Options, prompt: str) -> Mode:
         if options.mode not in (None, PAIR):
             raise GearbxError(f"mode '{options.mode}' is not served here; two models take turns: {PAIR}")
-        for field in ("gear", "draft"):
-            refuse_unless(getattr(options, field) is None, field, PAIR)
-        if options.thresholds is None:
-            return pair.mode(turns, initial_gear)
-        if len(options.thresholds) != 1:
-            raise GearbxError("gearbx.thresholds: two models have one threshold between them")
-        check_threshold(options.thresholds[0])
-        return pair.mode(turns, initial_gear, options.thresholds[0])
+        for name in OF_LADDER:
+            refuse_unless(getattr(options, name) is None, name, PAIR)
+        own = {} if options.thresholds is None else {"thresholds": tuple(options.thresholds)}
+        return pair.mode({**flags, **own})
 
     return Served(
         model=pair.large,
@@ -159,30 +145,30 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
     """What loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit it."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     find(path or DEMO_MODEL)
-    if settings.mode.small_model is not None:
-        turns = turns_of(settings.mode.thresholds, settings.mode)
-        return lambda: serve_pair(
-            load_pair(model, settings.mode.small_model or "", template), turns, settings.mode.initial_gear
-        )
-    resolved = resolve(replace(settings, model=model), mode_changes=True)
-    return lambda: load_geared(resolved, settings.cache.draft_model, template)
+    small = settings.mode.small_model
+    if small is not None:
+        return lambda: serve_pair(load_pair(model, small, template), settings.mode.given())
+    settings = replace(settings, model=model)
+    decide(settings, several_modes=True)
+    return lambda: load_geared(settings, template)
 
 
-def load_geared(resolved: Resolved, draft_model_path: str | None, template: str) -> Served:
+def load_geared(settings: ServerSettings, template: str) -> Served:
     """A model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
     with ExitStack() as stack:
-        loaded = Loaded.of(resolved, template)
-        draft_model = load_draft_model(draft_model_path, loaded.tokenizer)
+        loaded = Loaded.of(settings, template, several_modes=True)
+        draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
         geared = loaded.in_gears()
-        check_prompt_gear(geared)
+        check_in_ladder(settings.mode, geared.gearbox.ladder)
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None)
+        default = geared.loaded.decision.mode
         own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
 
         def mode(options: Options, prompt: str) -> Mode:
             if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
                 return own
-            return mode_for(geared, modes, own.name, options, prompt)
+            return mode_for(geared, modes, default, options, prompt)
 
         return Served(
             model=loaded.model,
@@ -199,17 +185,6 @@ def load_geared(resolved: Resolved, draft_model_path: str | None, template: str)
             controller=controller,
             close=stack.pop_all().close,  # of what watches the machine
         )
-
-
-def check_prompt_gear(geared: Geared) -> None:
-    """Raises GearbxError for a prompt gear that the loaded model does not have, before a request asks for it."""
-    resolved, gearbox = geared.loaded.resolved, geared.gearbox
-    wanted = resolved.mode.own.prompt_gear
-    if wanted in (None, SAME):
-        return
-    if not isinstance(gearbox, Gearbox):
-        raise GearbxError(f"--prompt-gear {wanted}: this model has one precision; leave the flag out")
-    replace(resolved, ladder=gearbox.ladder).check_mode()
 
 
 def cli_args(settings: ServerSettings) -> argparse.Namespace:

@@ -29,7 +29,7 @@ from .dialects import (
     CountTokensRequest,
     Messages,
     MessagesRequest,
-    Responses,
+    ResponseDialect,
     ResponsesRequest,
     chat_of_messages,
     chat_of_response,
@@ -46,7 +46,7 @@ FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 WINDOW = 10  # seconds over which tokens per second are counted
 KEPT = 2**18  # times of tokens, more than come in these seconds
-MOST_NAMED = 20  # fields of a request that are not known
+MOST_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
 
 
 # What is counted.
@@ -225,7 +225,7 @@ async def go_on_with_a_text(body: TextRequest, here: Here) -> Response:
 
 @keyed.post("/v1/responses", response_model=dict[str, Any], responses=STREAMED)
 async def respond(body: ResponsesRequest, here: Here) -> Response:
-    return await complete(here, body, chat_of_response(body), Responses(body))
+    return await complete(here, body, chat_of_response(body), ResponseDialect(body))
 
 
 @keyed.post("/v1/embeddings", response_model=Error, include_in_schema=False)
@@ -329,7 +329,7 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
         body: what the client sent; fields in it that are not known are named in the answer and in the log.
         request: the chat or text completion that answers it.
     """
-    texts, ignored = request.apart(), sorted(body.model_extra or ())[:MOST_NAMED]
+    texts, ignored = request.apart(), [name[:LONGEST_NAME] for name in sorted(body.model_extra or ())[:MOST_NAMED]]
     if ignored:
         here.told["ignored"] = ",".join(ignored)
     came = answers(here, texts)

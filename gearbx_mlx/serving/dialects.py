@@ -322,7 +322,7 @@ ITEM: dict[str, tuple[str, dict[str, Any], str]] = {  # of a block: prefix of it
 }
 
 
-class Responses(BlockDialect):
+class ResponseDialect(BlockDialect):
     """How a chat completion, with `include_usage`, looks to a client of the Responses API.
 
     A block is an item of the output, and text and thoughts are a part of one.

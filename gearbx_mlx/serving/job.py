@@ -393,7 +393,7 @@ class Single:
 def keywords_of(job: Job, settings: Any) -> dict[str, Any]:
     """Keywords of stream_generate that the server's flags, and images, add."""
     served = job.served
-    names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears", "kv_gear")
+    names = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start", "kv_gears")
     keywords = {name: getattr(settings, name) for name in names}
     if served.draft_model is not None:
         keywords |= {"draft_model": served.draft_model, "num_draft_tokens": settings.num_draft_tokens}

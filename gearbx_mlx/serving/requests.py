@@ -118,6 +118,11 @@ class BaseRequest(GearRequest, frozen=True):
         return [self]
 
     @property
+    def must_call(self) -> list[dict[str, Any]] | None:
+        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
+        return None
+
+    @property
     def is_constrained(self) -> bool:
         """Whether a grammar says which tokens may come next."""
         return self.response_format is not None or self.must_call is not None
@@ -207,7 +212,6 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def must_call(self) -> list[dict[str, Any]] | None:
-        """The tools, one of which has to be called; None: none has to. Raises GearbxError where it is missing."""
         if self.tool_choice in (None, "none", "auto"):
             return None
         tools = self.tools or []
@@ -224,7 +228,6 @@ class TextRequest(BaseRequest, frozen=True):
 
     shown_tools: ClassVar[None] = None  # such a text calls no tools
     takes_calls: ClassVar[bool] = False
-    must_call: ClassVar[None] = None
 
     prompt: str | TokenList | Annotated[list[str | TokenList], Field(min_length=1)]
     logprobs: Logprobs | None = None

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import hashlib
 import hmac
+import json
 import logging
 import re
 import time
@@ -40,6 +41,7 @@ MOST_HEADERS, LONGEST_PATH = 100, 2**16
 METHODS = ["GET", "POST", "OPTIONS"]
 WRONG = "invalid_request_error"
 TOLD = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
+PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
 log = logging.getLogger("gearbx_mlx.server")
@@ -271,8 +273,13 @@ class Gatekeeper:
 def log_answer(scope: Scope, status: int, told: Mapping[str, Any]) -> None:
     """Write the line of an answer into the log: who asked for what, and what is known of the answer."""
     client = (scope.get("client") or ("?",))[0]
-    more = "".join(f" {name}={escaped(str(value))}" for name, value in told.items())
+    more = "".join(f" {name}={quoted(str(value))}" for name, value in told.items())
     log.info('%s "%s %s" %d%s', client, escaped(scope["method"]), escaped(scope["path"]), status, more)
+
+
+def quoted(value: str) -> str:
+    """Return a value for a line of the log: a word as it is, anything else in quotes, which nobody takes for fields."""
+    return value if PLAIN.fullmatch(value) else json.dumps(value)
 
 
 def replayed(body: bytes) -> Receive:

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from gearbx_mlx.cli.flags import ModelSettings
-from gearbx_mlx.cli.gears import FloorSettings, GearFlags, LayoutSettings
-from gearbx_mlx.cli.resolved import Resolved, resolve_gears
+from gearbx_mlx.cli.decide import JustGears
+from gearbx_mlx.cli.flags import GearFlags, LayerSettings, ModelSettings
 from gearbx_mlx.gears.ladder import Ladder
 
 
@@ -21,13 +20,12 @@ class Model:
     activations: str = "int16"
 
 
-def resolved_model(asked: Model) -> Resolved:
-    """Everything that the package decides of a model from flags, files and the checkpoint."""
-    layout = LayoutSettings(
+def settings_of(asked: Model) -> JustGears:
+    """Everything that the package decides from, beside files and the checkpoint."""
+    layout = LayerSettings(
         gears=None if asked.gears is None else Ladder.parse(asked.gears),
         format=asked.format,
         manage=asked.manage,
         q_group_size=asked.group_size,
     )
-    flags = GearFlags(kernels=asked.kernels, activations=asked.activations)
-    return resolve_gears(ModelSettings(asked.model), layout, flags, FloorSettings())
+    return JustGears(ModelSettings(asked.model), layout, GearFlags(kernels=f"{asked.kernels}:{asked.activations}"))

@@ -79,7 +79,7 @@ MODEL_COMMANDS = (
     "sensitivity --bits 4 --num-samples 1 --sequence-length 4 --model {}",
     "generate -m 2 --model llama --draft-model {}",
     "generate -m 2 --model llama --small-model {}",
-    "generate -m 2 --model llama --low-model {}",
+    "generate -m 2 --model llama --base {}",
 )
 MODEL_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 READERS: dict[str, tuple[str, ...]] = {
@@ -111,7 +111,6 @@ READERS: dict[str, tuple[str, ...]] = {
     "prompts.jsonl": ("analyze --model llama --prompts prompts.jsonl -m 2",),
     "gsm8k.jsonl": (f"{EVALUATE} gsm8k.jsonl", f"sensitivity --model llama --bits 4 {TEXT} --data gsm8k.jsonl"),
     "text.txt": (f"{EVALUATE} text.txt",),
-    "machine.jsonl": (f"{GENERATE} --machine machine.jsonl",),
     "cache.safetensors": (f"{GENERATE} --prompt-cache-file cache.safetensors",),
     "adapter/adapter_config.json": (f"{GENERATE} --adapter-path adapter",),
     "adapter/adapters.safetensors": (f"{GENERATE} --adapter-path adapter",),

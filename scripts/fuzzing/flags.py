@@ -6,14 +6,14 @@ words for flags that only their names explain.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, dataclass
 from importlib import import_module
 from types import NoneType, UnionType
 from typing import get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
-from gearbx_mlx.cli.settings import flag_of
+from gearbx_mlx.settings import flag_of, flags_in
 
 from .cases import STRANGE, Case
 from .inputs import MODELS
@@ -48,17 +48,20 @@ LADDERS = ("4,8,16", "4,16", "3,8", "16", "8", "2,16", "2,4", "3,4,5,6,8,16")
 OUTPUTS = ("out", "out.json", "llama", "prompts.txt", "a_directory")
 PROMPTS = ("prompts.txt", "prompts.jsonl", "gsm8k.jsonl")
 GOOD: dict[str, Sequence[str]] = {
-    **dict.fromkeys(("model", "small_model", "draft_model", "low_model"), ("llama", "geared", *MODELS)),
+    **dict.fromkeys(("model", "small_model", "draft_model"), ("llama", "geared", *MODELS)),
+    "base": ("", "text.txt", "gsm8k.jsonl", "quantized"),
+    "residency": ("resident", "disk", "disk:8GB", "stream"),
+    "kernels": ("auto", "mlx", "native:float", "auto:int8", "dequant-cache"),
+    "verbose": ("True", "False", "all"),
     **dict.fromkeys(("restore", "verify"), ("exact", "geared")),
     "prompts": PROMPTS,
     **dict.fromkeys(("out", "trace", "summary", "json", "mlx_path"), OUTPUTS),
     **dict.fromkeys(("gears", "bits"), LADDERS),
-    **dict.fromkeys(("gear", "initial_gear"), ("low", "mid", "high", "4", "16", "small", "large", "auto")),
+    "gear": ("low", "mid", "high", "4", "16", "small", "large", "auto"),
     "adapter_path": ("adapter",),
     "data": ("text.txt", "gsm8k.jsonl", "prompts.jsonl"),
     "thresholds": ("1,2", "8", "thresholds.json", "inf,1,0.5,0"),
     "manifest": ("manifest.json",),
-    "machine": ("machine.jsonl",),
     "prompt_cache_file": ("cache.safetensors",),
     "chat_template_config": ('{"a": 1}', "{}"),
     "extra_eos_token": ("<|endoftext|>", "the", "a"),
@@ -69,7 +72,7 @@ GOOD: dict[str, Sequence[str]] = {
     "shape": ("256x1", "256x2"),
     "memory_budget": ("1MB", "3GB"),
     "target_bpw": ("4.5", "5,6", "2.5"),
-    "target_tps": ("5", "1,2", "100"),
+    "target_tps": ("0", "5", "1,2", "100"),
     "revision": ("main",),
     "upload_repo": ("nobody/nothing",),
     "server": ("http://127.0.0.1:9/v1", "http://[::1]:9"),
@@ -120,7 +123,7 @@ def parsers_of(command: str) -> list[Parser]:
 
 def flags_of(group: type) -> Iterator[Flag]:
     types = get_type_hints(group)
-    for item in fields(group):
+    for item in flags_in(group).values():
         kind = next(part for part in get_args(types[item.name]) or (types[item.name],) if part is not NoneType)
         yield flag_for(item, kind)
 

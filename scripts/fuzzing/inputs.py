@@ -53,10 +53,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 QUESTIONS: list[dict] = [{"question": "Tom has 2 apples and buys 3. How many?", "answer": "2 + 3 = 5\n#### 5"}] * 3
 TEXT = "Once upon a time there was a king who had three sons, and the youngest was the wisest of them all. " * 8
-MACHINE: list[dict] = [
-    {"tokens": 0, "thermal": "fair"},
-    {"tokens": 1, "battery": 0.2, "charging": False, "memory": 0.9},
-]
 TASK = """
 task: tiny
 dataset_path: json
@@ -150,7 +146,6 @@ def make_inputs(directory: Path) -> Iterator[str]:
     texts |= {
         "text.txt": TEXT,
         "gsm8k.jsonl": lines(QUESTIONS),
-        "machine.jsonl": lines(MACHINE),
     }
     for name, text in texts.items():
         (directory / name).write_text(text)

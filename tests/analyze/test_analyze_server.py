@@ -61,12 +61,14 @@ def test_it_writes_trace_summary_and_pictures(asked):
 
 
 @pytest.mark.slow
-def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked):
+def test_where_the_bounds_choose_different_gears_the_gear_is_undecided(asked, tmp_path):
     """A shift acts two tokens later, as in mode route."""
     with fake_server(chatting(lambda body: chat_answer(*[PAIR] * 6), VOCABULARY)) as fake:
-        result = asked(fake.url + "/v1", "--thresholds", "0.7", "--gears", "4,16", "--initial-gear", "low")
-        wide = asked(fake.url + "/v1", "--thresholds", "5", "--gears", "4,16", "--initial-gear", "low")
-        flags = "--thresholds", "0.7", "--gears", "4,16", "--min-gear-duration", 1, "--initial-gear", "low"
+        result = asked(fake.url + "/v1", "--thresholds", "0.7", "--gears", "4,16", "--gear", "low")
+        wide = asked(fake.url + "/v1", "--thresholds", "5", "--gears", "4,16", "--gear", "low")
+        gate = {"thresholds": [0.7], "min_gear_duration": 1}
+        (tmp_path / "gate.json").write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, **gate}))
+        flags = "--thresholds", tmp_path / "gate.json", "--gears", "4,16", "--gear", "low"
         soon = asked(fake.url + "/v1", *flags)
     assert [record["gear"] for record in soon.records[:6]] == ["low", "low"] + 4 * ["undecided"]
     assert [record["gear_low"] for record in soon.records[:6]] == 6 * ["low"]
@@ -99,7 +101,7 @@ def test_all_log_probabilities_give_what_telemetry_gives_here(asked, greedy):
     names = [f"t{i}" for i in range(4096)]
     entries = [chat_entry(normalised(response.logprobs), names) for response in greedy]
     with fake_server(chatting(lambda body: answer(whole(entries)), {"vocab_size": 4096})) as fake:
-        result = asked(fake.url + "/v1", "--max-tokens", 24, "--initial-gear", "low", "--num-prompts", 1)
+        result = asked(fake.url + "/v1", "--max-tokens", 24, "--gear", "low", "--num-prompts", 1)
     assert result.status == 0, result.err
     assert [record["gear"] for record in result.records] == [response.gear for response in greedy]
     assert len({response.gear for response in greedy}) > 1
@@ -232,7 +234,7 @@ class TestMlxLmServer:
 
     @pytest.mark.slow
     def test_bounds_bracket_the_entropies_of_the_same_text(self, asked, command, mlx_lm_url, tmp_path):
-        flags = "--ignore-chat-template", "--max-tokens", 40, "--initial-gear", "low"
+        flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
         remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
         assert remote.status == 0, remote.err
         prompts, out = tmp_path / "prompts.txt", tmp_path / "local"

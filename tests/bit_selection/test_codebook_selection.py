@@ -30,10 +30,10 @@ from gearbx_mlx.bit_selection.h_process import (
     operating_points,
     search,
 )
-from gearbx_mlx.cli.settings import parse_bytes
 from gearbx_mlx.convert import BudgetSettings
 from gearbx_mlx.formats import codebook, get_format
 from gearbx_mlx.gears.discovery import discover
+from gearbx_mlx.settings import parse_bytes
 
 
 def cosine(made: mx.array, weight: mx.array) -> float:
@@ -314,10 +314,11 @@ class TestFlags:
         with pytest.raises(GearbxError, match=words):
             BudgetSettings(memory_budget=budget, reserve=text)
 
-    def test_floors_that_there_are_not(self, command):
-        done = command("generate", "--format", "codebook", "--gears", "2,16", "--auto-bits", "0.98,1.2")
+    def test_floors_that_there_are_not(self, command, tmp_path):
+        flags = "--mlx-path", tmp_path / "out", "--auto-bits"
+        done = command("convert", "--format", "codebook", "--gears", "2,16", *flags, "0.98,1.2")
         assert done.status != 0
         assert "the lazy floor is 1.2; give a cosine between 0 and 1" in done.err
-        done = command("generate", "--auto-bits")
+        done = command("convert", *flags)
         assert done.status != 0
         assert "the format is planes; give --format codebook" in done.err

@@ -147,7 +147,7 @@ class TestGenerate:
 
     def test_shifts_tables(self, command, tmp_path, for_demo):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
-        arguments = ("--gears", "4,16", "--initial-gear", "low", "--thresholds", "11", "--summary", summary)
+        arguments = ("--gears", "4,16", "--gear", "low", "--thresholds", "11", "--summary", summary)
         result = self.run(command, tmp_path, for_demo, *arguments, "--trace", trace)
         assert result.status == 0, result.err
         weights = {path: layer["weights"] for path, layer in for_demo["layers"].items()}

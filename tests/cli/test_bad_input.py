@@ -228,7 +228,7 @@ def test_what_was_not_foreseen_is_one_line_too(command, monkeypatch):
     def broken(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "resolve", broken)
+    monkeypatch.setattr(import_module("gearbx_mlx.generate.run"), "read_prompt", broken)
     result = command("generate")
     assert (result.status, result.err.splitlines()) == (
         1,

@@ -12,9 +12,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gearbx_mlx.cli import terminal as progress_module
-from gearbx_mlx.cli.settings import human_bytes
 from gearbx_mlx.cli.tables import summary_table
 from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
+from gearbx_mlx.settings import human_bytes
 
 
 class Clock:
@@ -110,13 +110,19 @@ class Screen(io.StringIO):
         return lines
 
 
-@given(st.lists(st.text("abc \n漢", max_size=7), max_size=40), st.integers(6, 30), st.sampled_from(["always", "never"]))
+@given(
+    st.lists(st.text("abc \n漢", max_size=7), max_size=40),
+    st.integers(6, 30),
+    st.sampled_from(["FORCE_COLOR", "NO_COLOR"]),
+)
 def test_lines_break_between_words_however_they_come(pieces, columns, color):
     screen = Screen()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "stdout", screen)
         patched.setenv("COLUMNS", str(columns))
-        out = WrappedText(["low", "high"], color)
+        patched.setenv("TERM", "xterm-256color")
+        patched.setenv(color, "1")
+        out = WrappedText(["low", "high"])
         for number, piece in enumerate(pieces):
             out.write(piece, ("low", "high")[number % 2])
     lines, words = screen.lines(), "".join(pieces).split()
@@ -129,7 +135,7 @@ def test_lines_break_between_words_however_they_come(pieces, columns, color):
 def test_a_file_gets_its_lines_as_they_are(monkeypatch):
     written = io.StringIO()
     monkeypatch.setattr(sys, "stdout", written)
-    WrappedText(["low"], "never").write("word " * 100, "low")
+    WrappedText(["low"]).write("word " * 100, "low")
     assert written.getvalue() == "word " * 100
 
 

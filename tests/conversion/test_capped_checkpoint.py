@@ -64,8 +64,9 @@ def told(command, tmp_path, *flags):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, kernels):
-    flags = ["--watch-machine", files.script, "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
+def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, monkeypatch, kernels):
+    monkeypatch.setenv("GEARBX_MACHINE", str(files.script))
+    flags = ["--target-tps", "0", "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
     original = told(command, tmp_path, "--manifest", files.manifest, *flags)
     assert told(command, tmp_path, "--model", files.checkpoint, *flags) == original
     moved = [move for moves in original[1] for move in moves or ()]
@@ -107,7 +108,8 @@ def test_tables_of_a_manifest_run_on_a_checkpoint_that_stores_their_bits(files, 
         "-m",
         12,
         "--ignore-chat-template",
-        "--describe",
+        "--verbose",
+        "all",
     ]
     manifest.write_text(json.dumps(content | {"gears": {"4": table}}))
     stored = command("generate", "--model", files.checkpoint, "--gears", "4,8", *flags)

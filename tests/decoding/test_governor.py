@@ -113,12 +113,12 @@ class TestGoverned:
 
 
 class TestCommand:
-    def test_a_scripted_machine(self, command, tmp_path):
+    def test_a_scripted_machine(self, command, tmp_path, monkeypatch):
         script, trace, summary = (tmp_path / name for name in ("machine.jsonl", "trace.jsonl", "summary.json"))
         script.write_text('{"tokens": 0, "thermal": "nominal"}\n{"tokens": 15, "thermal": "critical"}\n')
-        ran = command(
-            "generate", "--gears", "4,8", "--watch-machine", script, "-m", 30, "--trace", trace, "--summary", summary
-        )
+        monkeypatch.setenv("GEARBX_MACHINE", str(script))
+        files = "--trace", trace, "--summary", summary
+        ran = command("generate", "--gears", "4,8", "--target-tps", 0, "-m", 30, *files)
         assert ran.status == 0
         assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits per weight; thermal critical" in (
             " ".join(ran.err.split())
@@ -133,6 +133,12 @@ class TestCommand:
         assert result["controller"]["cap_changes"] == 1
         assert result["effective_bits_per_weight"] > 4.5
 
+    def test_a_script_that_is_not_there(self, command, monkeypatch):
+        monkeypatch.setenv("GEARBX_MACHINE", "nowhere.jsonl")
+        ran = command("generate", "--target-tps", 0, "-m", 4)
+        assert ran.status == 2
+        assert "nowhere.jsonl: cannot be read" in ran.err
+
     def test_a_target(self, command):
         ran = command("generate", "--target-tps", "0.001", "-m", 12)
         assert ran.status == 0
@@ -142,16 +148,16 @@ class TestCommand:
     def test_a_process_near_its_limit_is_capped(self, command, monkeypatch, tmp_path):
         trace = tmp_path / "trace.jsonl"
         monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
-        ran = command("generate", "--gears", "4,8", "--max-memory", "8GB", "-m", 24, "--trace", trace)
+        ran = command("generate", "--gears", "4,8", "--residency", "disk:8GB", "-m", 24, "--trace", trace)
         assert ran.status == 0, ran.err
         assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits" in " ".join(ran.err.split())
         decisions = [json.loads(line).get("decision") for line in trace.read_text().splitlines()]
         assert decisions[9]["machine"] == {"memory": 0.96}
 
     def test_a_model_beyond_the_limit_is_refused(self, command):
-        ran = command("generate", "--max-memory", "2MB", "-m", 4)
+        ran = command("generate", "--residency", "disk:2MB", "-m", 4)
         assert ran.status == 2
-        assert ran.err.startswith("error: --max-memory 2 MB: with the model loaded this process has ")
+        assert ran.err.startswith("error: --residency disk:2 MB: with the model loaded this process has ")
         assert ran.err.count("\n") == 1
 
     def test_one_gear_cannot_be_capped(self, command):

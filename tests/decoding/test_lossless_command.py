@@ -46,7 +46,7 @@ def test_text_is_that_of_the_top_gear(command):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--mode", "lossless", "--draft-length", 16), "draft length is 16"),
+        (("--mode", "lossless", "--draft-length", 16), "--draft-length is 16"),
         (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import fields
 
 import mlx.core as mx
 import numpy as np
@@ -15,16 +16,16 @@ from gearbx_mlx import (
     Kickdown,
     Lossless,
     Observer,
+    Pair,
     Route,
     Static,
     convert,
     entropy_bits,
     stream_generate,
 )
-from gearbx_mlx.cli.resolved import FLAGS, settings_of_mode
 from gearbx_mlx.decoding import modes
 from gearbx_mlx.loading import DEMO_MODEL, load
-from gearbx_mlx.routing.gates import OneGear
+from gearbx_mlx.routing.gates import OneGear, read_thresholds
 
 TALE = "Once upon a time there was a king"
 
@@ -33,9 +34,24 @@ class TestRegistry:
     def test_every_mode_has_the_name_that_it_is_registered_under(self):
         assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
 
-    def test_every_flag_of_a_mode_is_a_setting_of_one(self):
-        settings = {name for mode in modes.MODES for name in settings_of_mode(mode)}
-        assert not {*FLAGS} - settings
+    def test_every_flag_of_a_mode_is_a_field_of_its_class(self):
+        for name in modes.MODES:
+            own = {item.name for item in fields(modes.mode_class(name))}
+            assert {item.name for item in modes.flags_of_mode(name).values()} <= own
+
+    def test_a_default_stands_once(self):
+        """What the command takes without a flag is what a program gets."""
+        assert modes.made("route", {}) == Route()
+        assert modes.made("pair", {"small_model": "S"}) == Pair("S")
+
+    def test_a_file_of_thresholds_says_more_of_the_gate(self, tmp_path):
+        file = tmp_path / "t.json"
+        gate = {"window": 7, "min_gear_duration": 9}
+        file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "thresholds": [2.0], **gate}))
+        source = read_thresholds(str(file))
+        route, pair = (modes.made(name, {"thresholds": source}) for name in ("route", "pair"))
+        assert (route.window, route.hysteresis, route.min_gear_duration) == (7, Route().hysteresis, 9)
+        assert (pair.threshold, pair.window, pair.min_gear_duration) == (2.0, 7, 9)
 
     @pytest.mark.parametrize("mode", [Route(), Kickdown(), Lossless(), Static()], ids=lambda mode: mode.name)
     def test_what_shifts_needs_a_gearbox(self, fresh_demo, mode):
@@ -54,7 +70,8 @@ class TestWithoutAMode:
             (("--gear", "low"), "static", "--gear"),
             (("--draft-model", DEMO_MODEL), "static", "--draft-model"),
             (("--thresholds", "1,2"), "route", "--thresholds"),
-            (("--hysteresis", "0.5"), "route", "--hysteresis"),
+            (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),
+            (("--residency", "disk:9GB"), "route", "--residency"),
             (("--target-tps", "1"), "route", "--target-tps"),
             (("--mode", "telemetry-only"), "telemetry-only", None),
         ],

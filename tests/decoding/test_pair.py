@@ -250,7 +250,9 @@ def small_path(small, tmp_path_factory):
 class TestGenerate:
     def test_summary_and_trace(self, command, small_path, small, demo, tmp_path):
         trace, summary = tmp_path / "t.jsonl", tmp_path / "s.json"
-        flags = ["--thresholds", 5, "--window", 3, "--min-gear-duration", 4, "-m", 40]
+        gate = {"thresholds": [5.0], "window": 3, "min_gear_duration": 4}
+        (tmp_path / "gate.json").write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, **gate}))
+        flags = ["--thresholds", tmp_path / "gate.json", "-m", 40]
         result = command(
             "generate", "--mode", "pair", "--small-model", small_path, "--trace", trace, "--summary", summary, *flags
         )

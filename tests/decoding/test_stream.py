@@ -1,4 +1,5 @@
 import itertools
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -258,17 +259,22 @@ class TestArguments:
             (Route((3.0, 1.0)), "ascend"),
             (Route((3.0,)), "3 gears need 2 thresholds"),
             (Route(initial_gear="reverse"), "no gear 'reverse'"),
-            (Route(window=0), "window is 0"),
-            (Route(hysteresis=float("nan")), "hysteresis"),
-            (Route(min_gear_duration=0), "duration"),
+            (partial(Route, window=0), "window is 0"),
+            (partial(Route, hysteresis=float("nan")), "hysteresis"),
+            (partial(Route, min_gear_duration=0), "duration"),
             (Static("reverse"), "no gear 'reverse'"),
             ("pair", "mode 'pair' needs a small model"),
         ],
     )
     def test_what_does_not_fit_is_refused_before_anything_runs(self, fresh_demo, mode, complaint):
         gearbox = Gearbox(fresh_demo.model)
+
+        def begin():
+            chosen = mode() if callable(mode) else mode
+            return stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, mode=chosen)
+
         with pytest.raises(GearbxError, match=complaint):
-            stream_generate(fresh_demo.model, fresh_demo.tokenizer, TALE, gearbox=gearbox, mode=mode)
+            begin()
         assert gearbox.gear.name == "high"
 
     def test_a_gearbox_of_another_model_is_refused(self, fresh_demo, tiny):

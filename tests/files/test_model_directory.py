@@ -17,7 +17,7 @@ from refusals import assert_refused
 from gearbx_mlx.loading import DEMO_MODEL, gears_of
 
 UP = "model.layers.0.mlp.up_proj.weight"
-MODEL_FLAGS = ["--model", "--draft-model", "--low-model"]
+MODEL_FLAGS = ["--model", "--draft-model", "--base"]
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from mutations import DEEP, damaged
 from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
-from gearbx_mlx.cli.gears import read_thresholds
 from gearbx_mlx.cli.prompt import read_prompts
 from gearbx_mlx.evaluation.text import read_documents, read_rows
 from gearbx_mlx.files import reading
@@ -24,6 +23,7 @@ from gearbx_mlx.files.model_directory import context_length
 from gearbx_mlx.files.reading import Count, json_lines, parse_json, read_json, read_text, shown, typed
 from gearbx_mlx.loading import DEMO_MODEL, read_config
 from gearbx_mlx.machine.readers import Scripted
+from gearbx_mlx.routing.gates import read_thresholds
 
 LAYERS = 100
 

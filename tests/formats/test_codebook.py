@@ -5,7 +5,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from conftest import PROMPT, heavy, linear_layers, tiny_model
+from conftest import PROMPT, heavy, linear_layers, save_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossless_texts import assert_written, written
@@ -350,8 +350,9 @@ FORMATS = ["codebook", "codebook-library"]
 
 def test_low_in_a_ladder(command, tmp_path):
     trace = tmp_path / "trace.jsonl"
+    save_model(tiny_model(vocab_size=4096), tmp_path / "model")
     done = command(
-        *("generate", "--format", "codebook", "--gears", "4,16", "--manage", "attention"),
+        *("generate", "--format", "codebook", "--gears", "4,16", "--model", tmp_path / "model"),
         *("--thresholds", "1.0", "--max-tokens", "24", "--trace", trace),
     )
     assert done.status == 0, done.err

@@ -223,7 +223,7 @@ def test_the_command(command, tmp_path):
     assert "gears 4,8 in place" in done.err
     assert [gear["bits"] for gear in json.loads((tmp_path / "s.json").read_text())["ladder"]] == [4, 8]
     done = command("generate", "--model", tmp_path / "4", *flags)
-    assert "--low-model" in done.err
+    assert "--base" in done.err
     for bits, instead in ((8, "8 bits: gears 4,8 in place\n"), (4, "4 bits: drafts come by lookup; for more, ")):
         done = command("generate", "--model", tmp_path / str(bits), *flags, "--mode", "telemetry-only")
         assert done.err.count(f"changes no gear in mode telemetry-only; other modes use its {instead}") == 1

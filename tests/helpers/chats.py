@@ -12,8 +12,8 @@ from gearbx_mlx import Static, stream_generate
 from gearbx_mlx.chat import ChatSettings
 from gearbx_mlx.chat.run import open_model
 from gearbx_mlx.chat.session import Session
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.cli.prompt import PromptSettings, rendered
-from gearbx_mlx.cli.settings import command_settings
 from gearbx_mlx.cli.signals import CtrlC
 from gearbx_mlx.loading import DEMO_MODEL
 

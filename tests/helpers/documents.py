@@ -47,7 +47,7 @@ STANDS_FOR_DEMO = (
 # By the words in a command; if several fit, the longest counts.
 SHORTER = {
     "generate": "--max-tokens 6",
-    "generate --calibrate-base": "--max-tokens 6 --calibrate-base text.txt",
+    "generate --base": "--max-tokens 6 --base text.txt",
     "chat": "--max-tokens 6",
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",

@@ -5,7 +5,7 @@ import json
 
 import httpx
 
-from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving
 

@@ -6,8 +6,8 @@ import pytest
 
 from gearbx_mlx import GearbxError, calibrate
 from gearbx_mlx.__main__ import COMMANDS
-from gearbx_mlx.cli.gears import read_thresholds
 from gearbx_mlx.gone import GONE, SINCE, gone
+from gearbx_mlx.routing.gates import read_thresholds
 
 FLAGS = [name for name in GONE if "--" in name]
 FILES = [name for name in GONE if name.startswith("schema")]

@@ -157,7 +157,7 @@ def test_a_rank_killed_while_it_computes_ends_the_other_with_a_line(model, tmp_p
     flags = ["--ignore-chat-template", "--prompt", prompt, "--prefill-step-size", "1", "--model", str(model)]
     trace = tmp_path / "trace.jsonl"
     files = ["--trace", str(trace)]
-    command = ["-m", "gearbx_mlx.generate", "--gears", "16", "-m", "9000", *flags, *files, "--describe"]
+    command = ["-m", "gearbx_mlx.generate", "--gears", "16", "-m", "9000", *flags, *files, "--verbose", "all"]
     with Ranks(2, command) as ranks:
         ranks.until(0, "lm_head" if when == "prefill" else "")
         ranks.processes[dies].send_signal(signal.SIGKILL)

@@ -6,7 +6,7 @@ from http_server import complete, served
 from page_in_browser import Page, chromium
 from routed import CHAT, EASY, routed
 
-from gearbx_mlx.cli.settings import command_settings
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import guard_of

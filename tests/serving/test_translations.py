@@ -8,7 +8,7 @@ import pytest
 from gearbx_mlx.serving.dialects import (
     Messages,
     MessagesRequest,
-    Responses,
+    ResponseDialect,
     ResponsesRequest,
     chat_of_messages,
     chat_of_response,
@@ -188,7 +188,7 @@ CHUNKS = [
 WHOLE = {"role": "assistant", "content": "I look.", "reasoning": "They ask for rain.", "tool_calls": [CALL]}
 
 
-@pytest.mark.parametrize("dialect", [Messages, lambda: Responses(parse(ResponsesRequest, {"input": "Rain?"}))])
+@pytest.mark.parametrize("dialect", [Messages, lambda: ResponseDialect(parse(ResponsesRequest, {"input": "Rain?"}))])
 def test_thoughts_text_and_calls_are_blocks_of_a_stream_and_of_a_whole_answer(dialect):
     streamed, whole = dialect(), dialect()
     streamed.begin(USAGE | {"completion_tokens": 0})

@@ -12,6 +12,9 @@ from fake_server import EVENTS, JSON, Answer, chat_event, chatting, fake_server
 from http_server import chat, complete, error_of, events, in_the_making, served
 from routed import CHAT, EASY, routed
 
+from gearbx_mlx.serving.app import LONGEST_NAME
+from gearbx_mlx.serving.web import quoted
+
 LINE = re.compile(r'(?P<client>\S+) "(?P<asked>[^"]+)" (?P<status>\d+)(?P<told>( \w+=\S+)*)')
 
 
@@ -52,10 +55,17 @@ class TestAccessLog:
 
     def test_fields_that_are_not_known_are_named_on_one_line(self, client, caplog):
         caplog.set_level(logging.INFO)
-        answer = chat(client, temprature=1, **{"a\nb": None})
-        told = logged(caplog, "/v1/chat/completions")
-        assert told["ignored"] == "a\\nb,temprature"
-        assert answer["gearbx"]["ignored"] == ["a\nb", "temprature"]
+        answer = chat(client, temprature=1, user="x")
+        assert logged(caplog, "/v1/chat/completions")["ignored"] == "temprature,user"
+        assert answer["gearbx"]["ignored"] == ["temprature", "user"]
+
+    @pytest.mark.parametrize("name", ["a b", "a\nb", "a=b", "\x1b[31m", "é", '"', "x" * 10**5])
+    def test_no_name_of_a_client_is_taken_for_another_field(self, name):
+        line = quoted(name[:LONGEST_NAME])
+        assert len(line) <= LONGEST_NAME
+        assert line.isascii()
+        assert line.isprintable()
+        assert line == name[: len(line)] or json.loads(line) == name
 
     def test_a_client_that_leaves_early(self, client, caplog):
         caplog.set_level(logging.INFO)

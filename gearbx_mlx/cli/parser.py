@@ -1,92 +1,24 @@
-"""Flags and settings are one thing: a field of a frozen dataclass.
+"""The parser of a command: argparse's, made from the groups of settings that the command has.
 
-`flag` makes a field with everything that argparse and the check of its value need. `parser_of` makes a command's parser
-from the groups of settings that the command has. A flag that is not given is not in the parser's result, so that each
-default stands once, at its field.
+A flag that is not given is not in the parser's result, so that each default stands once, at its field.
 """
 
 import argparse
 import difflib
-import math
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_type_hints
 
-from ..errors import GearbxError, check_range
+from ..errors import GearbxError
 from ..gone import gone
-
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
-
-
-def parse_bytes(text: str, shown: str) -> int:
-    """Bytes of "3GB", "3 GiB", "500M" or "1e9". shown: what the message calls it, such as a flag.
-
-    Raises:
-        GearbxError: anything else, or less than one byte.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
-    try:
-        count = float(found[1]) * UNITS[found[2]] if found else 0.0
-    except (ValueError, KeyError):
-        count = 0.0
-    if not 1 <= count < math.inf:
-        raise GearbxError(f"{shown}: '{text}' is not a size; give bytes such as 3GB, 500MB or 2GiB")
-    return round(count)
-
-
-def human_bytes(count: float) -> str:
-    """1234567 -> 1.23 MB, in powers of ten as mlx-lm reports memory."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 1000 or unit == "TB":
-            break
-        count /= 1000
-    return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-
+from ..settings import Settings, flag_of, flags_in
 
 T = TypeVar("T")
-
-
-def flag(
-    default: Any = MISSING,
-    help: str = "",
-    *,
-    least: float | None = None,
-    most: float = math.inf,
-    choices: tuple[Any, ...] = (),
-    named: bool = False,
-    also: tuple[str, ...] = (),
-    exclusive: str = "",
-    rare: bool = False,
-    parse: Callable[[str], Any] | None = None,
-    **argparse_keywords: Any,
-) -> Any:
-    """A field that is a flag.
-
-    Args:
-        default: a required flag has none.
-        help: the default is added to it, unless it names one.
-        least, most: bounds of a number; NaN is outside.
-        choices: the values that it can have.
-        named: a path or the name of a model, which is not empty.
-        also: further names of the flag.
-        exclusive: at most one flag of those with the same word here may be given.
-        rare: `--help-all` shows it, and `--help` does not.
-        parse: makes the field's value of text, once; a program may give the value itself.
-        argparse_keywords: of `add_argument`: metavar, nargs, type.
-    """
-    if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
-        help = f"{help} Default: {default}"
-    rules = {"help": help, "choices": choices, "named": named, "also": also, "exclusive": exclusive, "rare": rare}
-    rules["parse"] = parse
-    if least is not None:
-        rules["bounds"] = least, most
-    return field(default=default, metadata=rules | {"argparse": argparse_keywords})
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -167,13 +99,6 @@ def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
 
 
-def as_text(value: Any) -> str:
-    """The text that a flag's value was parsed of."""
-    if isinstance(value, float) and float(f"{value:g}") == value:
-        return f"{value:g}"
-    return ",".join(map(as_text, value)) if isinstance(value, tuple) else str(value)
-
-
 class ShowAndExit(argparse.Action):
     """A flag that prints something; it is not a setting."""
 
@@ -220,21 +145,20 @@ def parser_of(kind: type, command: str, description: str, epilog: str | None = N
     return parser
 
 
-def add_flags(group: Any, kind: "type[Settings]") -> list[argparse.Action]:
+def add_flags(group: Any, kind: type[Settings]) -> list[argparse.Action]:
     """Add the flags of some settings to a parser, or to a group of one; those that are rare."""
     rare = []
     exclusive: dict[str, Any] = {}
     types = get_type_hints(kind)
-    for item in fields(kind):
+    for name, item in flags_in(kind).items():
         rules = item.metadata
         place, word = group, rules["exclusive"]
         if word:
             if word not in exclusive:
                 exclusive[word] = group.add_mutually_exclusive_group()
             place = exclusive[word]
-        names = (*rules["also"], flag_of(item.name))
         keywords = argparse_keywords(item, types[item.name])
-        action = place.add_argument(*names, dest=item.name, help=rules["help"], **keywords)
+        action = place.add_argument(*rules["also"], flag_of(name), dest=item.name, help=rules["help"], **keywords)
         rare += [action] if rules["rare"] else []
     return rare
 
@@ -251,51 +175,6 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
         # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
         keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
     return keywords | item.metadata["argparse"]
-
-
-def flag_of(name: str) -> str:
-    """prefill_step_size -> --prefill-step-size."""
-    return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """A group of flags and settings that checks its own fields. `title` stands above the flags in `--help`.
-
-    Raises:
-        GearbxError: a value outside of its field's bounds or choices, an empty name, text that cannot be parsed.
-    """
-
-    title: ClassVar[str | None] = None
-
-    def __post_init__(self) -> None:
-        for item in fields(self):
-            value, rules = getattr(self, item.name), item.metadata
-            if value is None:
-                continue
-            if "bounds" in rules:
-                check_range(flag_of(item.name), value, *rules["bounds"])
-            if rules.get("choices"):
-                check_choice(item.name, value, rules["choices"])
-            if rules.get("named") and not str(value).strip():
-                raise GearbxError(f"{flag_of(item.name)} is empty; name something, or leave the flag out")
-            if rules.get("parse") and isinstance(value, str):
-                object.__setattr__(self, item.name, rules["parse"](value))
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raises GearbxError for a value, or one of several, that is not among the choices."""
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if one not in choices:
-            said = gone(f"{flag_of(name)} {one}")
-            if said is not None:
-                raise GearbxError(said)
-            raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
-
-
-def given(settings: Settings, default: Settings) -> list[str]:
-    """The settings that differ from their defaults."""
-    return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -5,11 +5,10 @@ import re
 
 import mlx.core as mx
 import pytest
-from architectures import GROUP, tiny
-from conftest import save_model
+from conftest import save_model, tiny_model
 
 from gearbx_mlx import convert
-from gearbx_mlx.cli import loaded
+from gearbx_mlx.cli import decide
 from gearbx_mlx.kernels.dispatch import GPU
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
@@ -20,9 +19,9 @@ def places(tmp_path_factory, demo):
     """Directories of tiny models: of two types, and two geared checkpoints."""
     folder = tmp_path_factory.mktemp("models")
     for dtype in (mx.bfloat16, mx.float16):
-        model = tiny("llama", dtype, vocab_size=demo.tokenizer.vocab_size, tie_word_embeddings=True)
+        model = tiny_model(vocab_size=demo.tokenizer.vocab_size, tie_word_embeddings=True, dtype=dtype)
         save_model(model, folder / str(dtype).rpartition(".")[2])
-    common = {"model": str(folder / "bfloat16"), "q_group_size": GROUP}
+    common = {"model": str(folder / "bfloat16")}
     for format in ("exact", "planes"):
         convert(**common, mlx_path=str(folder / format), format=format, gears="4,16")
     return folder
@@ -55,7 +54,7 @@ class TestAGearedCheckpoint:
             (["--mode", "telemetry-only"], "telemetry-only"),
             (["--draft-length", "2"], "lossless"),
             (["--thresholds", "1.5"], "route"),
-            (["--initial-gear", "low"], "route"),
+            (["--gear", "low"], "static"),
             (["--gears", "4"], "lossless"),
             (["--target-tps", "1"], "route"),
         ],
@@ -67,7 +66,7 @@ class TestAGearedCheckpoint:
 
 class TestModeLossless:
     def test_has_a_draft_beside_bfloat16_weights_on_a_cpu(self, command, places, summary, native):
-        flags = "--mode", "lossless", "--q-group-size", GROUP
+        flags = "--mode", "lossless"
         run = summary("bfloat16", *flags)
         assert bits(run) == [4, 16]
         assert "weight_bytes_per_token_original" not in run
@@ -76,8 +75,8 @@ class TestModeLossless:
         assert "--format exact takes less memory" in done.err
 
     def test_stores_bfloat16_weights_once_where_memory_is_short(self, summary, native, monkeypatch):
-        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
-        run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
+        monkeypatch.setattr(decide, "available_memory", lambda: 1000)
+        run = summary("bfloat16", "--mode", "lossless")
         assert bits(run) == [4, 16]
         top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
         assert 0.8 * original < top < original
@@ -90,16 +89,16 @@ class TestModeLossless:
         ],
     )
     def test_describe_says_why(self, command, places, native, monkeypatch, free, said):
-        monkeypatch.setattr(loaded, "available_memory", lambda: free)
-        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--describe", "--q-group-size", GROUP)
+        monkeypatch.setattr(decide, "available_memory", lambda: free)
+        done = command("generate", "--model", places / "bfloat16", *GENERATE, "--verbose", "all")
         assert said in " ".join(done.err.split())
 
     def test_says_what_exact_and_one_gear_of_8_bits_cost_where_memory_is_short(
         self, command, places, native, monkeypatch
     ):
-        monkeypatch.setattr(loaded, "available_memory", lambda: 1000)
+        monkeypatch.setattr(decide, "available_memory", lambda: 1000)
         monkeypatch.setenv("GEARBX_TUNE", "1")
-        flags = "--model", places / "bfloat16", *GENERATE, "--q-group-size", GROUP
+        flags = "--model", places / "bfloat16", *GENERATE
         said = [" ".join(command("generate", *flags).err.split()) for _ in range(2)]
         found = [
             re.search(r"take (\S+) times as long .* 8 bits (\S+) times, .*--mode static --gears 8", text)
@@ -110,8 +109,8 @@ class TestModeLossless:
         assert all(float(times) > 0 for times in found[0].groups())
 
     def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
-        monkeypatch.setattr(loaded, "device", lambda: GPU)
-        run = summary("bfloat16", "--mode", "lossless", "--q-group-size", GROUP)
+        monkeypatch.setattr(decide, "device", lambda: GPU)
+        run = summary("bfloat16", "--mode", "lossless")
         assert bits(run) == [4, 16]
         assert "weight_bytes_per_token_original" not in run
 
@@ -129,14 +128,13 @@ class TestModeLossless:
         ids=["another type", "gears", "format", "residency", "kernels", "a checkpoint that has gears"],
     )
     def test_stores_other_weights_as_is_asked_for(self, summary, model, flags, ladder):
-        flags = flags if model == "planes" else [*flags, "--q-group-size", GROUP]
         run = summary(model, "--mode", "lossless", *flags)
         assert bits(run) == ladder
         assert "weight_bytes_per_token_original" not in run
 
     @pytest.mark.parametrize(("model", "gears"), [("float16", "4,16"), ("exact", "5,16"), ("bfloat16", "4,8,16")])
     def test_what_the_format_cannot_store_is_refused_in_one_line(self, command, places, model, gears):
-        flags = "--format", "exact", "--gears", gears, "--q-group-size", GROUP
+        flags = "--format", "exact", "--gears", gears
         done = command("generate", "--model", places / model, *GENERATE, *flags)
         assert done.status == 2
         assert len(done.err.strip().splitlines()) == 1

@@ -1,0 +1,125 @@
+"""One function decides format, ladder, kernels, base and mode, from flags, files and the model."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from conftest import save_model, tiny_model
+
+from gearbx_mlx import GearbxError, convert
+from gearbx_mlx.chat import ChatSettings
+from gearbx_mlx.cli import decide as module
+from gearbx_mlx.cli.decide import JustGears, decide
+from gearbx_mlx.cli.flags import GearFlags, LayoutSettings, ModeFlags, ModelSettings
+from gearbx_mlx.cli.parser import command_settings
+from gearbx_mlx.decoding.modes import SETTINGS, flags_of_mode
+from gearbx_mlx.generate import GenerateSettings, setup_arg_parser
+from gearbx_mlx.loading import load
+from gearbx_mlx.routing.gates import DEFAULT_WINDOW
+from gearbx_mlx.server import setup_arg_parser as server_parser
+from gearbx_mlx.serving.requests import Options
+from gearbx_mlx.settings import flag_of, flags_in
+
+LOSSLESS = ModeFlags(mode="lossless")
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Directories of a tiny model: in bfloat16 and float16, quantized by mlx-lm, and with gears."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, dtype in (("bfloat16", mx.bfloat16), ("float16", mx.float16)):
+        save_model(tiny_model(vocab_size=4096, dtype=dtype), folder / name)
+    mlx_lm.convert(str(folder / "float16"), str(folder / "codes"), quantize=True, q_bits=8)
+    convert(str(folder / "float16"), folder / "geared", gears="4,8")
+    return folder
+
+
+def decided(place, **groups):
+    settings = JustGears(ModelSettings(str(place)), **groups)
+    return decide(settings, load(place, lazy=True)[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "groups", "ladder", "format", "why"),
+    [
+        ("float16", {}, "4,8,16", "planes", "the defaults"),
+        (
+            "float16",
+            {"layout": LayoutSettings(gears="3,16")},
+            "3,16",
+            "planes",
+            "the gears that were asked for",
+        ),
+        ("float16", {"layout": LayoutSettings(format="codebook")}, "4,16", "codebook", "the defaults"),
+        ("geared", {}, "4,8", "planes", "gears of the checkpoint"),
+        ("codes", {}, "4,8", "planes", "the checkpoint's own codes"),
+    ],
+)
+def test_what_runs_and_why(places, model, groups, ladder, format, why):
+    found = decided(places / model, **groups)
+    assert (str(found.ladder), found.format.name, found.why) == (ladder, format, why)
+
+
+@pytest.mark.parametrize(("free", "format"), [(1e12, "planes"), (1000, "exact")])
+def test_drafts_of_bfloat16_take_what_memory_has_room_for(places, native, monkeypatch, free, format):
+    monkeypatch.setattr(module, "available_memory", lambda: free)
+    found = decided(places / "bfloat16", mode=LOSSLESS)
+    assert (str(found.ladder), found.format.name) == ("4,16", format)
+    assert found.takes_base is (format == "planes" or found.ladder.top.dense)
+
+
+def test_the_first_answer_needs_no_model(places):
+    """A server refuses what flags and files show to be wrong before it gives its model up."""
+    settings = JustGears(ModelSettings(str(places / "geared")), LayoutSettings(gears="3,8"))
+    with pytest.raises(GearbxError, match=r"geared: .* choose from 4, 8"):
+        decide(settings)
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "says"),
+    [
+        ("geared", GearFlags(base=""), "has its codes; leave out --base"),
+        ("codes", GearFlags(base=""), "is quantized already, .* leave out --base"),
+        ("codes", GearFlags(residency="disk"), "leave out --residency disk"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(places, model, flags, says):
+    with pytest.raises(GearbxError, match=says):
+        decided(places / model, gears=flags)
+
+
+def test_both_flags_that_choose_codes():
+    with pytest.raises(GearbxError, match="--base and --manifest both choose codes"):
+        GearFlags(base="", manifest="m.json")
+
+
+@pytest.mark.parametrize(("parser", "most"), [(setup_arg_parser, 45), (server_parser, 55)], ids=["generate", "server"])
+def test_there_are_so_many_flags_at_most(parser, most):
+    made = parser()
+    printing = {"--help", "-h", "--help-all", "--version"}
+    flags = [action for action in made._actions if not printing & {*action.option_strings}]
+    assert len(flags) <= most
+    assert len([action for action in flags if action not in made.rare]) <= 25
+
+
+def test_the_flags_of_modes_are_fields_of_their_settings():
+    known = {name for mode in SETTINGS for name in flags_of_mode(mode)}
+    assert {*flags_in(ModeFlags)} - {"mode"} == known
+    for kind in (GenerateSettings, ChatSettings):
+        with pytest.raises(GearbxError, match=f"{flag_of('draft_length')} is 0; give 1 to"):
+            command_settings(kind, {"draft_length": 0})
+
+
+def test_what_a_request_may_choose_are_fields_of_modes():
+    fields = {name for kind in SETTINGS.values() for name in kind.__dataclass_fields__}
+    assert {*Options.model_fields} - {"mode"} <= fields
+
+
+def test_a_file_of_a_gate_alone(command, tmp_path):
+    """Thresholds are the paper's where a file has none, and what it does not have is the default."""
+    file, summary = tmp_path / "gate.json", tmp_path / "s.json"
+    file.write_text(json.dumps({"schema": "gearbx-mlx thresholds", "version": 1, "window": DEFAULT_WINDOW + 1}))
+    done = command("generate", "-m", 4, "--thresholds", file, "--summary", summary)
+    assert done.status == 0, done.err
+    assert json.loads(summary.read_text())["mode_chosen_by"] == "--thresholds"
