@@ -22,6 +22,7 @@ from .lossless import ASSISTANT, encode
 from .studies import Found, spread, study, table_here
 
 CACHE = "gearbx-mlx"
+WARM = 24  # tokens
 
 
 def written(gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Static, tokens: int) -> tuple[list, float]:
@@ -34,10 +35,15 @@ def written(gearbox: Gearbox, tokenizer, prompt: list[int], mode: Lossless | Sta
 
 
 def start(model: str, gears: str, format: str, prompt: str, tokens: int) -> dict[str, float]:
-    """Write a text in mode lossless as the first one of a process, and twice by the top gear alone."""
+    """Write a text in mode lossless as the first one of a process, and twice by the top gear alone.
+
+    Before that, both gears write a few tokens each: their memory is then in place for all three.
+    """
     loaded, tokenizer = load(model)
     gearbox = Gearbox(loaded, gears, format=format)
     asked = list(encode(tokenizer, prompt))
+    for gear in ("low", "high"):
+        written(gearbox, tokenizer, asked, Static(gear), WARM)
     drafted, seconds = written(gearbox, tokenizer, asked, Lossless(), tokens)
     alone = [written(gearbox, tokenizer, asked, Static(), tokens) for _ in range(2)]
     return {
