@@ -262,6 +262,10 @@ class ModeName(Settings):
         """Return the flags of modes that were given, by name."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value is not None}
 
+    def given_to_others(self) -> dict[str, Any]:
+        """Return those for modes of later texts: the gear of the first mode says nothing of theirs."""
+        return {name: value for name, value in self.given().items() if name != "gear"}
+
 
 def flags_of_modes() -> list[tuple[str, Any, Any]]:
     """Return the name, the type and the field of every flag that some mode has; None: it was not given."""
