@@ -120,7 +120,11 @@ class Screen(io.StringIO):
         return lines
 
 
-@given(st.lists(st.text("abc \n漢", max_size=7), max_size=40), st.integers(6, 30), st.sampled_from(["FORCE_COLOR", "NO_COLOR"]))
+@given(
+    st.lists(st.text("abc \n漢", max_size=7), max_size=40),
+    st.integers(6, 30),
+    st.sampled_from(["FORCE_COLOR", "NO_COLOR"]),
+)
 def test_lines_break_between_words_however_they_come(pieces, columns, color):
     screen = Screen()
     with pytest.MonkeyPatch.context() as patched:
