@@ -123,7 +123,7 @@ class Mode:
         return self
 
     def about(self) -> str:
-        """What `--describe` says of the settings, in one line; nothing by default."""
+        """Return what `--verbose all` says of the settings, in one line; nothing by default."""
         return ""
 
     def summary(self, tally: Tally) -> dict[str, Any]:
