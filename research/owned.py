@@ -215,7 +215,7 @@ def low_gear(checkpoints: Checkpoints, texts: list[list[int]], tokens: int, pair
     """The original with its own low gear, and with the checkpoint of 4 bits as its low gear."""
     writers = {
         "4 bits of format planes": Writer("smollm2", "4,16", "planes", Lossless()),
-        "4 bits of mlx-lm, --low-model": Writer("smollm2", "4,16", None, Lossless(), low_model=checkpoints[4]),
+        "4 bits of mlx-lm, --base": Writer("smollm2", "4,16", None, Lossless(), low_model=checkpoints[4]),
     }
     alone = next(iter(writers.values())).alone
     faster, same = beside(alone, {name: writer.lossless for name, writer in writers.items()}, texts, tokens, pairs)

@@ -67,7 +67,7 @@ class GearedChat:
         instead = f" (without it {decision.codes})" if decision.codes else ""
         self._why = f"no layer of this model changes gear; mode {TELEMETRY_ONLY} was asked for{instead}"
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
-        self._mode, self._held = decision.mode, ""
+        self._mode, self._held, self._first = decision.mode, "", decision.mode.name
         self._check(decision.mode, settings.mode)
 
     @property
@@ -116,10 +116,12 @@ class GearedChat:
         """Take another mode, with flags. Raises GearbxError for one that these models cannot have."""
         check_mode(mode, MODES)
         flags = self._settings.mode  # those that the chat was started with
+        given = flags.given() if mode == self._first else flags.given_to_others()
         if words:
             flags = parse_mode(mode, words).mode
-            check_flags(mode, flags.given())
-        found = made(mode, flags.given())
+            given = flags.given()
+            check_flags(mode, given)
+        found = made(mode, given)
         self._check(found, flags)
         self._mode, self._held = found, ""
 

@@ -16,13 +16,12 @@ from mlx.utils import tree_flatten
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
-from ..decoding.mode import Mode
+from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
     KICKDOWN,
     LOSSLESS,
     PAIR,
     ROUTE,
-    SAME,
     SETTINGS,
     STATIC,
     TELEMETRY_ONLY,
@@ -88,7 +87,7 @@ class JustGears:
     controller: ControllerSettings = field(default_factory=ControllerSettings)
 
 
-class Stored(NamedTuple):
+class StoredGears(NamedTuple):
     """What the gears are and how they are stored; why, and what a user should know of it."""
 
     ladder: Ladder
@@ -291,31 +290,31 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
 # The gears and their format.
 
 
-def of_original(layout: LayoutSettings) -> Stored:
+def of_original(layout: LayoutSettings) -> StoredGears:
     """Decide by flags, else by default."""
     filled = layout.filled(None, "")
     why = "the defaults" if layout.gears is None else "the gears that were asked for"
-    return Stored(layout.gears or default_ladder(filled["format"]), **filled, why=why)
+    return StoredGears(layout.gears or default_ladder(filled["format"]), **filled, why=why)
 
 
-def of_checkpoint(name: str | None, saved: Manifest, layout: LayoutSettings, flags: GearFlags) -> Stored:
+def of_checkpoint(name: str | None, saved: Manifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
     """Decide as the checkpoint has its gears. Raises GearbxError for a flag that differs."""
     if flags.base is not None:
         raise GearbxError(f"{name}: has its codes; leave out --base, or convert the original with --calibrate")
     with about(name):
         ladder = saved.chosen(layout.gears)
-    return Stored(ladder, **layout.filled(saved, f"the gears of {name} have"), why="gears of the checkpoint")
+    return StoredGears(ladder, **layout.filled(saved, f"the gears of {name} have"), why="gears of the checkpoint")
 
 
-def of_manifest(precision: PrecisionManifest, layout: LayoutSettings, flags: GearFlags) -> Stored:
+def of_manifest(precision: PrecisionManifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
     """Decide as the manifest was measured. Raises GearbxError for a flag that differs."""
     filled = layout.filled(precision, f"{flags.manifest} was measured with")
-    return Stored(layout.gears or default_ladder(filled["format"]), **filled, why=f"tables of {flags.manifest}")
+    return StoredGears(layout.gears or default_ladder(filled["format"]), **filled, why=f"tables of {flags.manifest}")
 
 
 def of_codes(
     name: str | None, codes: OwnCodes, layout: LayoutSettings, flags: GearFlags, observes: bool, learns: bool
-) -> Stored:
+) -> StoredGears:
     """Decide by the codes that a quantized model has.
 
     Args:
@@ -326,7 +325,7 @@ def of_codes(
     """
     filled, why = layout.filled(None, ""), "the checkpoint's own codes"
     if observes:
-        return Stored(layout.gears or codes.watched(default_ladder(filled["format"])), **filled, why=why)
+        return StoredGears(layout.gears or codes.watched(default_ladder(filled["format"])), **filled, why=why)
     given = {
         "--manifest": flags.manifest,
         f"--kernels {DEQUANT_CACHE}": flags.kernels.name == DEQUANT_CACHE,
@@ -335,7 +334,7 @@ def of_codes(
     }
     with about(model_name(name)):
         ladder = ladder_of_codes(codes, layout, given)
-    return Stored(codes.drafting() if learns else ladder, **filled, why=why)
+    return StoredGears(codes.drafting() if learns else ladder, **filled, why=why)
 
 
 def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
@@ -360,7 +359,7 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
     return codes.chosen(asked.gears)
 
 
-def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model: nn.Module) -> Stored:
+def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model: nn.Module) -> StoredGears:
     """Decide how a model of bfloat16 is stored that drafts for itself: what is faster, where memory has room for it.
 
     Apple's GPUs wait for memory, and format exact has fewer bytes. A CPU computes while it decodes them, and other GPUs
@@ -378,11 +377,11 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
             note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
         reason = "memory is short" if short else "this GPU waits for memory"
         why = f"one exact copy of the weights with its draft inside, since {reason}"
-        return Stored(whole, **filled | {"format": WHOLE}, why=why, note=note)
+        return StoredGears(whole, **filled | {"format": WHOLE}, why=why, note=note)
     note = ""
     if name is not None:  # else next to nothing
         note = f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here"
-    return Stored(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
+    return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
 
 
 def takes_whole(flags: GearFlags, model: nn.Module) -> bool:

@@ -268,6 +268,10 @@ class ModeName(Settings):
         """Return the flags of modes that were given, by name."""
         return {name: value for name, value in vars(self).items() if name != "mode" and value is not None}
 
+    def given_to_others(self) -> dict[str, Any]:
+        """Return those for modes of later texts: the gear of the first mode says nothing of theirs."""
+        return {name: value for name, value in self.given().items() if name != "gear"}
+
 
 def flags_of_modes() -> list[tuple[str, Any, Any]]:
     """Return the name, the type and the field of every flag that some mode has; None: it was not given."""
@@ -400,38 +404,38 @@ class LayerSettings(LayoutSettings, StorageSettings):
     """Which gears, of which layers, and how they are stored."""
 
 
-class Residency(NamedTuple):
+class ResidencyFlag(NamedTuple):
     """Where idle gears are, and the most bytes of this process."""
 
     name: str
     limit: int | None = None
 
 
-class Kernels(NamedTuple):
+class KernelsFlag(NamedTuple):
     """Which kernels, and what they multiply weights by."""
 
     name: str
     activations: str = DEFAULT_ACTIVATIONS
 
 
-def parse_residency(text: str) -> Residency:
+def parse_residency(text: str) -> ResidencyFlag:
     """Parse --residency. Raises GearbxError for a place that does not exist, or a limit that is not a size."""
     name, colon, size = text.partition(":")
     check_choice("residency", name, RESIDENCIES)
     if colon and name != "disk":
         raise GearbxError(f"--residency {text}: a limit frees memory with idle gears on disk alone; give disk:{size}")
-    return Residency(name, parse_bytes(size, f"--residency {text}") if colon else None)
+    return ResidencyFlag(name, parse_bytes(size, f"--residency {text}") if colon else None)
 
 
-def parse_kernels(text: str) -> Kernels:
+def parse_kernels(text: str) -> KernelsFlag:
     """Parse --kernels. Raises GearbxError for kernels or activations that do not exist."""
     name, colon, activations = text.partition(":")
     check_choice("kernels", name, (*KERNELS, DEQUANT_CACHE))
     if not colon:
-        return Kernels(name)
+        return KernelsFlag(name)
     if activations not in ACTIVATIONS:
         raise GearbxError(f"--kernels {text}: activations are {', '.join(ACTIVATIONS)}, such as {name}:int8")
-    return Kernels(name, activations)
+    return KernelsFlag(name, activations)
 
 
 @dataclass(frozen=True)

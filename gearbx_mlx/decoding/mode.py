@@ -24,9 +24,9 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
-from .modes import SAME
 from .response import GearResponse
 
+SAME = "same"  # as a prompt gear: the one that begins the text
 EIGHT = 8  # bits that are enough for a prompt
 
 _warned: WeakSet[Gearbox] = WeakSet()
@@ -123,7 +123,7 @@ class Mode:
         return self
 
     def about(self) -> str:
-        """What `--verbose all` says of the settings, in one line; nothing by default."""
+        """Return what `--verbose all` says of the settings, in one line; nothing by default."""
         return ""
 
     def summary(self, tally: Tally) -> dict[str, Any]:

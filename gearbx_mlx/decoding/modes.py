@@ -38,7 +38,6 @@ MODES = {
     TELEMETRY_ONLY: "gearbx_mlx.decoding.route:TelemetryOnly",
 }
 OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresholds file has
-SAME = "same"  # as a prompt gear: the one that begins the text
 
 
 def thresholds_flag() -> Any:

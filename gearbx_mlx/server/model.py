@@ -56,13 +56,13 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Opt
     wanted = options.mode or mode_of_options(given, default)
     if wanted is not None and wanted not in modes:
         raise GearbxError(f"mode '{wanted}' is not served here; choose from {', '.join(modes)}")
-    mode = default if wanted in (None, default.name) else made(wanted, flags.given())
+    mode = default if wanted in (None, default.name) else made(wanted, flags.given_to_others())
     own = {item.name for item in fields(mode)}
     for name, value in given.items():
         refuse_unless(name in own, name, mode.name)
         with about(name):
-            gear = geared.gearbox.ladder.find(value).name if name in OF_LADDER else tuple(value)
-            mode = replace(mode, **{name: gear})
+            found = geared.gearbox.ladder.find(value).name if name in OF_LADDER else tuple(value)
+            mode = replace(mode, **{name: found})
     return geared.mode(prompt, mode).settled(geared.gearbox, geared.loaded.tokenizer, None)
 
 

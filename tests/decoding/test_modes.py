@@ -68,7 +68,7 @@ class TestWithoutAMode:
             ((), "lossless", None),
             (("--gears", "16"), "static", None),
             (("--gear", "low"), "static", "--gear"),
-            (("--draft-model", DEMO_MODEL), "static", "--draft-model"),
+            (("--draft-model", DEMO_MODEL, "--gears", 16), "lossless", None),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),
             (("--residency", "disk:9GB"), "route", "--residency"),

@@ -63,8 +63,9 @@ def test_a_draft_model_drafts(small):
         expected = text_of(client, gearbx={"gear": "high"})
         answer = complete(client)
         assert answer["choices"][0]["text"] == expected
+        assert answer["gearbx"]["mode"] == "lossless"
         assert answer["gearbx"]["drafted"] > 0
-        assert client.get("/v1/models").json()["data"][0]["gearbx"]["modes"] == ["route", "static"]
+        assert client.get("/v1/models").json()["data"][0]["gearbx"]["modes"] == ["route", "lossless", "static"]
 
 
 @pytest.mark.slow
