@@ -11,6 +11,6 @@ MODULES = (
     *("figures", "attention", "errors", "exact", "calibrated_base", "codebook", "precision", "kv", "throttling"),
     *("lossless", "shapes", "experts", "batches", "decoding_costs", "hybrids", "disk", "products", "threads"),
     *("conservation", "processes", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
-    *("energy", "kernels", "token", "server", "policies", "final_answers", "pair"),
+    *("energy", "kernels", "token", "server", "policies", "final_answers", "pair", "real_models"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

@@ -134,5 +134,5 @@ def test_a_missing_package_is_one_line(tmp_path):
     done = subprocess.run(line, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "is not installed: pip install llama-cpp-python gguf" in done.stderr
+    assert "is not installed: pip install llama-cpp-python" in done.stderr
     assert not (tmp_path / "x.json").exists()

@@ -6,9 +6,8 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from conftest import PROMPT, save_model, tiny_model
+from gguf_files import Q8_0, tiny_as, write
 from mlx_lm.utils import quantize_model, save_config
-from test_gguf import Q8_0
-from test_gguf_model import tiny_as, write
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
