@@ -18,6 +18,7 @@ from gguf_files import (
     FLOAT,
     KINDS,
     Q4_0,
+    Q5_0,
     Q6_K,
     Q8_0,
     STRING,
@@ -61,10 +62,11 @@ def test_a_file_is_known_by_its_first_bytes(tmp_path, command):
     )
 
 
-def test_codes_of_8_bits_get_gears_and_draft(tmp_path, native):
-    model, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), Q8_0))
+@pytest.mark.parametrize(("kind", "ladder"), [(Q8_0, "4,8"), (Q5_0, "4,5")])
+def test_codes_of_8_and_5_bits_get_gears_and_draft(tmp_path, native, kind, ladder):
+    model, tokenizer = gearbx_mlx.load(write(tmp_path / "model.gguf", tiny_as("llama"), kind))
     box = Gearbox(model, kernels="native")
-    assert str(box.ladder) == "4,8"
+    assert str(box.ladder) == ladder
     texts = [
         [r.token for r in gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], 20, gearbox=box, mode=mode)]
         for mode in ("static", Lossless())

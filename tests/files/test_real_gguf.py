@@ -7,9 +7,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from gguf_files import F16, tiny_as, write
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.files.gguf_model import ARCHITECTURES
 from research.real_models import MODELS, gguf_of
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:.*become float16")]
@@ -56,3 +58,23 @@ def test_it_has_llama_cpps_tokens_and_predictions(name):
         if theirs[0] - theirs[1] > 0.2:
             assert logprobs.argmax() == best[0]
     assert np.mean(differences) < 0.1
+
+
+def best_in_llama_cpp(file, tokens):
+    """The likeliest tokens after some, with their log-probabilities."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.verbosity = str(file), 256, 1, -1
+    asked = {"prompt": tokens, "max_tokens": 1, "temperature": 0, "logprobs": 8, "cache_prompt": False}
+    (choice,) = xllamacpp.Server(params).handle_completions(asked)["choices"]
+    return {each["id"]: each["logprob"] for each in choice["logprobs"]["content"][0]["top_logprobs"]}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_random_model_of_every_architecture_has_llama_cpps_logits(tmp_path, own_cache, architecture):
+    model = tiny_as(architecture, dtype=mx.float16)
+    file, tokens = write(tmp_path / "model.gguf", model, F16, architecture), [5, 6, 7, 8, 9, 30]
+    loaded, _ = gearbx_mlx.load(file)
+    logits = loaded(mx.array([tokens]))[0, -1].astype(mx.float32)
+    logprobs, theirs = logits - mx.logsumexp(logits), best_in_llama_cpp(file, tokens)
+    assert [logprobs[token].item() for token in theirs] == pytest.approx([*theirs.values()], abs=0.01)

@@ -12,7 +12,7 @@ from gguf.quants import dequantize, quantize
 from gearbx_mlx.files import gguf_model
 from gearbx_mlx.files.gguf import is_known
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K, Q8_K, BF16 = 0, 1, 2, 3, 8, 12, 13, 14, 15, 30
+F32, F16, Q4_0, Q5_0, Q8_0, Q6_K, Q8_K, BF16 = 0, 1, 2, 6, 8, 14, 15, 30
 KINDS = [kind for kind in GGMLQuantizationType if is_known(kind)]
 UNSIGNED, FLOAT, STRING, ARRAY = 4, 6, 8, 9
 WORDS = [chr(0x100 + n) if n < 33 else chr(n) if n < 127 else chr(0x100 + n - 94) for n in range(250)]
@@ -78,7 +78,7 @@ def encoded(array, kind):
         return array.astype(np.float32).tobytes()
     if kind == F16:
         return array.astype(np.float16).tobytes()
-    if kind not in (Q4_0, Q8_0):
+    if kind not in (Q4_0, Q5_0, Q8_0):
         return random_blocks(kind, array.size // GGML_QUANT_SIZES[kind][0]).tobytes()
     return quantize(array.astype(np.float32), GGMLQuantizationType(kind)).tobytes()
 
