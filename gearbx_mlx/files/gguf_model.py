@@ -209,6 +209,9 @@ def check(gguf: Gguf) -> None:
                 f"{path}: {key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
                 "as safetensors"
             )
+    pieces = of.get("split.count", 1)
+    if isinstance(pieces, int) and pieces > 1:
+        raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
     architecture = of["general.architecture"]
     for name in gguf.tensors:
         if name_of(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:

@@ -203,6 +203,7 @@ def test_a_file_that_may_only_be_read_is_enough(tmp_path):
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 2**32 - 1))}, "do not fit"),
         ({"llama.attention.head_count": (ARRAY, struct.pack("<IQII", 4, 2, 4, 4))}, "is missing, or a list"),
         ({"general.architecture": (ARRAY, struct.pack("<IQ", STRING, 0))}, "is a list; what can be read has llama or"),
+        ({"split.count": (UNSIGNED, struct.pack("<I", 3))}, "is one of 3 files of a model; join them"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 0))}, "do not fit"),
         ({"llama.attention.head_count": (UNSIGNED, struct.pack("<I", 7))}, "model.gguf"),
         ({"llama.block_count": (UNSIGNED, struct.pack("<I", 2**31))}, "llama.block_count is 2147483648"),

@@ -37,10 +37,10 @@ def gguf(tensors=(), entries=(), magic=b"GGUF", version=3, offsets=()):
 
 def random_blocks(kind, count):
     """Blocks of any bytes that stand for moderate weights."""
-    blocks = rng.integers(0, 256, (50 * count, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (500, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
     with np.errstate(all="ignore"):
         most = np.abs(dequantize(blocks, GGMLQuantizationType(kind))).max(axis=1)
-    return blocks[most < 100][:count]
+    return rng.choice(blocks[most < 100], count)
 
 
 CLASSES = {"gemma3": "gemma3_text"}  # of mlx-lm, by the name of llama.cpp
