@@ -11,8 +11,9 @@ from gguf_files import F16, tiny_as, write
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.files.gguf import Gguf
 from gearbx_mlx.files.gguf_model import ARCHITECTURES
-from research.real_models import MODELS, gguf_of
+from research.real_models import gguf_of
 
 pytestmark = [pytest.mark.real, pytest.mark.filterwarnings("ignore:.*become float16")]
 
@@ -40,7 +41,16 @@ def test_the_real_file_has_the_tokens_of_its_unpacked_form():
     assert "Paris" in said
 
 
-@pytest.mark.parametrize("name", ["smollm2", *MODELS])
+def test_the_larger_qwen_has_the_tokenizer_of_the_smaller_one():
+    """So what the next test finds of tokens holds for both."""
+    small, large = (Gguf(real_file(name)).metadata for name in ("qwen-0.5b", "qwen-1.5b"))
+    keys = [key for key in small if key.startswith("tokenizer.")]
+    assert len(keys) >= 9
+    for key in keys:
+        assert np.array_equal(small[key], large[key]), key
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen-0.5b", "gemma-270m"])
 def test_it_has_llama_cpps_tokens_and_predictions(name):
     """llama.cpp rounds activations to 8 bits, so predictions that are almost equally likely may swap places."""
     file = Path(__file__).parents[1] / "data" / f"llama_cpp_{name}.json"
@@ -50,7 +60,7 @@ def test_it_has_llama_cpps_tokens_and_predictions(name):
     Gearbox(model, activations="float")
     differences = []
     for read in stored:
-        assert tokenizer.encode(read["text"], add_special_tokens=False) == read["tokens"]
+        assert tokenizer.encode(read["text"]) == read["tokens"]
         logits = model(mx.array([read["tokens"]]))[0, -1].astype(mx.float32)
         logprobs = np.array(logits - mx.logsumexp(logits))
         best, theirs = [int(token) for token in read["best"]], [*read["best"].values()]
