@@ -497,7 +497,7 @@ def begin(file: Path, drafts: Drafts) -> None:
 
 def read_there(text: str) -> dict[str, Any]:
     """The tokens of a text in llama.cpp, and the likeliest tokens after it with their log-probabilities."""
-    body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+    body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
     request = Request(f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"})
     with urlopen(request) as answer:
         tokens = json.load(answer)["tokens"]
