@@ -8,6 +8,7 @@ Source: llama.cpp's gguf-py (names of tensors and keys) and its convert_hf_to_gg
 """
 
 import collections
+import functools
 import json
 import math
 import re
@@ -144,6 +145,7 @@ def gguf_directory(file: Path) -> Path:
     return directory
 
 
+@functools.cache  # once, though a command looks several times for the directory
 def announce(file: Path, directory: Path) -> None:
     """Warn of weights that take more memory than in the file."""
     try:
