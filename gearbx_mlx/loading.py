@@ -258,12 +258,13 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
             return path
-        if path.is_file() and is_gguf(path):
-            return gguf_directory(path)
-        if path.exists():
-            raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")
+        is_file, is_there = path.is_file(), path.exists()
     except (OSError, RuntimeError) as error:
         raise GearbxError(f"{name}: no such model directory ({one_line(error)})") from error
+    if is_file and is_gguf(path):
+        return gguf_directory(path)
+    if is_there:
+        raise GearbxError(f"{name}: is a file; give the model's directory, or a GGUF file")
     if name == SMOLLM2:
         return smollm2_directory()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith(("./", "../", "~")):

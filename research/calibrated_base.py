@@ -22,7 +22,7 @@ from gearbx_mlx.loading import find
 
 from .experts import upcycled
 from .lossless import shipped_base
-from .studies import HELD_OUT, Found, study
+from .studies import HELD_OUT, Found, named, study
 
 CHAT = """Why do leaves change colour in autumn?
 Write a short thank-you note to a teacher.
@@ -98,7 +98,7 @@ def calibrated_base(
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
         rows.append([label, *shown, *([f"{alone[0]:.3f}", f"{alone[1]:.3f}"] if alone else [])])
     head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
-    return Found({f"calibrated_base_{model}": table(head, rows)}, figures)
+    return Found({f"calibrated_base_{named(model)}": table(head, rows)}, figures)
 
 
 class Recorder(mlx_lm_gptq.Catcher):

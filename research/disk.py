@@ -23,7 +23,7 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL, find
 
 from . import ROOT
-from .studies import Found, in_turn, ratios, spread, study, table_here
+from .studies import Found, in_turn, named, ratios, spread, study, table_here
 
 BLOCK = 1 << 24
 PEAK = """
@@ -174,7 +174,7 @@ def streaming(
         [FORMS[name], f"{most / MEGABYTE:.0f}", f"{least[name] / MEGABYTE:.0f}", "yes" if own == text else "no"]
         for name, (own, most) in free.items()
     ]
-    head = [f"{model}, {max_tokens} tokens", "peak of the process, MB", "least limit, MB", "the same text"]
+    head = [f"{named(model)}, {max_tokens} tokens", "peak of the process, MB", "least limit, MB", "the same text"]
     return Found({"memory_limit": table_here(head, rows)}, {"free": free, "least": least})
 
 

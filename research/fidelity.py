@@ -23,7 +23,7 @@ from gearbx_mlx.telemetry.report import get_pyplot
 from .evaluation.report import change_of_kl
 from .lossless import ASSISTANT, first_prompts, generated, times_faster, written_in_turn
 from .policies import policies
-from .studies import HELD_OUT, Found, in_turn, ratios, spread, study, table_here
+from .studies import HELD_OUT, Found, in_turn, named, ratios, spread, study, table_here
 
 LADDER = "4,5,6,8,16"
 MIXTURES = ("random", "route", "kickdown")
@@ -164,7 +164,7 @@ def conversation(model: str = "smollm2", low: int = 4, max_tokens: int = 64) -> 
         answers_by_low = followed(box, parts, low, *gears)
         found[name] = [float(kl_divergence(p, q).mean()) for p, q in zip(reference, answers_by_low)]
     rows = [[name, *(f"{each:.3f}" for each in [*turns, statistics.fmean(turns)])] for name, turns in found.items()]
-    head = [f"{model}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
+    head = [f"{named(model)}, {low} bits: KL of the answer to question", *map(str, range(1, len(TURNS) + 1)), "mean"]
     return Found({"conversation": table_here(head, rows)}, found)
 
 
@@ -226,7 +226,7 @@ def fidelity(
         for name, one in points.items()
     ]
     head = [
-        f"{model}, {len(asked)} prompts, {max_tokens} tokens",
+        f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
         "nats given up a token",
         "tokens that the top gear prefers",
         "times fewer bytes",

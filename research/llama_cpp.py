@@ -1,7 +1,7 @@
 """Gears beside llama.cpp, in turn within one run.
 
 compare-llama-cpp: decoding and prompts of a random Llama in several widths. same-file: milliseconds of a token of
-SmolLM2 from one GGUF file, and what drafts save on either side.
+a real model from one GGUF file, and what drafts save on either side.
 """
 
 import json
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.request import Request, urlopen
 
+import gguf
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
@@ -35,12 +36,13 @@ from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files import smollm2
 from gearbx_mlx.files.writing import write_text
 from gearbx_mlx.kernels.products import panel_rows
+from gearbx_mlx.loading import find, read_config
 
 from . import ROOT
 from .lossless import ASSISTANT, Writer, first_prompts, written_in_turn
-from .studies import HELD_OUT, Found, native_kernels, ratios, results_in_turn, spread, study, table_here
+from .real_models import gguf_of
+from .studies import HELD_OUT, Found, named, native_kernels, ratios, results_in_turn, spread, study, table_here
 
-REFERENCE = ROOT / "tests" / "data" / "llama_cpp_smollm2.json"
 BEST, GREEDY_TOKENS = 5, 16
 ODD_TEXTS = (
     "The 3 brothers paid $1,234.50 on 12/03/2024.",
@@ -102,8 +104,6 @@ def write_gguf(model: Any, file: Path, kind: str, context: int, tokenizer: Path 
         context: tokens that the model is said to be for.
         tokenizer: the demo model's tokenizer.json; without one, llama.cpp takes and gives token ids alone.
     """
-    import gguf
-
     args, target = model.args, gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(args.num_hidden_layers)
@@ -138,8 +138,6 @@ def write_out(writer: Any) -> None:
 
 def add_vocabulary(writer: Any, content: dict[str, Any]) -> None:
     """A byte-level BPE with single digits, as in the demo model's tokenizer.json: one token begins and ends texts."""
-    import gguf
-
     numbers = content["model"]["vocab"]
     special = {token["id"]: token["content"] for token in content["added_tokens"] if token["special"]}
     names = sorted(numbers, key=numbers.__getitem__)
@@ -372,10 +370,9 @@ def table_of(subject: str, rows: Rows) -> str:
 def versions() -> dict[str, str]:
     """Raises GearbxError where a package is missing."""
     try:
-        import gguf  # noqa: F401
         import llama_cpp
     except ImportError as error:
-        raise GearbxError(f"{error.name} is not installed: pip install llama-cpp-python gguf") from error
+        raise GearbxError(f"{error.name} is not installed: pip install llama-cpp-python") from error
     return {"llama_cpp_python": llama_cpp.__version__}
 
 
@@ -393,7 +390,7 @@ def compare_llama_cpp(
     activations: list[Activations] = ["int16", "int8"],  # noqa: B006
     trials: int = 5,
 ) -> Found:
-    """Gears beside llama.cpp (pip install llama-cpp-python gguf), in turn within one run.
+    """Gears beside llama.cpp (pip install llama-cpp-python), in turn within one run.
 
     decode: tokens of a random Llama after contexts of several lengths. prompt: prompts of several lengths for the same
     Llama, up to the first token of the answer.
@@ -427,7 +424,7 @@ def compare_llama_cpp(
     return Found(tables, found | {"threads": threads} | installed)
 
 
-# SmolLM2 from the same file
+# A real model from the same file
 
 CONTEXT = 2048
 AVX2_ROWS = 8  # that kernels with AVX2 multiply side by side
@@ -438,10 +435,8 @@ Write = Callable[[list[int], int], tuple[str, float]]
 
 def rewritten(file: Path, out: Path, type: Literal["F16", "Q8_0"]) -> Path:
     """The same model in float16 or Q8_0, and all else as it was."""
-    import gguf
-
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(out, "llama")
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for field in reader.fields.values():
         kinds = field.types
         if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
@@ -477,8 +472,8 @@ def in_llama_cpp(file: Path, drafts: Drafts = None) -> Write:
 
 def llama_cpp_in_child(file: Path, drafts: Drafts = None) -> ProcessPoolExecutor:
     """Raises GearbxError where llama.cpp is not installed."""
-    if find_spec("xllamacpp") is None or find_spec("gguf") is None:
-        raise GearbxError("llama.cpp is not installed: pip install xllamacpp gguf")
+    if find_spec("xllamacpp") is None:
+        raise GearbxError("llama.cpp is not installed: pip install xllamacpp")
     return ProcessPoolExecutor(1, get_context("spawn"), initializer=begin, initargs=(file, drafts))
 
 
@@ -537,34 +532,37 @@ def here(writer: Writer, way: Callable[[list[int], int], tuple[list[int], float]
 def same_file(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [4, 8],  # noqa: B006
+    model: str = smollm2.NAME,
     max_tokens: int = 100,
     pairs: int = 3,
 ) -> Found:
-    """A token of SmolLM2 in llama.cpp and here, from the same file, in turn.
+    """A token of a real model in llama.cpp and here, from the same file, in turn.
 
-    The file is Q4_1. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The time of the prompt does
-    not count. With GEARBX_CPU=avx2 the kernels here have AVX2 alone, as llama.cpp's have.
+    SmolLM2's file is Q4_1, others are Q4_K_M. Both sides also unpack it to 16 bits, and use 4 bits as the draft. The
+    time of the prompt does not count. With GEARBX_CPU=avx2 the kernels here have AVX2 alone, as llama.cpp's have.
 
     Args:
         prompts: Files: one per line, or JSON Lines as in GSM8K.
+        model: One that real-models has fetched, or smollm2.
         num_prompts: Of each file.
         pairs: Trials of a prompt.
     """
-    file = smollm2.installed()
-    plain = Writer("smollm2", "4,16", "planes", Lossless())
-    drafted = Writer("smollm2", "4,16", "planes", Lossless(), calibrated=True)
+    file, packed = gguf_of(model), f"llama.cpp, {'Q4_1' if model == smollm2.NAME else 'Q4_K_M'}"
+    plain = Writer(model, "4,16", "planes", Lossless())
+    drafted = Writer(model, "4,16", "planes", Lossless(), calibrated=True)
+    sixteen = read_config(find(model))["torch_dtype"]
     with tempfile.TemporaryDirectory() as directory:
         whole = rewritten(file, Path(directory) / "f16.gguf", "F16")
         eight = rewritten(file, Path(directory) / "q8_0.gguf", "Q8_0")
         ways = {
             "llama.cpp, float16": in_llama_cpp(whole),
             "llama.cpp, Q8_0": in_llama_cpp(eight),
-            "llama.cpp, Q4_1": in_llama_cpp(file),
+            packed: in_llama_cpp(file),
             "llama.cpp, float16, lookup": in_llama_cpp(whole, "lookup"),
-            "llama.cpp, float16, drafts by Q4_1": in_llama_cpp(whole, file),
-            "here, bfloat16": here(plain, plain.alone),
-            "here, bfloat16, lossless": here(plain, plain.lossless),
-            "here, bfloat16, lossless, calibrated": here(drafted, drafted.lossless),
+            f"llama.cpp, float16, drafts by {packed.rpartition(' ')[2]}": in_llama_cpp(whole, file),
+            f"here, {sixteen}": here(plain, plain.alone),
+            f"here, {sixteen}, lossless": here(plain, plain.lossless),
+            f"here, {sixteen}, lossless, calibrated": here(drafted, drafted.lossless),
         }
         asked = first_prompts(plain.tokenizer, prompts, num_prompts)
         found = written_in_turn(ways, asked, max_tokens, pairs)
@@ -579,16 +577,22 @@ def same_file(
         ]
         for name, trials in found.items()
     ]
-    title = f"smollm2, {len(asked)} prompts, {max_tokens} tokens"
+    title = f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens"
     head = [title, "ms a token: median (range)", "times as fast", "texts"]
     name = "same_file" if panel_rows() > AVX2_ROWS else "same_file_avx2"
     return Found({name: table_here(head, rows)}, found)
 
 
-@study(writes="tests/data/llama_cpp_smollm2.json", minutes=2)
-def llama_cpp_reference() -> None:
-    """What llama.cpp makes of 50 texts in SmolLM2's GGUF: tokens, log-probabilities and greedy texts, for a test."""
-    texts = [*ODD_TEXTS, *read_prompts(HELD_OUT)[:20], *read_prompts(ASSISTANT)]
-    child = llama_cpp_in_child(smollm2.installed())
+@study(writes="tests/data/llama_cpp_MODEL.json", minutes=2)
+def llama_cpp_reference(model: str = smollm2.NAME, others: int = 44) -> None:
+    """What llama.cpp makes of texts in a GGUF: tokens, log-probabilities and greedy texts, for a test.
+
+    Args:
+        model: One that real-models has fetched, or smollm2.
+        others: Texts beside those that are odd.
+    """
+    texts = [*ODD_TEXTS, *[*read_prompts(HELD_OUT)[:20], *read_prompts(ASSISTANT)][-others:]]
+    child = llama_cpp_in_child(gguf_of(model))
     read = [child.submit(read_there, text).result() for text in track(texts, "texts")]
-    write_text(REFERENCE, json.dumps(read, ensure_ascii=False, indent=0) + "\n")
+    file = ROOT / "tests" / "data" / f"llama_cpp_{named(model)}.json"
+    write_text(file, json.dumps(read, ensure_ascii=False, indent=0) + "\n")

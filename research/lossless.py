@@ -35,7 +35,7 @@ from gearbx_mlx.formats import get_format
 from gearbx_mlx.formats.base import Format
 from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
 
-from .studies import DATA, HELD_OUT, Found, ratios, spread, study, table_here
+from .studies import DATA, HELD_OUT, Found, named, ratios, spread, study, table_here
 
 ASSISTANT = DATA / "assistant.txt"  # a dozen questions of a chat, and a dozen for code
 EXPECTED_LEAST = 5  # expected draws in a cell of the chi-square test; rarer outcomes share one cell
@@ -429,7 +429,11 @@ def lossless_time(
         top = [[writers[name].alone(prompt, max_tokens)] for prompt in asked] if name.endswith("8") else found["first"]
         same[name] = agreeing(top, each)
     rows = [[name, spread(faster[name]), f"{same[name]} of {len(asked)}"] for name in ways if name != "first"]
-    head = [f"{model}, {len(asked)} prompts, {max_tokens} tokens", "times as fast: median (range)", "texts identical"]
+    head = [
+        f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
+        "times as fast: median (range)",
+        "texts identical",
+    ]
     block = "lossless_time" if lookup_tokens else "lossless_time_without_lookup"
     return Found({block: table_here(head, rows)}, {"faster": faster, "same": same})
 
@@ -467,7 +471,7 @@ def draft_model(
     found = written_in_turn(ways, first_prompts(writer.tokenizer, prompts, num_prompts), max_tokens, pairs)
     first = next(iter(found.values()))
     rows = [[name, f"{token_ms(each):.1f}", spread(times_faster(first, each))] for name, each in found.items()]
-    head = [model, "ms a token", "times as fast: median (range)"]
+    head = [named(model), "ms a token", "times as fast: median (range)"]
     return Found({"draft_model": table_here(head, rows)}, rows)
 
 
@@ -585,13 +589,13 @@ def pages_of_weights(
             writers[size] = Writer(model, "4,16", "planes", Lossless())
             for gear in writers[size].gearbox.ladder:
                 writers[size].gearbox.make(gear)
-    named = {"16 bits": "alone", "4 bits": "low", "lossless": "lossless"}
-    ways = {(way, size): getattr(writer, name) for way, name in named.items() for size, writer in writers.items()}
+    kinds = {"16 bits": "alone", "4 bits": "low", "lossless": "lossless"}
+    ways = {(way, size): getattr(writer, name) for way, name in kinds.items() for size, writer in writers.items()}
     found = written_in_turn(ways, first_prompts(writers["4 KB"].tokenizer, prompts, num_prompts), max_tokens, pairs)
     rows = []
-    for way in named:
+    for way in kinds:
         small, large = (found[way, size] for size in writers)
         both = [f"{token_ms(each):.1f}" for each in (small, large)]
         rows.append([way, *both, spread(times_faster(small, large))])
-    head = [model, "pages of 4 KB, ms a token", "of 2 MB", "times as fast: median (range)"]
+    head = [named(model), "pages of 4 KB, ms a token", "of 2 MB", "times as fast: median (range)"]
     return Found({"pages_of_weights": table_here(head, rows)}, rows)

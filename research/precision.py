@@ -21,7 +21,7 @@ from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.telemetry.report import get_pyplot, save
 
-from .studies import HELD_OUT, Found, read_report, run_python, study
+from .studies import HELD_OUT, Found, named, read_report, run_python, study
 
 TEXT = CalibrationTextSettings()
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
@@ -288,5 +288,5 @@ def sensitivity(
             (results / f"{name}.json").write_text(json.dumps(measures[name](subject), indent=1))
     if model is not None:
         found = read_report(results / "allocation.json")
-        return Found({f"allocation_{model}": allocation_table(found)}, found)
+        return Found({f"allocation_{named(model)}": allocation_table(found)}, found)
     return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})

@@ -135,10 +135,28 @@ def listed() -> Iterator[str]:
 def start(name: str, arguments: Sequence[str]) -> None:
     """Run a study with flags. Raises GearbxError as `load`."""
     chosen = load(name)
-    flags = vars(parser_of(chosen).parse_args(arguments))
+    flags = with_real_models(vars(parser_of(chosen).parse_args(arguments)))
     write, kept = flags.pop("write"), flags.pop("json")
     found = chosen.measure(**flags) or Found()
     publish(chosen, found, write, kept)
+
+
+def with_real_models(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return flags with the directories of real models in place of their names. Raises GearbxError as `known`."""
+    from .real_models import known  # which is a study itself
+
+    found = dict(flags)
+    for flag in ("model", "small_model"):
+        if isinstance(flags.get(flag), str):
+            found[flag] = known(flags[flag])
+    if isinstance(flags.get("models"), list):
+        found["models"] = [known(name) for name in flags["models"]]
+    return found
+
+
+def named(model: str) -> str:
+    """Return what a table calls a model: the name of its directory."""
+    return Path(model).name
 
 
 def publish(chosen: Study, found: Found, write: bool, kept: Path | None = None) -> None:

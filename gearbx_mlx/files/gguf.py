@@ -1,20 +1,24 @@
 """GGUF, the file format of llama.cpp: metadata, and tensors in blocks of quantized weights.
 
-The header is read with bounds of our own: it may claim any number of tensors of any size. Weights are mapped and not
-copied; a file that may only be read is enough.
+What the types of weights are, and what their blocks stand for, the package gguf knows. The header is read here, with
+bounds of our own: it may claim any number of tensors of any size, and the package's reader makes an object of every
+number in it. Weights are mapped and not copied; a file that may only be read is enough.
 
 Source: ggml's docs/gguf.md and the block structures in ggml-common.h.
 """
 
+import functools
+import itertools
 import math
 import mmap
-import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from ..errors import GearbxError
 from .reading import shown, unreadable
@@ -23,85 +27,22 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, unless general.alignment says otherwise
 MOST_DIMENSIONS = 4
-GROUP = 32  # weights that share a scale
-CODED = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of affine codes in such groups
-AT_ONCE = 2**14  # blocks of a K-quant that are packed at a time: bits take a byte each
+MOST_THINGS, MOST_WORDS = 2**16, 2**21  # tensors or entries, and words of all lists: each becomes an object in memory
 AGAIN = "download it again"
 
-# Types of values in the metadata, by their number: format of `struct`. 7 is a bool, 8 a string, 9 an array.
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# Types of values in the metadata, by their number. 8 is a string, 9 an array.
+NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 STRING, ARRAY = 8, 9
 
 
-@dataclass(frozen=True)
-class Encoding:
-    """How a tensor's weights are stored. block: weights of a block. size: its bytes. decode: blocks to float32."""
-
-    name: str
-    block: int
-    size: int
-    decode: Callable[[np.ndarray], np.ndarray]
-
-
-def halves(blocks: np.ndarray, start: int) -> np.ndarray:
-    """The float16 at a place in every block, (blocks, 1), in float32."""
-    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
-
-
-def nibbles(blocks: np.ndarray, start: int) -> np.ndarray:
-    """32 codes of 4 bits of every block: the low halves of 16 bytes, then the high ones."""
-    codes = blocks[:, start : start + 16]
-    return np.concatenate([codes & 0xF, codes >> 4], axis=1).astype(np.float32)
-
-
-def bfloat16(blocks: np.ndarray) -> np.ndarray:
-    return (blocks.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-
-
-def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The codes of Q4_K or Q5_K, (blocks, 8, 32) uint8, and a scale and bias for 32 of them, (blocks, 8) float32."""
-    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
-    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
-    least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
-    halved = blocks[:, -128:].reshape(-1, 4, 1, 32)
-    codes = np.concatenate([halved & 15, halved >> 4], axis=2).reshape(-1, 8, 32)
-    if bits == 5:
-        fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-        codes = codes | fifth << 4
-    return codes, halves(blocks, 0) * scales, -halves(blocks, 2) * least
-
-
-def from_k(blocks: np.ndarray, bits: int) -> np.ndarray:
-    codes, scales, biases = parts_of_k(blocks, bits)
-    return scales[..., None] * codes + biases[..., None]
-
-
-def from_q6_k(blocks: np.ndarray) -> np.ndarray:
-    low, high = blocks[:, :128].reshape(-1, 2, 2, 32), blocks[:, 128:192].reshape(-1, 2, 1, 32)
-    low = np.concatenate([low & 15, low >> 4], axis=2)
-    high = high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    codes = (low | high << 4).reshape(-1, 16, 16).astype(np.float32) - 32
-    scales = blocks[:, 192:208].view(np.int8) * halves(blocks, 208)
-    return scales[..., None] * codes
-
-
-# By the number of ggml_type. A weight of a quantized block is its scale times its code; Q4_1 adds its smallest weight.
-ENCODINGS = {
-    0: Encoding("F32", 1, 4, lambda blocks: blocks.view(np.float32)),
-    1: Encoding("F16", 1, 2, lambda blocks: blocks.view(np.float16).astype(np.float32)),
-    2: Encoding("Q4_0", 32, 18, lambda blocks: halves(blocks, 0) * (nibbles(blocks, 2) - 8)),
-    3: Encoding("Q4_1", 32, 20, lambda blocks: halves(blocks, 0) * nibbles(blocks, 4) + halves(blocks, 2)),
-    8: Encoding("Q8_0", 32, 34, lambda blocks: halves(blocks, 0) * blocks[:, 2:].view(np.int8)),
-    12: Encoding("Q4_K", 256, 144, lambda blocks: from_k(blocks, 4)),
-    13: Encoding("Q5_K", 256, 176, lambda blocks: from_k(blocks, 5)),
-    14: Encoding("Q6_K", 256, 210, from_q6_k),
-    30: Encoding("BF16", 1, 2, bfloat16),
-}
-OTHER_TYPES = {  # of ggml, which are not read
-    **{6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K"},
-    **{16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS"},
-    **{29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"},
-}
+@functools.cache
+def is_known(kind: GGMLQuantizationType) -> bool:
+    """Return whether the package decodes weights of a type."""
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except (NotImplementedError, KeyError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -110,19 +51,20 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    encoding: Encoding
+    kind: GGMLQuantizationType
     place: int
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) // self.encoding.block * self.encoding.size
+        block, size = GGML_QUANT_SIZES[self.kind]
+        return math.prod(self.shape) // block * size
 
 
 class Gguf:
-    """A GGUF file: `metadata` by key, and `tensors` by name.
+    """A GGUF file: `metadata` by key, with arrays of numbers as numpy's, and `tensors` by name.
 
     Raises:
-        GearbxError: no such file, no GGUF, damaged or truncated, or a type of weights that is not read.
+        GearbxError: no such file, no GGUF, damaged or truncated, or a type of weights that is not known.
     """
 
     def __init__(self, path: Path):
@@ -134,99 +76,144 @@ class Gguf:
             raise unreadable(path, error) from error
         except ValueError as error:  # an empty file cannot be mapped
             raise self._damaged("is empty") from error
-        self._at = 0
-        if self._take(4) != MAGIC:
+        self._at = self._words = 0
+        if self._take(len(MAGIC)) != MAGIC:
             raise GearbxError(f"{path}: is not a GGUF file; give the file of a model for llama.cpp")
-        version = self._number("I")
-        if version not in VERSIONS:
-            if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-                raise GearbxError(
-                    f"{path}: is a big-endian GGUF, and little-endian ones can be read; change it with "
-                    "gguf-convert-endian (pip install gguf), or give a file that is little-endian"
-                )
-            raise GearbxError(
-                f"{path}: is GGUF of version {version}, and versions 2 and 3 can be read; give a file that a newer "
-                "llama.cpp wrote"
-            )
-        tensors, entries = self._count(), self._count()
-        self.metadata: Mapping[str, Any] = dict(self._entry() for _ in range(entries))
+        self._check_version(self._number("<u4"))
+        tensors, entries = self._count(MOST_THINGS), self._count(MOST_THINGS)
+        self.metadata: Mapping[str, Any] = self._unique(self._entry() for _ in range(entries))
         infos = [self._info() for _ in range(tensors)]
         alignment = self.metadata.get("general.alignment", ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise self._damaged(f"general.alignment is {alignment}, not a power of two")
         start = -(-self._at // alignment) * alignment
-        self.tensors: Mapping[str, GgufTensor] = {info[0]: self._tensor(*info, start) for info in infos}
+        self.tensors: Mapping[str, GgufTensor] = self._unique(
+            (info[0], self._tensor(*info, start, alignment)) for info in infos
+        )
+        ordered = sorted(self.tensors.values(), key=lambda tensor: tensor.place)
+        for one, other in itertools.pairwise(ordered):  # or a small file could become any number of weights
+            if one.place + one.nbytes > other.place:
+                raise self._damaged(f"{shown(one.name)} and {shown(other.name)} lie on each other")
 
     def weights(self, tensor: GgufTensor) -> np.ndarray:
-        """The weights of a tensor in float32, of its shape."""
-        return tensor.encoding.decode(self.blocks(tensor)).reshape(tensor.shape)
+        """Return the weights of a tensor in float32, of its shape."""
+        rows = self.blocks(tensor).reshape(math.prod(tensor.shape[:-1]), -1)
+        return dequantize(rows, tensor.kind).reshape(tensor.shape)
 
     def blocks(self, tensor: GgufTensor) -> np.ndarray:
-        """The bytes of a tensor, (blocks, bytes of a block) uint8, which are mapped and not copied."""
+        """Return the bytes of a tensor, (blocks, bytes of a block) uint8, which are mapped and not copied."""
         stored = np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.place)
-        return stored.reshape(-1, tensor.encoding.size)
+        return stored.reshape(-1, GGML_QUANT_SIZES[tensor.kind][1])
 
-    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int) -> GgufTensor:
-        encoding = ENCODINGS.get(kind)
-        if encoding is None:
-            readable = ", ".join(each.name for each in ENCODINGS.values())
-            found = OTHER_TYPES.get(kind, f"type {kind}")
-            raise GearbxError(f"{self.path}: {shown(name)} has weights of {found}; give a file of {readable}")
-        if shape and shape[-1] % encoding.block:
-            raise self._damaged(
-                f"{shown(name)} has rows of {shape[-1]} weights, and {encoding.name} needs blocks of {encoding.block}"
+    def _check_version(self, version: int) -> None:
+        if version in VERSIONS:
+            return
+        if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+            raise GearbxError(
+                f"{self.path}: is a big-endian GGUF, and little-endian ones can be read; change it with "
+                "gguf-convert-endian, which the package gguf brings, or give a file that is little-endian"
             )
-        tensor = GgufTensor(name, shape, encoding, start + offset)
+        raise GearbxError(
+            f"{self.path}: is GGUF of version {version}, and versions 2 and 3 can be read; give a file that a newer "
+            "llama.cpp wrote"
+        )
+
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], number: int, offset: int, start: int, alignment: int
+    ) -> GgufTensor:
+        """Return a tensor, of which all is checked: its type, its shape, and its place in the file."""
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            kind = None
+        if kind is None or not is_known(kind):
+            known = ", ".join(each.name for each in GGMLQuantizationType if is_known(each))
+            found = f"type {number}" if kind is None else kind.name
+            raise GearbxError(f"{self.path}: {shown(name)} has weights of {found}; give a file of {known}")
+        tensor, block = GgufTensor(name, shape, kind, start + offset), GGML_QUANT_SIZES[kind][0]
+        if not shape or min(shape) < 1:
+            raise self._damaged(f"{shown(name)} has the shape {shape}")
+        if shape[-1] % block:
+            raise self._damaged(
+                f"{shown(name)} has rows of {shape[-1]} weights, and {kind.name} needs blocks of {block}"
+            )
+        if offset % alignment:
+            raise self._damaged(f"{shown(name)} begins at byte {offset}, which is not a multiple of {alignment}")
         if tensor.place + tensor.nbytes > len(self._bytes):
             raise self._damaged(f"{shown(name)} ends at byte {tensor.place + tensor.nbytes}, behind the file's end")
         return tensor
 
+    def _unique(self, pairs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in found:
+                raise self._damaged(f"has {shown(name)} twice")
+            found[name] = value
+        return found
+
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """The name, shape, type and offset of a tensor."""
-        name, count = self._text(), self._number("I")
+        """Read the name, shape, type and offset of a tensor."""
+        name, count = self._text(), self._number("<u4")
         if count > MOST_DIMENSIONS:
             raise self._damaged(f"{shown(name)} has {count} dimensions")
-        shape = tuple(self._number("Q") for _ in range(count))[::-1]  # ggml counts from the innermost
-        return name, shape, self._number("I"), self._number("Q")
+        shape = tuple(self._number("<u8") for _ in range(count))[::-1]  # ggml counts from the innermost
+        return name, shape, self._number("<u4"), self._number("<u8")
 
     def _entry(self) -> tuple[str, Any]:
-        return self._text(), self._value(self._number("I"))
+        return self._text(), self._value(self._number("<u4"))
 
-    def _value(self, kind: int, inside: bool = False) -> Any:
+    def _value(self, kind: int) -> Any:
         if kind == STRING:
             return self._text()
-        if kind == ARRAY and not inside:
-            element, count = self._number("I"), self._count()
-            if element in NUMBERS:
-                format = NUMBERS[element]
-                return list(struct.unpack(f"<{count}{format}", self._take(count * struct.calcsize(format))))
-            return [self._value(element, inside=True) for _ in range(count)]
         if kind in NUMBERS:
             return self._number(NUMBERS[kind])
-        raise self._damaged(f"a value of type {kind} at byte {self._at}")
+        element = self._number("<u4") if kind == ARRAY else kind
+        if kind == ARRAY and element == STRING:
+            count = self._count(MOST_WORDS - self._words)
+            self._words += count
+            return [self._text() for _ in range(count)]
+        if kind == ARRAY and element in NUMBERS:
+            return self._numbers(NUMBERS[element], self._count())
+        raise self._damaged(f"{'an array' if kind == ARRAY else 'a value'} of type {element} at byte {self._at}")
 
     def _text(self) -> str:
         return self._take(self._count()).decode("utf-8", "replace")
 
-    def _count(self) -> int:
-        """A number of things that follow, of which each takes a byte at least."""
-        count = self._number("Q")
-        if count > len(self._bytes) - self._at:
-            raise self._damaged(f"claims {count} things at byte {self._at}, more than the file can hold")
+    def _count(self, most: int | None = None) -> int:
+        """Read a number of things that follow, of which each takes a byte at least."""
+        count, room = self._number("<u8"), len(self._bytes) - self._at
+        if count > room or (most is not None and count > most):
+            more = "more than the file can hold" if count > room else f"more than {most}"
+            raise self._damaged(f"claims {count} things at byte {self._at}, {more}")
         return count
 
     def _number(self, format: str) -> Any:
-        (value,) = struct.unpack(f"<{format}", self._take(struct.calcsize(f"<{format}")))
-        return value
+        return self._numbers(format, 1)[0].item()
+
+    def _numbers(self, format: str, count: int) -> np.ndarray:
+        """Read numbers, which are mapped and not copied."""
+        start, size = self._at, count * np.dtype(format).itemsize
+        self._skip(size)
+        return np.frombuffer(self._bytes, format, count, start)
 
     def _take(self, size: int) -> bytes:
+        self._skip(size)
+        return self._bytes[self._at - size : self._at]
+
+    def _skip(self, size: int) -> None:
         if size > len(self._bytes) - self._at:
             raise self._damaged(f"ends at byte {len(self._bytes)}, in the middle of its header")
         self._at += size
-        return self._bytes[self._at - size : self._at]
 
     def _damaged(self, what: str) -> GearbxError:
         return GearbxError(f"{self.path}: damaged or truncated ({what}); {AGAIN}")
+
+
+# Affine codes, which stay packed
+
+GROUP = 32  # weights that share a scale
+CODED = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5}  # bits of codes in such groups
+AT_ONCE = 2**14  # blocks that are packed at a time: a code takes 8 bytes meanwhile
 
 
 class Codes(NamedTuple):
@@ -242,30 +229,56 @@ class Codes(NamedTuple):
 
 
 def codes_of(gguf: Gguf, tensor: GgufTensor) -> Codes | None:
-    """The codes of a quantized matrix; None for other tensors, and for Q6_K, where 16 weights share a scale."""
-    name = tensor.encoding.name
-    if name not in CODED:
+    """Return the codes of a matrix; None for types that have none, or with other groups, as Q6_K."""
+    bits, blocks = CODED.get(tensor.kind.name), gguf.blocks(tensor)
+    if bits is None:
         return None
-    blocks, bits = gguf.blocks(tensor), CODED[name]
-    scales = blocks[:, :2].copy().view(np.float16)
-    if name.endswith("_K"):
-        parts = [packed_k(blocks[start : start + AT_ONCE], bits) for start in range(0, len(blocks), AT_ONCE)]
-        packed, scales, biases = (np.concatenate(arrays) for arrays in zip(*parts))
-    elif name == "Q8_0":
-        packed, biases = blocks[:, 2:] ^ 0x80, scales * np.float16(-128)  # from signed to unsigned codes
-    else:
-        codes = blocks[:, -16:]
-        codes = np.concatenate([codes & 0xF, codes >> 4], axis=1)
-        packed = codes[:, ::2] | codes[:, 1::2] << 4
-        biases = scales * np.float16(-8) if name == "Q4_0" else blocks[:, 2:4].copy().view(np.float16)
+    parts = [packed(blocks[start : start + AT_ONCE], tensor.kind.name) for start in range(0, len(blocks), AT_ONCE)]
+    words, scales, biases = (np.concatenate(arrays) for arrays in zip(*parts))
     groups = (*tensor.shape[:-1], tensor.shape[-1] // GROUP)
-    words = np.ascontiguousarray(packed).view(np.uint32).reshape(*tensor.shape[:-1], -1)
-    return Codes(bits, words, scales.reshape(groups), biases.reshape(groups))
+    return Codes(bits, words.reshape(*tensor.shape[:-1], -1), scales.reshape(groups), biases.reshape(groups))
 
 
-def packed_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of Q4_K or Q5_K as a stream of bits, and their scales and biases in float16."""
-    codes, scales, biases = parts_of_k(blocks, bits)
-    stream = codes.reshape(len(blocks), -1, 1) >> np.arange(bits, dtype=np.uint8) & 1
-    packed = np.packbits(stream.reshape(len(blocks), -1), axis=1, bitorder="little")
-    return packed, scales.astype(np.float16), biases.astype(np.float16)
+def packed(blocks: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes of blocks as a stream of bits, in words, and their scales and biases in float16."""
+    bits, k_quant = CODED[name], name.endswith("_K")
+    codes, scales, biases = parts_of_k(blocks, bits) if k_quant else parts_of(blocks, bits, name.endswith("_1"))
+    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
+    eights = np.bitwise_or.reduce(codes.reshape(-1, 8).astype("<u8") << shifts, axis=1)
+    stream = np.ascontiguousarray(eights.view(np.uint8).reshape(-1, 8)[:, :bits])
+    return stream.reshape(-1).view(np.uint32), scales.astype(np.float16), biases.astype(np.float16)
+
+
+def halves(blocks: np.ndarray, start: int) -> np.ndarray:
+    """Return the float16 at a place in every block, (blocks, 1), in float32."""
+    return blocks[:, start : start + 2].copy().view(np.float16).astype(np.float32)
+
+
+def parts_of(blocks: np.ndarray, bits: int, with_least: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes of blocks of 32 weights, (blocks, 32) uint8, and a scale and bias of each, (blocks, 1).
+
+    Args:
+        with_least: whether a block has its smallest weight; else its codes are signed.
+    """
+    scales = halves(blocks, 0)
+    biases = halves(blocks, 2) if with_least else -(2.0 ** (bits - 1)) * scales
+    if bits == 8:
+        return blocks[:, 2:] ^ 0x80, scales, biases
+    low = blocks[:, -16:]
+    codes = np.concatenate([low & 15, low >> 4], axis=1)
+    if bits == 5:
+        codes |= np.unpackbits(blocks[:, -20:-16], axis=1, bitorder="little") << 4
+    return codes, scales, biases
+
+
+def parts_of_k(blocks: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the codes of Q4_K or Q5_K, (blocks, 8, 32) uint8, and a scale and bias of 32 of them, (blocks, 8)."""
+    low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]  # of scales and smallest weights, 6 bits each
+    scales = np.concatenate([low & 63, (high & 15) | (low >> 6) << 4], axis=1)
+    least = np.concatenate([middle & 63, (high >> 4) | (middle >> 6) << 4], axis=1)
+    halved = blocks[:, -128:].reshape(-1, 4, 1, 32)
+    codes = np.concatenate([halved & 15, halved >> 4], axis=2).reshape(-1, 8, 32)
+    if bits == 5:
+        fifth = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None] & 1
+        codes = codes | fifth << 4
+    return codes, halves(blocks, 0) * scales, -halves(blocks, 2) * least

@@ -1,40 +1,40 @@
 """A GGUF file as a model that mlx-lm loads: `--model FILE.gguf`, or any name.
 
-At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Q8_0, Q4_0, Q4_1, Q4_K and Q5_K
-are affine codes in groups of 32, which are put in MLX's order without a detour through dense weights. Q6_K becomes
-float16, since 16 weights share a scale; other encodings are dense as they are.
+At its first use it becomes a directory of the cache: weights, configuration, tokenizer. Types of affine codes in groups
+of 32 (`CODED`) are put in MLX's order without a detour through dense weights. F16 and BF16 stay as they are. All others
+become float16: Q6_K, for one, since 16 of its weights share a scale.
 
 Source: llama.cpp's gguf-py (names of tensors and keys) and its convert_hf_to_gguf.py (what it changes of weights).
 """
 
 import collections
-import hashlib
+import functools
 import json
 import math
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import platformdirs
+import numpy as np
 from mlx_lm.utils import load_model
 
 from ..errors import GearbxError, GearbxWarning, one_line
 from .gguf import AGAIN, CODED, GROUP, MAGIC, Gguf, GgufTensor, codes_of
 from .gguf_tokenizer import BPE, CUTS, PIECES, ends_of, write_tokenizer
+from .model_directory import MOST_LAYERS
 from .reading import shown, unreadable
-from .writing import make_directory, unwritable
+from .unpacked import contents, unpacked
 
 SUFFIX = ".gguf"
-FORM = 2  # of what is written; another one is not taken from the cache
 WIDENED = "gguf_unpacked"  # a field of config.json that is ours: what takes more memory than in the file
-BLOCKS_OF_27B = 62  # of Gemma 3, whose queries are scaled by the mean width of a head
+BLOCKS_OF_27B = {"gemma2": 46, "gemma3_text": 62}  # of Gemma 2 and 3: it scales queries by the mean width of a head
 ROPE_THETA = 10000.0  # where the file has none
-DENSE = {"F16": mx.float16, "BF16": mx.bfloat16}  # F32 is for norms and biases, and becomes the type of the others
+# F32 is for norms and biases, and becomes the type of the others.
+DENSE = {"F16": mx.float16, "BF16": mx.bfloat16}
 
 # A part of a tensor's name in GGUF to its name in mlx-lm.
 PARTS = {
@@ -56,29 +56,74 @@ class Architecture:
     """What an architecture of llama.cpp is in mlx-lm.
 
     name: of the class, as transformers has it. model_type: of mlx-lm. parts: names of tensors. in_pairs: whether rows
-    of q and k are kept in pairs. plus_one: whether the weights of norms have 1 added.
+    of q and k are kept in pairs. plus_one: whether the weights of norms have 1 added. fields: those of config.json that
+    the others do not have, of the metadata without the architecture's name and the width of a head.
     """
 
     name: str
     model_type: str
-    parts: Mapping[str, str] = field(default_factory=lambda: PARTS)
+    parts: Mapping[str, str]
     in_pairs: bool = False
     plus_one: bool = False
+    fields: Callable[[Mapping[str, Any], int], dict[str, Any]] = lambda of, head: {}
 
 
-ARCHITECTURES = {
-    "llama": Architecture("LlamaForCausalLM", "llama", in_pairs=True),
-    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
-    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", in_pairs=True),
-    "phi3": Architecture("Phi3ForCausalLM", "phi3", PARTS | JOINED),
-    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True),
+def fields_of_phi3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    return {"partial_rotary_factor": of.get("rope.dimension_count", head) / head}
+
+
+def fields_of_granite(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    return {
+        "logits_scaling": of.get("logit_scale", 1.0),
+        "attention_multiplier": of.get("attention.scale", head**-0.5),
+        "embedding_multiplier": of.get("embedding_scale", 1.0),
+        "residual_multiplier": of.get("residual_scale", 1.0),
+    }
+
+
+def fields_of_gemma2(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": of.get("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": of.get("final_logit_softcapping", 30.0),
+        "query_pre_attn_scalar": scaled_by(of, head, "gemma2"),
+    }
+
+
+def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
+    """Every sixth layer attends to the whole text, and its positions alone may be stretched."""
+    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
+    return {
+        "query_pre_attn_scalar": scaled_by(of, head, "gemma3_text"),
+        "sliding_window": of["attention.sliding_window"],
+        "sliding_window_pattern": of.get("attention.sliding_window_pattern", 6),
+        "rope_theta": of.get("rope.freq_base", 1e6),
+        "rope_local_base_freq": of.get("rope.freq_base_swa", ROPE_THETA),
+        "rope_scaling": scaling if of.get("rope.scaling.type") == "linear" else None,
+    }
+
+
+def scaled_by(of: Mapping[str, Any], head: int, model_type: str) -> int:
+    """Return the number by whose root a Gemma divides queries. head: the mean width of one."""
+    return head if of["block_count"] == BLOCKS_OF_27B[model_type] else of.get("attention.key_length", head)
+
+
+ARCHITECTURES = {  # Mistral's models call themselves llama
+    "llama": Architecture("LlamaForCausalLM", "llama", PARTS, in_pairs=True),
+    "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", PARTS),
+    "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", PARTS),
+    "smollm3": Architecture("SmolLM3ForCausalLM", "smollm3", PARTS, in_pairs=True),
+    "granite": Architecture("GraniteForCausalLM", "granite", PARTS, in_pairs=True, fields=fields_of_granite),
+    "phi3": Architecture("Phi3ForCausalLM", "phi3", PARTS | JOINED, fields=fields_of_phi3),
+    "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", PARTS | AROUND, plus_one=True, fields=fields_of_gemma2),
+    "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", PARTS | AROUND, plus_one=True, fields=fields_of_gemma3),
 }
-STRETCHED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+FREQUENCIES = "rope_freqs.weight"  # how much positions are stretched, by their frequency
+STRETCHED = (FREQUENCIES, "rope_factors_long.weight", "rope_factors_short.weight")
+OF_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def is_gguf(file: Path) -> bool:
-    """Whether a file is a GGUF: its name or its first bytes say so. Raises GearbxError if it cannot be read."""
+    """Return whether a file's name or its first bytes say that it is a GGUF. Raises GearbxError if it is unreadable."""
     if file.suffix == SUFFIX:
         return True
     try:
@@ -89,82 +134,102 @@ def is_gguf(file: Path) -> bool:
 
 
 def gguf_directory(file: Path) -> Path:
-    """The directory that a file becomes at its first use; the same file is not written twice.
+    """Return the directory that a file becomes at its first use; the same contents are not written twice.
 
     Raises:
-        GearbxError: no GGUF, a damaged one, an architecture, tokenizer or encoding that is not known; a cache that
-            cannot be written.
+        GearbxError: no GGUF, a damaged one, an architecture, tokenizer or type that is not known; a cache that cannot
+            be written, or that others may write to.
     """
-    try:
-        about = file.stat()
-        stamp = f"{file.resolve()} {about.st_size} {about.st_mtime_ns} {FORM}"
-    except OSError as error:
-        raise unreadable(file, error) from error
-    name = f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
-    directory = unpacked(name, lambda: Gguf(file), dense=False)
+    directory = unpacked(file.stem, contents(file), lambda place: unpack(file, place))
     announce(file, directory)
     return directory
 
 
+@functools.cache  # once, though a command looks several times for the directory
 def announce(file: Path, directory: Path) -> None:
     """Warn of weights that take more memory than in the file."""
     try:
         widened = json.loads((directory / "config.json").read_bytes()).get(WIDENED, {})
     except (OSError, ValueError):  # of which the loading of the directory tells
         return
-    for encoding, (stored, own) in widened.items():
+    if widened:
+        stored, own = (sum(sizes) / 1e6 for sizes in zip(*widened.values()))
         warnings.warn(
-            f"{file}: weights of {encoding} are unpacked to float16, and take {own / 1e6:.0f} MB in place of "
-            f"{stored / 1e6:.0f} MB; weights of {', '.join(CODED)} stay packed",
+            f"{file}: weights of {' and '.join(widened)} become float16, {own:.0f} MB in place of {stored:.0f} MB; "
+            f"weights of {', '.join(CODED)} stay packed",
             GearbxWarning,
             stacklevel=2,
         )
 
 
-def unpacked(name: str, opened: Callable[[], Gguf], dense: bool) -> Path:
-    """A directory of the cache, which is made of a GGUF if it is not there. dense: all weights in bfloat16."""
-    directory = platformdirs.user_cache_path("gearbx-mlx", appauthor=False) / name
-    if directory.is_dir():
-        return directory
-    gguf = opened()
+def unpack(file: Path, directory: Path, dtype: mx.Dtype | None = None) -> None:
+    """Write a GGUF into an empty directory, as a model that mlx-lm loads.
+
+    Args:
+        dtype: of all weights; None: codes stay codes.
+
+    Raises:
+        GearbxError: as `gguf_directory`.
+    """
+    gguf = Gguf(file)
     check(gguf)
-    make_directory(directory.parent)
     try:
-        with tempfile.TemporaryDirectory(prefix=f".{name}.", dir=directory.parent) as work:
-            unpack(gguf, Path(work) / name, dense)
-            check_loads(gguf, Path(work) / name)
-            if not directory.exists():  # another process may have been quicker
-                (Path(work) / name).rename(directory)
-    except OSError as error:
-        if not directory.is_dir():
-            raise unwritable(directory, error) from error
-    return directory
+        config, weights = config_of(gguf, dtype), weights_of(gguf, dtype)
+        write_tokenizer(gguf.metadata, directory)
+        (directory / "config.json").write_text(json.dumps(config, indent=1))
+    except (GearbxError, OSError):
+        raise
+    except KeyError as error:
+        raise misfit(gguf, f"{error} is missing, or a list") from error
+    except Exception as error:  # numbers that are beyond what there is fail in a hundred ways
+        raise misfit(gguf, f"a number of heads, a token or another field: {one_line(error)}") from error
+    try:
+        mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
+    except RuntimeError as error:  # MLX's, of a disk that is full for instance
+        raise OSError(one_line(error)) from error
+    check_loads(gguf, directory)
+
+
+def misfit(gguf: Gguf, reason: str) -> GearbxError:
+    return GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({reason}); {AGAIN}")
+
+
+def said(value: Any) -> str:
+    """Return a value of the metadata for a message."""
+    return shown(value) if value is None or isinstance(value, str | int | float) else "a list"
 
 
 def check(gguf: Gguf) -> None:
     """Raises GearbxError for an architecture, a tokenizer or a tensor that is not known, or that is missing."""
     of, path = gguf.metadata, gguf.path
-    known = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
+    known: list[tuple[str, Any]] = [("general.architecture", ARCHITECTURES), ("tokenizer.ggml.model", (BPE, PIECES))]
     if of.get("tokenizer.ggml.model") == BPE:
         known.append(("tokenizer.ggml.pre", CUTS))
     for key, choices in known:
-        if of.get(key) not in choices:
+        if not isinstance(of.get(key), str) or of[key] not in choices:
             raise GearbxError(
-                f"{path}: {key} is {shown(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
+                f"{path}: {key} is {said(of.get(key))}; what can be read has {' or '.join(choices)}; give the model "
                 "as safetensors"
             )
-    parts = ARCHITECTURES[of["general.architecture"]].parts
+    pieces = of.get("split.count", 1)
+    if isinstance(pieces, int) and pieces > 1:
+        raise GearbxError(f"{path}: is one of {pieces} files of a model; join them with llama-gguf-split --merge")
+    architecture = of["general.architecture"]
     for name in gguf.tensors:
-        if name_of(name, parts) is None and name not in STRETCHED:
+        if name_of(name, ARCHITECTURES[architecture].parts) is None and name not in STRETCHED:
             raise GearbxError(
-                f"{path}: has a tensor {shown(name)}, which no {of['general.architecture']} of mlx-lm has; {AGAIN}"
+                f"{path}: has a tensor {shown(name)}, which no {architecture} of mlx-lm has; give the model as "
+                "safetensors"
             )
-    key = f"{of['general.architecture']}.block_count"
+    count = of.get(f"{architecture}.block_count")
     blocks = len({name.split(".")[1] for name in gguf.tensors if name.startswith("blk.")})
-    if of.get(key) != blocks:
-        raise GearbxError(f"{path}: {key} is {shown(of.get(key))}, and there are tensors of {blocks} blocks; {AGAIN}")
-    embedding = gguf.tensors.get("token_embd.weight")
-    tokens = of.get("tokenizer.ggml.tokens")
+    if not isinstance(count, int) or count != blocks:
+        raise GearbxError(
+            f"{path}: {architecture}.block_count is {said(count)}, and there are tensors of {blocks} blocks; {AGAIN}"
+        )
+    if blocks > MOST_LAYERS:
+        raise GearbxError(f"{path}: has {blocks} blocks, and no model has more than {MOST_LAYERS}; {AGAIN}")
+    embedding, tokens = gguf.tensors.get("token_embd.weight"), of.get("tokenizer.ggml.tokens")
     if embedding is None or len(embedding.shape) != 2 or not isinstance(tokens, list):
         raise GearbxError(f"{path}: has no token_embd.weight, or no tokenizer.ggml.tokens; {AGAIN}")
     if len(tokens) > embedding.shape[0]:
@@ -173,78 +238,55 @@ def check(gguf: Gguf) -> None:
         )
 
 
-def unpack(gguf: Gguf, directory: Path, dense: bool) -> None:
-    """Write a model as a directory that mlx-lm loads."""
-    kind = ARCHITECTURES[gguf.metadata["general.architecture"]]
-    try:
-        config = config_of(gguf, kind)
-        directory.mkdir()
-        weights: dict[str, mx.array] = {}
-        bits: dict[str, int] = {}
-        for tensor in gguf.tensors.values():
-            name = name_of(tensor.name, kind.parts) or ""
-            heads = heads_of(tensor, config) if kind.in_pairs else None
-            one = int(kind.plus_one and "norm" in name)
-            for part, array in arrays_of(gguf, tensor, dense, one):
-                stored = array if heads is None else in_halves(array, heads)
-                weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
-            if not dense and tensor.encoding.name in CODED:
-                bits[name.rpartition(".")[0]] = CODED[tensor.encoding.name]
-        write_tokenizer(gguf.metadata, directory)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        fields = "a number of heads, a token or another field is beyond what there is"
-        problem = f"{error} is missing" if isinstance(error, KeyError) else f"{fields}: {one_line(error)}"
-        raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({problem}); {AGAIN}") from error
-    if bits:
-        config["quantization"] = quantization_of(bits)
-    if not dense:
-        config |= {"torch_dtype": "float16", WIDENED: widened_by(gguf)}
-    mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
-
-
 def check_loads(gguf: Gguf, directory: Path) -> None:
     """Raises GearbxError for metadata, such as a number of layers or widths, with which mlx-lm has other weights."""
     try:
         load_model(directory, lazy=True)
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        problem = one_line(error).partition(",")[0]
-        raise GearbxError(f"{gguf.path}: its metadata do not fit its tensors ({problem}); {AGAIN}") from error
+        raise misfit(gguf, one_line(error).partition(",")[0]) from error
 
 
-def arrays_of(gguf: Gguf, tensor: GgufTensor, dense: bool, one: int = 0) -> Iterator[tuple[str, mx.array]]:
-    """What a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
+def weights_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, mx.array]:
+    """Return the arrays of a model by their names in mlx-lm."""
+    kind = ARCHITECTURES[gguf.metadata["general.architecture"]]
+    heads = {"attn_q": heads_of(gguf)[0], "attn_k": heads_of(gguf)[1]} if kind.in_pairs else {}
+    weights: dict[str, mx.array] = {}
+    for tensor in gguf.tensors.values():
+        name = name_of(tensor.name, kind.parts)
+        if name is None:  # how positions are stretched: config.json has it
+            continue
+        own = heads.get(tensor.name.split(".")[-2])
+        for part, array in arrays_of(gguf, tensor, dtype, int(kind.plus_one and "norm" in name)):
+            stored = array if own is None else in_halves(array, own)
+            mx.eval(stored)  # or what it was made of stays in memory
+            weights[f"{name.rpartition('.')[0]}.{part}" if part else name] = stored
+    return weights
+
+
+def arrays_of(gguf: Gguf, tensor: GgufTensor, dtype: mx.Dtype | None, one: int = 0) -> Iterator[tuple[str, mx.array]]:
+    """Yield what a tensor is in MLX: its codes, scales and biases by their names; or, with the name "", its weights.
 
     Args:
+        dtype: of weights that are not to stay codes.
         one: what is subtracted from weights.
     """
-    packed = None if dense else codes_of(gguf, tensor)
-    if packed is not None:
-        yield from zip(("weight", "scales", "biases"), map(mx.array, packed[1:]))
-        return
-    dtype = mx.bfloat16 if dense else DENSE.get(tensor.encoding.name, mx.float16)
-    yield "", (mx.array(gguf.weights(tensor)) - one).astype(dtype)
-
-
-def widened_by(gguf: Gguf) -> dict[str, list[int]]:
-    """Encodings whose weights become float16, to their bytes in the file and as they become."""
-    found: dict[str, list[int]] = {}
-    for tensor in gguf.tensors.values():
-        if tensor.encoding.block > 1 and tensor.encoding.name not in CODED:
-            stored, own = found.get(tensor.encoding.name, [0, 0])
-            found[tensor.encoding.name] = [stored + tensor.nbytes, own + 2 * math.prod(tensor.shape)]
-    return found
-
-
-def quantization_of(bits: Mapping[str, int]) -> dict[str, Any]:
-    """The field of config.json: what most layers have, and by path what others have."""
-    (most, _), *_ = collections.Counter(bits.values()).most_common()
-    others = {path: {"group_size": GROUP, "bits": own} for path, own in bits.items() if own != most}
-    return {"group_size": GROUP, "bits": most, "mode": "affine", **others}
+    codes = codes_of(gguf, tensor) if dtype is None else None
+    if codes is not None:
+        arrays = dict(zip(("weight", "scales", "biases"), map(mx.array, codes[1:])))
+    else:
+        wide = mx.array(gguf.weights(tensor)) - one
+        arrays = {"": wide.astype(dtype or DENSE.get(tensor.kind.name, mx.float16))}
+    for name, array in arrays.items():
+        if name != "weight" and not mx.all(mx.isfinite(array)).item():
+            kind = name_of_type(array.dtype)
+            raise GearbxError(
+                f"{gguf.path}: {shown(tensor.name)} has weights that are no finite numbers in {kind}; {AGAIN}"
+            )
+    yield from arrays.items()
 
 
 def name_of(tensor: str, parts: Mapping[str, str] = PARTS) -> str | None:
-    """The name in mlx-lm of a tensor of a GGUF: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
+    """Return the name in mlx-lm of a tensor: blk.3.attn_q.weight is model.layers.3.self_attn.q_proj.weight.
 
     Args:
         parts: of the architecture.
@@ -257,67 +299,113 @@ def name_of(tensor: str, parts: Mapping[str, str] = PARTS) -> str | None:
     return f"model.layers.{block[1]}.{part}.{kind}" if block else f"{part}.{kind}"
 
 
-def heads_of(tensor: GgufTensor, config: Mapping[str, Any]) -> int | None:
-    """How many heads the rows of a tensor belong to, of q and k; None for another one."""
-    counts = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    return counts.get(tensor.name.split(".")[-2])
+def name_of_type(dtype: mx.Dtype) -> str:
+    return str(dtype).rpartition(".")[2]
 
 
 def in_halves(weight: mx.array, heads: int) -> mx.array:
-    """Rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
+    """Return rows of q or k as mlx-lm rotates them, in halves of a head; llama.cpp keeps those of a Llama in pairs."""
     return weight.reshape(heads, -1, 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def config_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
-    """config.json of a model in a GGUF."""
+def own_metadata(gguf: Gguf) -> dict[str, Any]:
+    """Return the metadata without lists, those of the architecture without its name."""
     own = f"{gguf.metadata['general.architecture']}."
-    of = {key.removeprefix(own): value for key, value in gguf.metadata.items()}
-    vocabulary, width = gguf.tensors["token_embd.weight"].shape
-    heads = of["attention.head_count"]
-    if not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"attention.head_count is {shown(heads)}")
-    scaling = of.get("rope.scaling.type", "none")
-    linear = scaling == "linear" and kind.model_type == "gemma3_text"
-    if not (scaling == "none" or linear) or any(name in gguf.tensors for name in STRETCHED):
-        raise GearbxError(f"{gguf.path}: stretches rotary positions, which is not read; give the model as safetensors")
     return {
+        key.removeprefix(own): value for key, value in gguf.metadata.items() if not isinstance(value, list | np.ndarray)
+    }
+
+
+def heads_of(gguf: Gguf) -> tuple[int, int]:
+    """Return how many heads of queries and of keys there are. Raises ValueError for none."""
+    of = own_metadata(gguf)
+    heads = of["attention.head_count"]
+    both = heads, of.get("attention.head_count_kv", heads)
+    if not all(isinstance(count, int) and count > 0 for count in both):
+        raise ValueError(f"attention.head_count and head_count_kv are {both}")
+    return both
+
+
+def config_of(gguf: Gguf, dtype: mx.Dtype | None) -> dict[str, Any]:
+    """Return config.json of a model in a GGUF."""
+    of, kind = own_metadata(gguf), ARCHITECTURES[gguf.metadata["general.architecture"]]
+    vocabulary, width = gguf.tensors["token_embd.weight"].shape
+    heads, kv_heads = heads_of(gguf)
+    has_biases = "blk.0.attn_q.bias" in gguf.tensors
+    head = of.get("attention.key_length", width // heads)
+    config = {
         "architectures": [kind.name],
         "model_type": kind.model_type,
         "hidden_size": width,
         "intermediate_size": of["feed_forward_length"],
         "num_hidden_layers": of["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": of.get("attention.head_count_kv", heads),
-        "head_dim": of.get("attention.key_length", width // heads),
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
         "vocab_size": vocabulary,
         "max_position_embeddings": of["context_length"],
         "rms_norm_eps": of["attention.layer_norm_rms_epsilon"],
         "rope_theta": of.get("rope.freq_base", ROPE_THETA),
+        "rope_scaling": stretching_of(gguf, of, head),
+        "attention_bias": has_biases,
+        "mlp_bias": False,
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": name_of_type(dtype or mx.float16),
         "bos_token_id": of.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": ends_of(of),
-        **OWN_FIELDS.get(kind.model_type, lambda of, head: {})(of, width // heads),
+        "eos_token_id": ends_of(gguf.metadata),
+        **kind.fields(of, width // heads),
     }
+    if dtype is None:
+        config |= quantization_of(gguf, kind) | {WIDENED: widened_by(gguf)}
+    return config
 
 
-def fields_of_phi3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    """head: the width of one."""
-    return {"partial_rotary_factor": of.get("rope.dimension_count", head) / head}
+def stretching_of(gguf: Gguf, of: Mapping[str, Any], head: int) -> dict[str, Any] | None:
+    """Return how a Llama 3.1 or later stretches positions. Raises GearbxError for other ways, but Gemma 3's own."""
+    scaling, kind = of.get("rope.scaling.type", "none"), of["general.architecture"]
+    stretched = [name for name in STRETCHED if name in gguf.tensors]
+    if scaling == "linear" and kind == "gemma3" and not stretched:
+        return None
+    if scaling == "none" and stretched == [FREQUENCIES] and kind == "llama":
+        factors = gguf.weights(gguf.tensors[FREQUENCIES])
+        factor = float(factors.max())
+        if factors.shape == (head // 2,) and np.allclose(
+            factors, factors_of_llama3(of.get("rope.freq_base", ROPE_THETA), head, factor), rtol=1e-3
+        ):
+            return {"rope_type": "llama3", "factor": factor, **OF_LLAMA3}
+    elif scaling == "none" and not stretched:
+        return None
+    raise GearbxError(f"{gguf.path}: stretches rotary positions, which is not read; give the model as safetensors")
 
 
-def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    """Every sixth layer attends to the whole text, and its positions alone may be stretched."""
-    large = of["block_count"] == BLOCKS_OF_27B
-    scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
-    return {
-        "query_pre_attn_scalar": head if large else of.get("attention.key_length", head),
-        "sliding_window": of["attention.sliding_window"],
-        "sliding_window_pattern": of.get("attention.sliding_window_pattern", 6),
-        "rope_theta": of.get("rope.freq_base", 1e6),
-        "rope_local_base_freq": of.get("rope.freq_base_swa", ROPE_THETA),
-        "rope_scaling": scaling if of.get("rope.scaling.type") == "linear" else None,
+def factors_of_llama3(theta: float, head: int, factor: float) -> np.ndarray:
+    """Return by how much each pair of a head's numbers turns slower: those that turn slowly by `factor`."""
+    lengths = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)  # in tokens
+    low, high, original = OF_LLAMA3.values()
+    smooth = np.clip((original / lengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def quantization_of(gguf: Gguf, kind: Architecture) -> dict[str, Any]:
+    """Return the field of config.json: what most layers have, and by path what others have; none without codes."""
+    bits = {
+        (name_of(tensor.name, kind.parts) or "").rpartition(".")[0]: CODED[tensor.kind.name]
+        for tensor in gguf.tensors.values()
+        if tensor.kind.name in CODED
     }
+    if not bits:
+        return {}
+    ((most, _),) = collections.Counter(bits.values()).most_common(1)
+    others = {path: {"group_size": GROUP, "bits": own} for path, own in bits.items() if own != most}
+    return {"quantization": {"group_size": GROUP, "bits": most, "mode": "affine", **others}}
 
 
-OWN_FIELDS = {"phi3": fields_of_phi3, "gemma3_text": fields_of_gemma3}
+def widened_by(gguf: Gguf) -> dict[str, list[int]]:
+    """Return types whose weights become larger as float16, with their bytes in the file and then."""
+    found: dict[str, list[int]] = {}
+    for tensor in gguf.tensors.values():
+        own = 2 * math.prod(tensor.shape)
+        if tensor.kind.name not in CODED and own > tensor.nbytes:
+            before = found.get(tensor.kind.name, [0, 0])
+            found[tensor.kind.name] = [before[0] + tensor.nbytes, before[1] + own]
+    return found

@@ -23,14 +23,16 @@ REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 WORDS = rf"{CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{REST}"
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 BY_CASE = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CONTRACTED}?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CONTRACTED}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s"
+    rf"|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{REST}"
 )
 CUTS = {
-    **{"smollm": None, "qwen2": WORDS % "", "llama-bpe": WORDS % "{1,3}"},
-    **{"dbrx": WORDS % "{1,3}", "gpt-4o": BY_CASE},
+    **dict.fromkeys(("smollm", "starcoder", "refact"), None),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % ""),
+    **dict.fromkeys(("llama-bpe", "dbrx", "smaug-bpe"), WORDS % "{1,3}"),
+    **{"gpt-4o": BY_CASE % (CONTRACTED + "?", CONTRACTED + "?", "{1,3}"), "tekken": BY_CASE % ("", "", "")},
 }
-WHOLE = ("llama-bpe",)  # which look a word up before they cut it, and begin a text with the token for that
+WHOLE = ("llama-bpe", "tekken")  # which look a word up before they cut it, and begin a text with the token for that
 ENDS_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 

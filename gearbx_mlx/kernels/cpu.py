@@ -20,6 +20,7 @@ from types import ModuleType
 import mlx.core as mx
 
 from ..errors import GearbxWarning
+from ..files.user_cache import CacheUnusable
 from .compiler import (
     Recipe,
     Unavailable,
@@ -32,7 +33,6 @@ from .compiler import (
 from .exact import ExactMatrix
 from .library_cache import (
     CachedLibrary,
-    CacheUnusable,
     find_entries,
     open_entry,
     private_directory,

@@ -16,7 +16,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,19 +23,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
 from filelock import FileLock, Timeout
 
+from ..files import user_cache
+from ..files.user_cache import NAME, check_owner
 from ..files.writing import lock
 
-NAME = "gearbx-mlx"
 BUILDING, PRIVATE = ".building-", f"{NAME}-kernels-"  # how the names of a process's directories begin
 BUILDING_LOCK = ".lock"
 UNUSED = 30 * 86400  # seconds without a use after which a library goes
-
-
-class CacheUnusable(Exception):
-    """The cache cannot be used; the message says why, and what to do, in one line."""
 
 
 @dataclass(frozen=True)
@@ -135,51 +130,10 @@ def checked(entry: CachedLibrary) -> CachedLibrary:
 
 
 def open_cache() -> Path:
-    """The user's cache, which is created if it is missing, without what killed processes left there.
-
-    It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
-
-    Raises:
-        CacheUnusable: another user could have written to the cache.
-        OSError: it cannot be created or read.
-    """
-    directory = platformdirs.user_cache_path(NAME, appauthor=False)
-    if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
-        raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
-    directory = Path(os.path.realpath(directory.parent)) / NAME
-    for each in reversed(directory.parents):
-        each.mkdir(mode=0o700, exist_ok=True)
-        if each != each.parent:  # the root is root's, who has another number in some containers
-            check_owner(each, shared=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
-    check_owner(directory)
+    """Return the user's cache, without what killed compilations left. Raises what `user_cache.open_cache` does."""
+    directory = user_cache.open_cache()
     remove_abandoned(directory, BUILDING)
     return directory
-
-
-def check_owner(path: Path, shared: bool = False) -> None:
-    """Make sure that only this user and root can have written a file or directory; a missing one passes.
-
-    Args:
-        shared: others may write to the directory if they cannot replace what is not theirs, as in /tmp.
-
-    Raises:
-        CacheUnusable: it belongs to another user, others may write to it, it is neither file nor directory, or it is a
-            file with a second name, in a place that was not checked.
-    """
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise CacheUnusable(f"{path} is neither a file nor a directory; remove it")
-    if stat.S_ISREG(status.st_mode) and status.st_nlink > 1:
-        raise CacheUnusable(f"{path} has a second name elsewhere, a hard link; remove it")
-    if status.st_uid not in (0, os.geteuid()):
-        raise CacheUnusable(f"{path} belongs to another user; set XDG_CACHE_HOME to a directory of yours")
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if writable and not (shared and status.st_mode & stat.S_ISVTX):
-        raise CacheUnusable(f"others may write to {path}; run chmod go-w on it")
 
 
 @functools.cache

