@@ -44,8 +44,6 @@ from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import BLUE, VERMILION
 
 from .conservation import compiled
 from .studies import HELD_OUT, Found, in_turn, native_kernels, ratios, read_report, spread, study, table_here
@@ -325,22 +323,6 @@ def bounded(rows: list[dict[str, Any]], budget: float) -> list[dict[str, Any]]:
     return [*rows[:over], rows[over] | {"kl": None, "looped": None, "outcome": OVER}]
 
 
-def draw_points(rows: list[dict[str, Any]], budget: float, path: Path) -> None:
-    """KL and memory over the lazy floor: garbage on the left, beyond the budget on the right."""
-    figure, left = get_pyplot().subplots(figsize=(6.5, 3.6), layout="constrained")
-    right = left.twinx()
-    floors = [row["lazy"] for row in rows]
-    left.plot(floors, [row["kl"] for row in rows], "o-", color=VERMILION, label="KL")
-    left.axhline(KL_BOUND, color=VERMILION, linestyle="--", linewidth=0.8, label="KL that passes")
-    right.plot(floors, [needed(row) / 1e6 for row in rows], "s-", color=BLUE, label="memory")
-    right.axhline(budget / 1e6, color=BLUE, linestyle="--", linewidth=0.8, label="budget")
-    left.set(xlabel="lazy floor", ylabel="KL, nats", yscale="log")
-    right.set(ylabel="memory at the most, MB")
-    lines = [*left.get_lines(), *right.get_lines()]
-    left.legend(lines, [line.get_label() for line in lines], frameon=False, loc="upper center")
-    save(figure, path)
-
-
 def has_experts(model: Any) -> bool:
     return any(isinstance(module, SwitchLinear) for module in model.modules())
 
@@ -369,7 +351,7 @@ def mixture_points(name: str, strict: float, grid: Iterable[float]) -> list[dict
         )
 
 
-@study("docs/codebook.md", writes="images/h_process.svg, images/h_process_trained.svg", minutes=10)
+@study("docs/codebook.md", minutes=10)
 def h_process(
     model: str = CUT,
     megabytes: float | None = None,
@@ -379,7 +361,7 @@ def h_process(
 ) -> Found:
     """The H-Process on a mixture of experts, with both of its boundaries: garbage and memory (XFP's table 10).
 
-    All points are judged, for the curve; the table ends where the budget does.
+    All points are judged; the table ends where the budget does.
 
     Args:
         model: A mixture of experts, or a Llama, which becomes one by cutting its MLPs into experts.
@@ -391,9 +373,8 @@ def h_process(
     rows = read_report(redraw)["rows"] if redraw else mixture_points(model, strict, lazy)
     budget = 1e6 * megabytes if megabytes else sum(map(needed, rows[-2:])) / len(rows[-2:])
     words = f"A budget of {budget / 1e6:.3g} MB.\n\n"
-    name, picture = ("mixture", "h_process") if model == CUT else ("trained", "h_process_trained")
-    drawn = {f"{picture}.svg": partial(draw_points, rows, budget)}
-    return Found({f"points_{name}": words + points_table(bounded(rows, budget))}, rows, drawn)
+    name = "mixture" if model == CUT else "trained"
+    return Found({f"points_{name}": words + points_table(bounded(rows, budget))}, rows)
 
 
 # A codebook per row, or per group of a row (XFP's abstract and 6.3)
@@ -567,7 +548,7 @@ def codebook_formats(
     return Found({name: measures[name]() for name in what or measures})
 
 
-@study("docs/codebook.md", minutes=5)
+@study("research/tables.md", minutes=5)
 def codebook_tables(model: str | None = None) -> Found:
     """XFP's tables of weights on a model: A.1, B.1 and the break-even of 7.2.
 
@@ -578,7 +559,7 @@ def codebook_tables(model: str | None = None) -> Found:
     return Found(tables(found), found)
 
 
-@study("docs/codebook.md", minutes=1)
+@study("research/tables.md", minutes=1)
 def codebook_experts(trials: int = 15) -> Found:
     """Mixtures of experts over codebooks: the native CPU kernel against reconstructing the experts in use."""
     native_kernels()

@@ -1,4 +1,4 @@
-"""What is measured for docs/evidence.md, its tables, and what it advises."""
+"""What is measured for docs/evidence.md and research/evidence.md, their tables, and what they advise."""
 
 import errno
 import hashlib
@@ -115,7 +115,8 @@ def advice(results: Path) -> str:
         f"{gain_sentence(results, 'kickdown', 'against_random_same_share', 'At the same share of tokens it')}.",
         "- **Expect little of `--mode route`**, where past tokens choose the gear, as in the paper. "
         f"{gain_sentence(results, 'route', 'against_random_same_share', 'It')}.",
-        f"- **Nor much of [two models](#two-models)** that take turns: {pair_sentence(results)}.",
+        "- **Nor much of [two models](../research/evidence.md#two-models)** that take turns: "
+        f"{pair_sentence(results)}.",
         "- **Your model is another one:** `gearbx_mlx evaluate --data text.txt` compares its gears and modes.",
     ]
     return "\n".join(lines) + "\n"
@@ -254,7 +255,7 @@ COLLECTED = (advice, measured, policies, buckets, kickdown, lossless, chi_square
 TABLES = {function.__name__: function for function in COLLECTED}
 
 
-PAGE = "docs/evidence.md"
+PAGE = "research/evidence.md"
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 OUTPUTS = ("--out", "--json", "--mlx-path")
 FEWER = ("gsm8k_test_50.jsonl", "gsm8k_test_200.jsonl", 50)  # a text, the one that it begins, its lines
@@ -347,28 +348,24 @@ def make_all(commands: Sequence[str], results: Path, data: Path, keep: bool) -> 
             progress.advance(task)
 
 
-@study(PAGE, writes="images/kl_*.png, images/pair.png")
+@study(PAGE, "docs/evidence.md", writes="images/pair.png")
 def evidence_tables(results: Path) -> Found:
-    """The tables of this page, from the reports of the commands on it; one without a report stays as it is.
+    """The tables of both pages, from the reports of the commands; one without a report stays as it is.
 
     Args:
         results: Directory in which the commands ran.
     """
     tables = {name: partial(function, results) for name, function in TABLES.items()}
-    folders = {**{folder: f"kl_{model}" for model, folder in MODELS.items()}, "pair": "pair"}
-    pictures = {
-        f"{name}.png": partial(shutil.copy, results / folder / "evaluation.png")
-        for folder, name in folders.items()
-        if (results / folder / "evaluation.png").exists()
-    }
+    drawn = results / "pair" / "evaluation.png"
+    pictures = {"pair.png": partial(shutil.copy, drawn)} if drawn.exists() else {}
     return Found(tables, pictures=pictures)
 
 
-@study(minutes=90, writes="docs/evidence.md and a part of docs/exact.md")
+@study(minutes=90, writes="research/evidence.md, docs/evidence.md and a part of docs/exact.md")
 def evidence(
     results: Path, models: Path = Path("models"), data: Path = Path("data"), keep: bool = False, list: bool = False
 ) -> None:
-    """Run every command of docs/evidence.md that writes a report, and write the tables of this page.
+    """Run every command of research/evidence.md that writes a report, and write its tables and the advice.
 
     After an interrupt the same command goes on: RESULTS/made.json has what ran, when, where and with which code. What
     older code measured is measured again. Needs the extras `train` and `plots`.

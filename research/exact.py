@@ -154,11 +154,17 @@ def draw_weight(axes: Any) -> None:
     axes.text(0, 5.15, f"a weight: {float(weight[0, SHOWN].item()):.6f}, in bfloat16", fontsize=11)
     draw_boxes(axes, 0, 4, list(bits[:8]), HIGH)
     draw_boxes(axes, 8, 4, list(bits[8:]), LOW)
-    for x, text in ((0, "sign"), (1, "exponent"), (9, "mantissa")):
-        axes.text(x + 0.05, 3.72, text, fontsize=8, color="0.4", va="center")
-    arrow(axes, (4, 3.5), (2, 2.1), HIGH)
-    arrow(axes, (4, 3.5), (12, 2.1), HIGH)
-    arrow(axes, (12, 3.5), (21, 2.1), LOW)
+    for begin, end, text in ((0, 1, "sign"), (1, 9, "exponent"), (9, 16, "mantissa")):
+        bracket(axes, begin, end, text)
+    arrow(axes, (4, 3.1), (2, 2.1), HIGH)
+    arrow(axes, (4, 3.1), (12, 2.1), HIGH)
+    arrow(axes, (12, 3.1), (21, 2.1), LOW)
+    axes.text(
+        17,
+        4.5,
+        "orange: the high byte\npurple: the low byte, which begins\nwith the last bit of the exponent",
+        va="center",
+    )
     draw_boxes(axes, 0, 1, list(f"{code:04b}"), CODE)
     draw_boxes(axes, 8, 1, [""] * 8, HIGH)
     draw_boxes(axes, 17, 1, list(bits[8:]), LOW)
@@ -168,6 +174,12 @@ def draw_weight(axes: Any) -> None:
         axes.text(x, 0.75, text, fontsize=9, va="top", color="0.2")
     axes.set(xlim=(-0.3, 25.5), ylim=(-1.3, 5.7))
     axes.set_axis_off()
+
+
+def bracket(axes: Any, begin: float, end: float, text: str) -> None:
+    """Name the bits from one column to another, below them."""
+    axes.plot([begin + 0.1, begin + 0.1, end - 0.1, end - 0.1], [3.9, 3.75, 3.75, 3.9], color="0.4", linewidth=1)
+    axes.text((begin + end) / 2, 3.45, text, fontsize=9, color="0.2", ha="center", va="center")
 
 
 def share_of_high(matrix: ExactMatrix) -> float:

@@ -75,7 +75,7 @@ def trial(verifier: Verifier, model: nn.Module) -> tuple[float, float, float, fl
     return one, verified, milliseconds(states), again
 
 
-@study("docs/performance.md", minutes=2)
+@study("research/tables.md", minutes=2)
 def states(trials: int = 11) -> Found:
     """What a partly accepted draft costs a model that keeps states, on random hybrids.
 

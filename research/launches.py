@@ -120,7 +120,7 @@ def by_kind(found: Counter[str]) -> list[int]:
     return [found.total(), *kinds, found.total() - sum(kinds)]
 
 
-@study("docs/performance.md", minutes=1)
+@study("research/tables.md", minutes=1)
 def launches() -> Found:
     """What a pass launches on a Mac's GPU, counted in MLX's graph: SmolLM2 by mlx-lm, and in gears on our kernels."""
     model, _ = load("smollm2")

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -26,21 +25,21 @@ from .studies import HELD_OUT, IMAGES, Found, run_python, study
 
 WIDTH = 96  # characters
 CELL = (0.085, 0.17)  # inches
-FOREGROUND, BACKGROUND = "#d8d8d8", "#1e1e1e"
+FOREGROUND, BACKGROUND = "#1f2328", "#ffffff"
 TERMINAL = {"COLUMNS": str(WIDTH), "FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
 
-def run_command(flags: list[str], **environment: str) -> tuple[str, str]:
-    """What the command writes on stdout and on stderr, with the escape sequences of colours."""
+def run_command(flags: list[str], **environment: str) -> str:
+    """Return what the command writes, in this order on one stream, with the escape sequences of colours."""
     command = [sys.executable, "-m", "gearbx_mlx.generate", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | TERMINAL | environment)
-    return done.stdout, done.stderr
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, text=True, check=True, env=os.environ | TERMINAL | environment, **streams).stdout
 
 
 def terminal_text(flags: list[str], **environment: str) -> Text:
-    """The command, its text and its summary, with their colours."""
-    out, err = map(Text.from_ansi, run_command(flags, **environment))
-    text = Text(f"$ python -m gearbx_mlx.generate {shlex.join(flags)}\n\n") + out + Text("\n") + err
+    """Return the command, its notes, its text and its summary, with their colours."""
+    typed = " ".join(f'"{flag}"' if " " in flag else flag for flag in flags)
+    text = Text(f"$ gearbx_mlx generate {typed}\n\n") + Text.from_ansi(run_command(flags, **environment))
     text.rstrip()
     return text
 
@@ -66,7 +65,7 @@ def color_at(line: Text, column: int) -> str:
     return next((style.color.get_truecolor().hex for style in reversed(styles) if style.color), FOREGROUND)
 
 
-COMMAND = ["gearbx_mlx.chat", "--mode", "route", "--max-tokens", "48"]
+COMMAND = ["chat", "--mode", "route", "--max-tokens", "48"]
 UNTIMED = {"GEARBX_TUNE": "0"}  # drafts save bytes, as many in every run
 TYPED = (
     "Tom has 3 apples and buys 4 more. How many has he?",
@@ -80,14 +79,14 @@ LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each typed line ends in a d
 
 def recorded() -> Text:
     """The chat with its colours; what is typed follows the prompt, as on a terminal."""
-    line = [sys.executable, "-m", *COMMAND]
+    line = [sys.executable, "-m", "gearbx_mlx", *COMMAND]
     typed = "".join(f"{text}\n" for text in TYPED)
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(line, input=typed, text=True, check=True, env=os.environ | TERMINAL | UNTIMED, **streams)
     ends = [0, *(found.end() for found in LAST.finditer(done.stdout))]
     if len(ends) != len(TYPED) + 1:
         raise ValueError("the chat says more than its answers: were kernels compiled meanwhile? Run it again")
-    text = Text(f"$ python -m {' '.join(COMMAND)}\n")
+    text = Text(f"$ gearbx_mlx {' '.join(COMMAND)}\n")
     for asked, begin, end in zip(TYPED, ends, ends[1:]):
         text += Text(f">> {asked}\n") + Text.from_ansi(done.stdout[begin:end])
     text.rstrip()
@@ -103,18 +102,19 @@ def write_both(text: Text, path: Path) -> None:
 
 @study(writes="images/generate.png, images/generate.txt")
 def terminal() -> Found:
-    """What `python -m gearbx_mlx.generate --mode route` shows in a terminal, for the README."""
+    """What `gearbx_mlx generate --mode route` shows in a terminal, for the README."""
     flags = ["--mode", "route", "--max-tokens", "200"]
     return Found(pictures={"generate.png": partial(write_both, terminal_text(flags))})
 
 
 @study(writes="images/smollm2.png, images/smollm2.txt")
 def real_model() -> Found:
-    """What a real model answers in a terminal, for the README, at a second start and without a calibrated base."""
+    """What a real model answers in a terminal, for the README, without a calibrated base; drafts as in every run."""
     flags = ["--model", "smollm2", "--prompt", "How do bees find flowers?"]
-    with tempfile.TemporaryDirectory() as cache:
-        run_command(flags, XDG_CACHE_HOME=cache)
-        return Found(pictures={"smollm2.png": partial(write_both, terminal_text(flags, XDG_CACHE_HOME=cache))})
+    with tempfile.TemporaryDirectory() as bases:
+        run_command(["--max-tokens", "1"])  # compiles kernels
+        text = terminal_text(flags, GEARBX_BASES=bases, **UNTIMED)
+    return Found(pictures={"smollm2.png": partial(write_both, text)})
 
 
 @study(writes="images/chat.png, images/chat.txt for docs/chat.md")
@@ -133,28 +133,24 @@ def analysis() -> None:
             (IMAGES / picture.name).write_bytes(picture.read_bytes())
 
 
-QUESTION = "Claire makes a 3 egg omelet every morning for breakfast. How many dozens of eggs will she eat in 4 weeks?"
+QUESTION = "How do bees find flowers?"
 PATIENCE = 60  # seconds
-PAGES = (  # name, width, height, colour scheme
-    ("page_light.png", 900, 660, "light"),
-    ("page_dark.png", 900, 660, "dark"),
-    ("page_phone.png", 390, 760, "light"),
-)
 
 
-@study(writes="images/page_light.png, images/page_dark.png, images/page_phone.png for docs/server.md")
+@study(writes="images/page.png for docs/server.md")
 def page() -> None:
-    """The server's page in Chromium, with an answer of the demo model; written at once.
+    """The server's page in Chromium, with an answer of SmolLM2; written at once.
 
     The text is in the fonts of this machine. Needs Chromium, its driver and selenium.
     """
     if why := chromium.why_not():
         raise GearbxError(why)
-    with serving(command_settings(ServerSettings, {"port": 0})) as server, chromium.browser() as driver:
-        for name, width, height, scheme in PAGES:
-            chromium.show_as(driver, width, height, scheme, scale=1.5)
-            ask(driver, server.where)
-            driver.save_screenshot(str(IMAGES / name))
+    os.environ |= UNTIMED
+    settings = command_settings(ServerSettings, {"port": 0, "model": "smollm2", "max_tokens": 100})
+    with serving(settings) as server, chromium.browser() as driver:
+        chromium.show_as(driver, 900, 660, "light", scale=1.5)
+        ask(driver, server.where)
+        driver.save_screenshot(str(IMAGES / "page.png"))
 
 
 def ask(driver: Any, url: str) -> None:

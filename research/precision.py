@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ from gearbx_mlx.evaluation.text import read_documents, windows_of
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox
-from gearbx_mlx.telemetry.report import get_pyplot, save
 
 from .studies import HELD_OUT, Found, named, read_report, run_python, study
 
 TEXT = CalibrationTextSettings()
 PAIRS = {4.5: ((4, 5), (3, 5), (3, 6)), 5.5: ((5, 6), (4, 6), (4, 8))}
-SMALLEST_DRAWN = 1e-7  # nats; the picture is logarithmic
 
 
 def dynamic_table(model, sensitivities, target, low, high):
@@ -216,7 +213,7 @@ def ranks_table(manifest, results):
 
 
 def tables_of(results):
-    """Name of a table in docs/sensitivity.md to its text."""
+    """Name of a table to its text."""
     found = read_report(results / "allocation.json")
     manifest = read_precision(results / "manifest.json")
     return {
@@ -229,30 +226,7 @@ def tables_of(results):
     }
 
 
-def draw(results: Path, path: Path) -> None:
-    """Draw the KL of every layer at every width."""
-    manifest = read_precision(results / "manifest.json")
-    pyplot = get_pyplot()
-    from matplotlib.colors import LogNorm
-
-    paths = list(manifest.layers)
-    values = np.array(
-        [[max(manifest.layers[path].kl[bits], SMALLEST_DRAWN) for path in paths] for bits in manifest.bits]
-    )
-    figure, axes = pyplot.subplots(figsize=(11, 4.2), layout="constrained")
-    image = axes.imshow(values, norm=LogNorm(), cmap="viridis", aspect="auto", origin="lower")
-    axes.set_yticks(range(len(manifest.bits)), [f"{bits} bits" for bits in manifest.bits])
-    axes.set_xticks(range(len(paths)), [path.removeprefix("model.") for path in paths], rotation=90, fontsize=7)
-    for gear, mark, color in ((4, "o", "white"), (5, "x", "red")):
-        places = [manifest.bits.index(manifest.gears[gear].bits[path]) for path in paths]
-        wish = manifest.gears[gear].wish
-        axes.plot(range(len(paths)), places, mark, color=color, markersize=4, linestyle="", label=f"table of {wish}")
-    figure.colorbar(image, label="KL with this layer alone reduced, nats")
-    axes.legend(loc="upper right", fontsize=8)
-    save(figure, path)
-
-
-@study("docs/sensitivity.md", writes="images/sensitivity.png", minutes=30)
+@study("docs/sensitivity.md", "research/tables.md", minutes=30)
 def sensitivity(
     results: Path,
     model: str | None = None,
@@ -289,4 +263,4 @@ def sensitivity(
     if model is not None:
         found = read_report(results / "allocation.json")
         return Found({f"allocation_{named(model)}": allocation_table(found)}, found)
-    return Found(tables_of(results), pictures={"sensitivity.png": partial(draw, results)})
+    return Found(tables_of(results))

@@ -42,7 +42,7 @@ from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
 from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color, gear_marker
+from gearbx_mlx.telemetry.trace import gear_color
 
 from . import ROOT
 from .studies import Found, study, table_here
@@ -52,7 +52,7 @@ Trial = dict[str, Any]
 # On 1, 2, ... threads
 
 
-@study("docs/performance.md", writes="images/threads.svg", minutes=4)
+@study("docs/performance.md", minutes=4)
 def threads(
     rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int = 7, most: int | None = None
 ) -> Found:
@@ -75,7 +75,7 @@ def threads(
         for row in found
     ]
     head = ["bits", "threads", "products/s", "speedup", "spread", "of the read bandwidth"]
-    return Found({"threads": table_here(head, lines)}, found, {"threads.svg": partial(draw_threads, found)})
+    return Found({"threads": table_here(head, lines)}, found)
 
 
 def span(values: list[float]) -> str:
@@ -166,35 +166,6 @@ def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
         row = time_case(next(make()), x, 1, read_bandwidth)
         found.append({name: row[name] for name in FIELDS} | {"threads": module.threads()})
     return found
-
-
-def draw_threads(rows: Rows, path: Path) -> None:
-    """Products per second, relative to one thread, and the share of the read bandwidth, both over threads.
-
-    Args:
-        rows: of the study.
-        path: a png or svg file, which is replaced.
-    """
-    pyplot = get_pyplot()
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
-    widths = list(dict.fromkeys(row["bits"] for row in rows))
-    for index, bits in enumerate(widths):
-        some = [row for row in rows if row["bits"] == bits]
-        style = {"color": gear_color(index, len(widths)), "marker": gear_marker(index), "label": f"{bits} bits"}
-        threads, speedups = [row["threads"] for row in some], [row["speedup"] for row in some]
-        spread = [[abs(row["spread"][end] - speedup) for row, speedup in zip(some, speedups)] for end in (0, 1)]
-        left.errorbar(threads, speedups, spread, capsize=3, **style)
-        right.plot(threads, [row["bandwidth_ratio"] for row in some], **style)
-    most = max(row["threads"] for row in rows)
-    left.plot([1, most], [1, most], color="0.6", linestyle="--", linewidth=1, label="ideal")
-    left.set(xlabel="threads", ylabel="products per second, one thread = 1")
-    right.set(xlabel="threads", ylabel="share of the read bandwidth of as many threads")
-    for axes in (left, right):
-        axes.set_xticks(sorted({row["threads"] for row in rows}))
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    save(figure, path)
 
 
 # AION's Table 2

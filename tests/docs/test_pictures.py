@@ -21,7 +21,7 @@ def words(text: str) -> list[str]:
 
 def flags_of(shown: str) -> list[str]:
     """The flags of the command in the first line of a terminal."""
-    return shlex.split(shown.splitlines()[0].removeprefix("$ python -m gearbx_mlx.generate"))
+    return shlex.split(shown.splitlines()[0].removeprefix("$ gearbx_mlx generate"))
 
 
 @pytest.mark.slow
@@ -33,9 +33,9 @@ def test_the_terminal_in_the_readme_shows_what_generate_writes():
 @pytest.mark.real
 def test_the_answer_in_the_readme_is_the_real_models(smollm2_model):
     shown = (IMAGES / "smollm2.txt").read_text(encoding="utf-8")
-    answer = shown.split("\n\n", 1)[1].split("\nmodel", 1)[0]
-    assert len(answer.split()) > 50
-    assert pictures.terminal_text(flags_of(shown)).plain.split("\n\n", 1)[1].startswith(answer)
+    answer = shown.split("\nmodel", 1)[0].splitlines()[-3:]
+    assert len(" ".join(answer).split()) > 20
+    assert "\n".join(answer) in pictures.terminal_text(flags_of(shown)).plain
 
 
 def test_the_row_of_the_summary_in_the_readme_is_the_pictures():
@@ -51,7 +51,7 @@ def test_the_chat_in_the_docs_is_what_chat_writes():
 
 
 def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "research").glob("*.md")]
     shown = {name for page in pages for name in re.findall(r"images/(\w+\.png)", page.read_text(encoding="utf-8"))}
     assert shown == {file.name for file in IMAGES.glob("*.png")}
 
@@ -59,7 +59,8 @@ def test_every_picture_of_the_docs_is_there_and_every_picture_is_shown():
 def test_every_picture_and_every_measured_table_has_a_name_in_the_script():
     listed = "\n".join(studies.listed())
     for picture in IMAGES.glob("*.png"):
-        assert picture.name in listed or (picture.name.startswith("kl_") and "kl_*.png" in listed)
-    for page in (ROOT / "docs").glob("*.md"):
-        if "<!-- end -->" in page.read_text(encoding="utf-8"):
-            assert f"docs/{page.name}" in listed
+        assert picture.name in listed
+    for folder in ("docs", "research"):
+        for page in (ROOT / folder).glob("*.md"):
+            if "<!-- end -->" in page.read_text(encoding="utf-8"):
+                assert f"{folder}/{page.name}" in listed

@@ -19,9 +19,9 @@ from typing import Any
 from gearbx_mlx.loading import DEMO_MODEL
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    page.relative_to(ROOT).as_posix(): page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
+FOLDERS = ("docs", "research")
+FOUND = (ROOT / "README.md", *(page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))))
+PAGES = {page.relative_to(ROOT).as_posix(): page for page in FOUND}
 INLINE = "inline"
 TASKS = "lm-eval downloads its tasks"
 SERVES = "a server serves until it is stopped"
@@ -33,6 +33,7 @@ PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/chat.md": "a chat waits for what is typed",
     "docs/performance.md": "minutes of timing",
     "docs/server.md": SERVES,
+    "research/evidence.md": "models and texts that do not ship, and hours",
 }
 # The demo model replaces what has to be downloaded.
 STANDS_FOR_DEMO = (
