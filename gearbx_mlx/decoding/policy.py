@@ -23,8 +23,9 @@ latest tokens. What is kept for the next start is these numbers, and no choice t
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until a few comparisons are known they are due after 48 tokens: that costs the first 150 tokens some 2 per
-cent. A wrong comparison is outvoted by the next two.
+the time. Until three comparisons are known they are due after 128 tokens, which costs some 2 per cent where the ways
+differ by a third. A wrong comparison is outvoted by the next two, and by the usual ratio of s and C(0), which counts as
+much as two of the latest five.
 """
 
 import bisect
@@ -56,7 +57,8 @@ KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
 
-FITTED, PRIOR_WEIGHT = 32, 2.0  # rounds that a line is fitted to, and those that each of two points of the usual one is
+EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
+FITTED, PRIOR_WEIGHT = 32, 0.5  # rounds that a line is fitted to, and those that each of two points of the usual one is
 OUTSIDE = 1.5  # times the line, and a part of it: what is further away counts as this
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
@@ -66,7 +68,7 @@ KNOWN, EARLY = 3, 128  # comparisons before which trials are due after so many t
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
-NEIGHBOUR = 16  # rounds between two that draft one token more or less, where margins come too late
+NEIGHBOUR = 8  # rounds between two that draft one token more or less, where margins come too late
 
 
 def draft_share(draft_bits: float, top_bits: float) -> float:
@@ -180,6 +182,7 @@ class Line:
     def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
         self._name, self._usual = name, more / first
         self._points: deque[tuple[int, float]] = deque(maxlen=FITTED)
+        self._seen = 0
         self.a, self.b = kept.get(f"{name}, first", first), kept.get(f"{name}, more", more)
 
     def __call__(self, tokens: float) -> float:
@@ -189,7 +192,9 @@ class Line:
         """Take a round. pace: of its neighbours."""
         expected = self(tokens)
         self._points.append((tokens, min(max(seconds / pace, expected / OUTSIDE), expected * OUTSIDE)))
-        self._fit()
+        self._seen += 1
+        if self._seen <= 2 * FITTED or self._seen % EVERY == 0:
+            self._fit()
 
     def _fit(self) -> None:
         """Least squares, with two points of a line of the usual slope."""
@@ -282,7 +287,7 @@ class Acceptance:
     """
 
     def __init__(self, kept: Mapping[str, float]):
-        self._kept = kept
+        self._kept, self._drafts = kept, 0
         names = [*(f"below {margin:g}" for margin in MARGINS), "beyond"]
         self._bins = {name: self._mean(name, USUAL_ERROR.cdf(middle)) for name, middle in zip(names, MIDDLES)}
         self._places = {
@@ -308,7 +313,9 @@ class Acceptance:
         means = [*self._places.values()]
         for place, right in enumerate(self._seen(drafted, accepted)):
             means[min(place, len(means) - 1)].add(right)
-        self._update()
+        self._drafts += 1
+        if self._drafts <= FITTED or self._drafts % EVERY == 0:
+            self._update()
 
     @staticmethod
     def _seen(drafted: int, accepted: int) -> list[bool]:
