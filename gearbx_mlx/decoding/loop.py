@@ -40,7 +40,6 @@ from .rows import Rows, Verifier
 from .sampling import Choice, Chooser, LogitsReader, rounding_of
 
 UNLIMITED = 2**40  # entries of a KV cache
-
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
 
 
@@ -286,9 +285,8 @@ class Loop:
         if not states:
             tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
         near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
+        near &= proposal.count > 0  # one row is the pass of the top gear alone
         accepted = agreeing(tokens.tolist(), proposed.tolist())
-        if states:
-            set_random_state(states[accepted])
         written = []
         for place, step in enumerate(self._steps(proposal, accepted)):
             token, bits = int(tokens[place]), float(found[place, Choice.ENTROPY])
@@ -296,6 +294,8 @@ class Loop:
             self.text.add(token)
             if not self.text.goes_on:
                 break
+        if states:
+            set_random_state(states[len(written) - 1])
         return written
 
     def _chosen(self, logits: mx.array, proposal: Proposal) -> tuple[mx.array, mx.array, list[mx.array]]:
@@ -309,10 +309,10 @@ class Loop:
         if chooser.greedy and not chooser.processors:
             return self.reader.normalized(logits), mx.zeros(0, mx.uint32), []
         context = self._context()
-        found, tokens, states = [], [], []
+        found, tokens, states = list[mx.array](), list[mx.array](), list[mx.array]()
         for row in range(len(logits)):
             logprobs = self.reader.normalized(chooser.processed(context, logits[row : row + 1]))
-            tokens.append(chooser.sample(logprobs).reshape(1).astype(mx.uint32))
+            tokens += self.agreement.arrays(chooser.sample(logprobs).reshape(1).astype(mx.uint32))
             found.append(logprobs)
             states.append(random_state())
             if context is None or row == proposal.count:

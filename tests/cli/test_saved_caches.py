@@ -3,10 +3,10 @@
 import shutil
 
 import pytest
+from adapters import save_adapter
 from chats import chat
 from conftest import save_model, tiny_model
 from mlx_lm.models.cache import load_prompt_cache
-from test_adapters import save_adapter
 
 ASKED = "one two"
 

@@ -8,9 +8,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from adapters import save_adapter
 from conftest import PROMPT, normal, save_model, tiny_model, weights_of
-from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers
 from mlx_lm.utils import load_tokenizer
 
 import gearbx_mlx
@@ -35,7 +34,6 @@ MODELS = {
     "qwen3_moe": {},
 }
 KEYS = {"tied": ["self_attn.q_proj", "mlp.down_proj", "model.embed_tokens"]}
-RANK, SCALE = 4, 2.0
 
 
 def adapted_model(architecture: str = "llama", seed: int = 0) -> nn.Module:
@@ -44,23 +42,6 @@ def adapted_model(architecture: str = "llama", seed: int = 0) -> nn.Module:
         if isinstance(module, nn.Linear) and "bias" in module:
             module.bias = normal(*module.bias.shape, seed=i)
     return model
-
-
-def save_adapter(model: nn.Module, path: Path, kind: str, keys: list[str] | None = None, dtype=mx.float32) -> Path:
-    """An adapter with random numbers for a model; the model then has it too."""
-    path.mkdir()
-    parameters = {"rank": RANK, "scale": SCALE, "dropout": 0.0} | ({"keys": keys} if keys else {})
-    settings = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": parameters}
-    (path / "adapter_config.json").write_text(json.dumps(settings))
-    model.freeze()
-    linear_to_lora_layers(model, 2, parameters, kind == "dora")
-    arrays = dict(tree_flatten(model.trainable_parameters()))
-    for i, (name, array) in enumerate(arrays.items()):
-        noise = normal(*array.shape, seed=i)
-        changed = array * (1 + 0.2 * noise) if name.endswith(".m") else array + 0.05 * noise
-        arrays[name] = changed.astype(dtype)
-    mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
-    return path
 
 
 @pytest.fixture
