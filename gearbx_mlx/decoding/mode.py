@@ -197,7 +197,7 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
 def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:
     """Raises GearbxError for a draft model in a mode whose gears are all of one model."""
     if keywords.get("draft_model") is not None:
-        raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'route'")
+        raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'lossless'")
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:
