@@ -296,29 +296,15 @@ def responses(
     Raises:
         GearbxError: a gear that cannot draft; a draft model whose KV cache cannot be cut.
     """
-    if max_tokens == 0:
-        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
     tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    if input_embeddings is not None and not prompt:
-        prompt = [0] * len(input_embeddings)  # the model reads no tokens then
-    if not prompt:
-        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
-    layers = len(gearbox.model.layers)
+    layers, text = len(gearbox.model.layers), begun(prompt, tokenizer, max_tokens, input_embeddings)
     given = make_prompt_cache(gearbox.model, max_kv_size) if prompt_cache is None else prompt_cache
-    text = TextSoFar(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
     chooser = Chooser(sampler or greedy_sampler, tuple(logits_processors or ()))
     cache, beside = given, None
     if draft_model is not None:
-        longest = len(prompt) + text.room + MOST_DRAFTED
         cache, own = given[:layers], given[layers:] or make_prompt_cache(draft_model)
-        beside = Beside(draft_model, own, longest)
+        beside = Beside(draft_model, own, text.prompt + text.room + MOST_DRAFTED)
     drafter = mode.drafter(gearbox, chooser, beside)
-    in_fewer_bits = partial(
-        maybe_quantize_kv_cache,
-        quantized_kv_start=quantized_kv_start,
-        kv_group_size=kv_group_size,
-        kv_bits=kv_bits,
-    )
     known = mode.learned(gearbox, drafter, chooser)
     loop = Loop(
         gearbox,
@@ -332,7 +318,7 @@ def responses(
         mode.most_looked_up,
         agreement_of(gearbox.model),
         MOST_DRAFTED if draft_model is None else min(num_draft_tokens or MOST_DRAFTED, MOST_DRAFTED),
-        quantize=in_fewer_bits,
+        quantize=in_fewer_bits(kv_bits, kv_group_size, quantized_kv_start),
         quantized_from=UNLIMITED if kv_bits is None else quantized_kv_start,
         keeps_cache=prompt_cache is not None,
         stream=generation_stream(),
@@ -341,6 +327,22 @@ def responses(
         embeddings=input_embeddings,
     )
     return spoken(loop, tokenizer, known)
+
+
+def in_fewer_bits(bits: int | None, group_size: int, start: int) -> Callable[[list[Any]], None]:
+    """Return what quantizes a KV cache in place once it has so many entries, as mlx-lm does; nothing without bits."""
+    return partial(maybe_quantize_kv_cache, quantized_kv_start=start, kv_group_size=group_size, kv_bits=bits)
+
+
+def begun(prompt: list[int], tokenizer: TokenizerWrapper, max_tokens: int, embeddings: mx.array | None) -> TextSoFar:
+    """Return a text that has its prompt. Raises ValueError as mlx-lm does: no prompt, or no room for a token."""
+    if max_tokens == 0:
+        raise ValueError("Maximum number of tokens must be non-zero (use -1 for no limit).")
+    if embeddings is not None and not prompt:
+        prompt = [0] * len(embeddings)  # the model reads no tokens then
+    if not prompt:
+        raise ValueError("Either input_embeddings or prompt (or both) must be provided.")
+    return TextSoFar(prompt, frozenset(tokenizer.eos_token_ids), math.inf if max_tokens < 0 else max_tokens)
 
 
 def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:

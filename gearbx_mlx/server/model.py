@@ -12,12 +12,12 @@ from mlx_lm.models.cache import LRUPromptCache
 
 from ..cli.decide import check_in_ladder, decide
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
-from ..decoding.mode import Mode
+from ..decoding.mode import SAME, Mode
 from ..decoding.modes import PAIR, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
-from ..gears.gearbox import Gearbox
+from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
 from ..serving.app import server_application
@@ -160,6 +160,7 @@ def load_geared(settings: ServerSettings, template: str) -> Served:
         draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
         geared = loaded.in_gears()
         check_in_ladder(settings.mode, geared.gearbox.ladder)
+        check_prompt_gear(settings.mode.prompt_gear, geared.gearbox)
         controller = stack.enter_context(geared.governor())
         modes = modes_of(geared, draft_model is not None, controller is not None)
         default = geared.loaded.decision.mode
@@ -185,6 +186,12 @@ def load_geared(settings: ServerSettings, template: str) -> Served:
             controller=controller,
             close=stack.pop_all().close,  # of what watches the machine
         )
+
+
+def check_prompt_gear(wanted: str | None, gearbox: Gearbox | Observer) -> None:
+    """Raises GearbxError for a prompt gear that the loaded model does not have, before a request asks for it."""
+    if wanted not in (None, SAME) and not isinstance(gearbox, Gearbox):
+        raise GearbxError(f"--prompt-gear {wanted}: this model has one precision; leave the flag out")
 
 
 def cli_args(settings: ServerSettings) -> argparse.Namespace:

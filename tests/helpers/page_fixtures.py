@@ -40,7 +40,7 @@ def scripted(monkeypatch):
     asked = []
 
     def answer_with(*said, ended=True):
-        async def complete(here, request, dialect):
+        async def complete(here, body, request, dialect):
             asked.append(request.model_dump(exclude_unset=True))
             events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
             return event_stream(iter(events))

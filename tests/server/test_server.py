@@ -111,7 +111,7 @@ def all_at_once(client, **body):
 def test_answers_of_mode_route_share_passes_whose_gear_is_the_policys(policy):
     """One of two requests wants the top gear as soon as its gate may shift; the other never does."""
     wishes = [[0.0, 0.001], [60.0, 61.0]]
-    with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, initial_gear="low") as client:
+    with served(gears="4,8,16", log_level="ERROR", batch_policy=policy, mode="route", gear="low") as client:
         found = [None, None]
 
         def ask(place):
