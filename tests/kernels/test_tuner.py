@@ -108,7 +108,7 @@ class TestGearbox:
         with mx.stream(mx.cpu):
             step = mx.compile(lambda x: box.model(x), inputs=box.model.state)
             compiled = step(normal(1, WIDTH))
-            assert box.kernel_choices.tuner.used == {}
+            assert DENSE not in box.kernel_choices.tuner.used
             assert mx.allclose(compiled, box.model(normal(1, WIDTH)), rtol=1e-4, atol=1e-4).item()
             assert DENSE in box.kernel_choices.tuner.used
 
@@ -117,7 +117,8 @@ class TestGearbox:
         box.model.set_dtype(mx.bfloat16)
         box.model(normal(1, WIDTH))
         rounded = ", activations of bfloat16" if dispatch.bits_beside_bfloat16() else ""
-        assert {*box.kernel_choices.tuner.used} == {DENSE_BF16.format(rounded)}
+        assert DENSE_BF16.format(rounded) in box.kernel_choices.tuner.used
+        assert not any("32 bits" in name for name in box.kernel_choices.tuner.used)
 
     def test_measures_nothing_where_no_weights_are_left(self, cache):
         box = boxed()
