@@ -18,7 +18,7 @@ from ..settings import Settings, flag, flag_of, given
 
 @dataclass(frozen=True)
 class TelemetrySettings(Settings):
-    """Which gear a record names."""
+    """Choose the gear that a record names."""
 
     title: ClassVar[str] = "routing"
 

@@ -20,7 +20,7 @@ DESCRIPTION = "Show how large the user's cache is, or empty it. What is missing 
 
 @dataclass(frozen=True)
 class EmptySettings(Settings):
-    """What is removed from the cache; nothing without the flag."""
+    """Say what to remove from the cache; nothing without the flag."""
 
     title: ClassVar[str] = "cache"
 

@@ -25,7 +25,7 @@ from ..settings import Settings, flag
 
 @dataclass(frozen=True)
 class TerminalSettings(Settings):
-    """What is remembered of what was typed."""
+    """Say what to remember of what was typed."""
 
     title: ClassVar[str] = "terminal"
 

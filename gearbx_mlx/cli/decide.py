@@ -88,7 +88,7 @@ class JustGears:
 
 
 class StoredGears(NamedTuple):
-    """What the gears are and how they are stored; why, and what a user should know of it."""
+    """Say what the gears are and how they are stored; why, and what a user should know of it."""
 
     ladder: Ladder
     format: str

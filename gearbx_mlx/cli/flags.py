@@ -135,12 +135,12 @@ class OutputSettings(Settings):
 
     @property
     def told(self) -> bool:
-        """Whether anything is said beside the text."""
+        """Return whether anything is said beside the text."""
         return self.verbose != SILENT
 
     @property
     def describes(self) -> bool:
-        """Whether layers and kernels are described."""
+        """Return whether layers and kernels are described."""
         return self.verbose == DESCRIBED
 
     def paths(self) -> tuple[Path | None, Path | None]:
@@ -202,7 +202,7 @@ SLOWEST = 0.001  # tokens per second
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """What the controller aims at; a limit of --residency asks for one, too."""
+    """Hold what the controller aims at; a limit of --residency asks for one, too."""
 
     title: ClassVar[str] = "controller"
 
@@ -332,7 +332,7 @@ def parse_format(text: str) -> str:
 
 @dataclass(frozen=True)
 class LadderSettings(Settings):
-    """Which gears, as given."""
+    """Hold the gears, as given."""
 
     title: ClassVar[str] = "gears"
 

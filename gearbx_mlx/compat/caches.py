@@ -1,17 +1,9 @@
-"""The insides of mlx-lm's KV caches: how many entries they have, how some of these are cut, and what a cache is.
+"""The insides of mlx-lm's KV caches: how many entries they have, and how some of these are cut."""
 
-mlx-lm says nothing when a text ends. So its cache has to be complete for what uses it next. `settle_later` makes a
-cache compute its state when it is first used, by another class for as long.
-"""
-
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache
-
-from .classes import become
 
 
 def entries(cache: Any) -> int:
@@ -44,44 +36,3 @@ def cut_window(part: RotatingKVCache, entries: int) -> None:
     part.offset -= entries
     part._idx = part.keys.shape[2]
     mx.async_eval(part.keys, part.values)  # another thread could not: what is still to be computed belongs to this one
-
-
-SETTLE = "settle"  # attribute of such a cache: what computes its state
-
-
-class Unsettled:
-    """Mixed into the class of a cache, in front of it."""
-
-    def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "__dict__")
-        if name in own or hasattr(type(self), name):
-            own[SETTLE]()
-        return object.__getattribute__(self, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__getattribute__(self, "__dict__")[SETTLE]()
-        setattr(self, name, value)
-
-
-@functools.cache
-def unsettled(kind: Any) -> type:
-    """A class of caches that are `kind` once they are used."""
-    return type(f"Unsettled{kind.__name__}", (Unsettled, kind), {})
-
-
-def is_unsettled(part: Any) -> bool:
-    return issubclass(type(part), Unsettled)  # isinstance would use it
-
-
-def settle_later(part: Any, kind: type, settle: Callable[[], None]) -> None:
-    """Call `settle` when the cache `part`, which is of this kind, is first used. It must call `settled`."""
-    if not is_unsettled(part):
-        vars(part)[SETTLE] = settle
-        become(part, unsettled(kind))
-
-
-def settled(part: Any, kind: type) -> None:
-    """Make it an ordinary cache again."""
-    if is_unsettled(part):
-        become(part, kind)
-        del vars(part)[SETTLE]

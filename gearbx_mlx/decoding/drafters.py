@@ -141,8 +141,8 @@ class Drafter(Protocol):
             goes_on: to be asked after each token, where its margin is known at once.
         """
 
-    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
-        """Take note that a proposal, of whomever, was verified, and what was accepted of it is in the text."""
+    def settle(self, text: TextSoFar) -> None:
+        """Take note that a proposal, of whomever, was verified, and that what was accepted of it is in the text."""
 
 
 def queued_draft(
@@ -211,7 +211,7 @@ class LowGear:
                 tokens, margins = queued_draft(*steps, text, first, most)
         return self._proposal(tokens, margins)
 
-    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
+    def settle(self, text: TextSoFar) -> None:
         """The low gear has nothing of its own that follows the text."""
 
     def reads_early(self, cache: Cache) -> bool:
@@ -294,7 +294,7 @@ class OtherModel:
         self.known = len(text.tokens) + most - 1  # the last drafted token was not read
         return Proposal(DRAFT, tokens, margins, None, most, most * self.weight_bytes)
 
-    def settle(self, text: TextSoFar, proposal: Proposal, accepted: int) -> None:
+    def settle(self, text: TextSoFar) -> None:
         """Take back what it read beyond the text."""
         right = len(text.tokens) - 1  # all but the last token, which the top gear chose, may have been drafted
         if self.known > right:

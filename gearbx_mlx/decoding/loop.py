@@ -20,7 +20,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -35,9 +35,9 @@ from .caches import gears_of, length
 from .drafters import Drafter, Proposal, TextSoFar
 from .mode import turn
 from .policy import MOST_DRAFTED, DraftPolicy
-from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken
+from .response import DRAFT, LOOKUP, MODEL, SampledToken, Step, WrittenToken, single_pass
 from .rows import Rows, Verifier
-from .sampling import Choice, Chooser, LogitsReader, rounding_of
+from .sampling import Choice, Chooser, LogitsReader, kv_read, rounding_of
 
 UNLIMITED = 2**40  # entries of a KV cache
 CLEARED = 256  # tokens between two times that MLX gives back the memory that it keeps, as in mlx-lm
@@ -256,7 +256,7 @@ class Loop:
             self.rows.keep(len(written))
             self.quantize(self.cache)
             if self.drafter is not None:
-                self.drafter.settle(self.text, proposal, len(written) - 1)
+                self.drafter.settle(self.text)
             self._unread = True
         seconds = self._now() - start
         if proposal.count:
@@ -343,7 +343,7 @@ class Loop:
             "weight_bytes": read,
             "drafted": proposal.count if proposal.source == DRAFT else 0,
             "looked_up": proposal.count if proposal.source == LOOKUP else 0,
-            **self._kv_read(),
+            **kv_read(gears_of(self.cache)),
         }
         nothing = {"passes": (0,) * len(gearbox.ladder)}
         for place in range(accepted + 1):
@@ -372,11 +372,8 @@ class Loop:
             return False  # the last token but one: nothing runs ahead of the end
         if self._looked_up(room):
             return False
-        self._asked = self._next_length(room)
-        if self._asked:
-            return False
-        self._asked = None
-        return True
+        self._asked = self._next_length(room) or None
+        return self._asked is None
 
     def _context(self) -> mx.array | None:
         """The text so far (n,), if logits processors ask for it."""
@@ -400,7 +397,8 @@ class Loop:
                 # In one array, and now: what is computed later would wait for the pass that is queued behind this one.
                 seen = mx.concatenate([chosen.astype(mx.float32), bits])[None]
             mx.async_eval(chosen, seen)
-        return Queued(chosen, logprobs, seen, self._single_pass(), context)
+        step = replace(single_pass(self.gearbox, self.gearbox.ladder.top), **kv_read(gears_of(self.cache)))
+        return Queued(chosen, logprobs, seen, step, context)
 
     def _taken(self, coming: Queued) -> WrittenToken:
         """Wait for a token, and add it to the text."""
@@ -409,21 +407,6 @@ class Loop:
         self.rows = None  # the cache holds no more than the text
         self.text.add(token)
         return WrittenToken(token, coming.logprobs[0], SampledToken(bits, coming.step))
-
-    def _single_pass(self) -> Step:
-        """The step of a token that took one pass of the top gear."""
-        top = self.gearbox.ladder.top
-        passes = tuple(int(gear == top) for gear in self.gearbox.ladder)
-        return Step(top, passes=passes, weight_bytes=self.gearbox.weight_bytes_per_token(top), **self._kv_read())
-
-    def _kv_read(self) -> dict[str, Any]:
-        """Fields of a step: what was read of a KV cache in gears since the step before."""
-        gears = gears_of(self.cache)
-        if gears is None:
-            return {}
-        gears.end_prompt()
-        read, caches = gears.meter.take()
-        return {"kv_bytes": read, "kv_caches": caches}
 
     def _stream(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.stream is None else mx.stream(self.stream)

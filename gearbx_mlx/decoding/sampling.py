@@ -31,6 +31,7 @@ from ..compat.loops import LogSumExp
 from ..errors import GearbxError, check_range
 from ..formats.base import is_finite
 from ..formats.exact import ExactModule
+from ..formats.kv_cache import KVGears
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..kernels.dispatch import choose, cpu_kernels, fused_kernel
@@ -379,6 +380,18 @@ def sampler_for(tokenizer: Any, **settings: Any) -> Sampler:
     return make_sampler(**settings, xtc_special_tokens=tokenizer.encode("\n") + list(tokenizer.eos_token_ids))
 
 
+def kv_read(gears: KVGears | None) -> dict[str, Any]:
+    """Return the fields of a step that say what was read of a KV cache in gears since the step before.
+
+    The prompt ends with the first step; without gears there are no such fields.
+    """
+    if gears is None:
+        return {}
+    gears.end_prompt()
+    read, caches = gears.meter.take()
+    return {"kv_bytes": read, "kv_caches": caches}
+
+
 Sampled = Iterator[tuple[GenerationResponse, SampledToken]]
 """mlx-lm's responses, and what the sampler saw of each."""
 
@@ -409,9 +422,7 @@ def sampled(
     def sample(logprobs: mx.array) -> mx.array:
         latest = step()
         if gears is not None:
-            gears.end_prompt()
-            read, caches = gears.meter.take()
-            latest = replace(latest, kv_bytes=read, kv_caches=caches)
+            latest = replace(latest, **kv_read(gears))
         entropy = reader.entropy(logprobs) if latest.entropy is None else latest.entropy
         token, entropy = agreement.arrays(sampler(logprobs), entropy)
         mx.async_eval(entropy)

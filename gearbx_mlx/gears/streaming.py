@@ -27,10 +27,9 @@ from .offload import OriginalDisk, Residency, Resident, SavedDisk
 from .saved import SavedGears
 from .sharding import sharding_of
 from .sources import FromFiles
-from .strips import Bandwidth, Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
+from .strips import Piece, Remainder, Strip, StripReader, strips_of, with_blocks, with_strip
 
 STREAM = "stream"
-SLOWER = 10.0  # times that a disk is slower than memory, where it is not measured yet
 REMEDY = "convert the original with python -m gearbx_mlx.convert --format exact"
 EXACT = (ExactLinear, ExactSwitchLinear, ExactMultiLinear)
 
@@ -160,7 +159,7 @@ class Stream(Resident):
     Args:
         saved: the gears of a checkpoint of format `exact`.
 
-    `reader` reads, and measures the disk. `memory` is the speed at which drafts read weights.
+    `reader` reads, and measures the disk.
 
     Raises:
         GearbxError: a checkpoint of another format.
@@ -174,13 +173,6 @@ class Stream(Resident):
                 f"{saved.directory}: residency stream is for gears of format exact, not {saved.format.name}; {REMEDY}"
             )
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
-        self.memory = Bandwidth()
-
-    @property
-    def slowdown(self) -> float:
-        """How many times slower the disk is than drafts read memory, both as measured."""
-        disk, memory = self.reader.speed.bytes_per_second, self.memory.bytes_per_second
-        return memory / disk if disk and memory else SLOWER
 
     def summary(self, tokens: int) -> dict[str, float]:
         """What a run of so many tokens read from the disk, for each of them, and how fast."""

@@ -25,7 +25,7 @@ from architectures import tiny
 from conftest import PROMPT, tiny_model
 from mlx_lm.generate import BatchGenerator, GenerationBatch, PromptProcessingBatch
 from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.server import ResponseGenerator
 
@@ -188,20 +188,6 @@ class TestCaches:
         cache = KVCache()
         cache.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
         assert caches.offset_of(cache) == 3
-
-    def test_a_cache_computes_its_state_when_it_is_first_used(self):
-        cache, settled = ArraysCache(1), []
-
-        def settle():
-            caches.settled(cache, ArraysCache)
-            settled.append(True)
-
-        caches.settle_later(cache, ArraysCache, settle)
-        assert caches.is_unsettled(cache)
-        assert settled == []
-        assert cache.state
-        assert settled == [True]
-        assert type(cache) is ArraysCache
 
 
 class TestBatches:
