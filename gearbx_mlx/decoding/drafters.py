@@ -18,16 +18,15 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from ..compat.arrays import same_random_numbers
-from ..formats.block import NativeDraft, PassParts, begin_draft, pass_parts
+from ..formats.block import KeptParts, NativeDraft, PassParts, begin_draft, pass_parts
 from ..formats.exact import ExactModule
 from ..formats.tied import IN_DRAFTS, TiedEmbedding, linear_of
 from ..gears.discovery import DENSE_LAYERS
@@ -109,7 +108,6 @@ class Proposal:
         gear: of the ladder, that drafted them, if one did.
         steps: passes of the drafter.
         weight_bytes: what they read.
-        margins_read: the margins, once they are read.
     """
 
     source: str
@@ -118,7 +116,6 @@ class Proposal:
     gear: Gear | None = None
     steps: int = 0
     weight_bytes: int = 0
-    margins_read: list[float] = field(default_factory=list)
 
     @property
     def count(self) -> int:
@@ -191,15 +188,14 @@ class LowGear:
     agreement: Agreement = ALONE
 
     def __post_init__(self) -> None:
-        self.parts = self._parts_of_gear()
-        """What native drafts have of the gear; they run beside the gear that verifies."""
+        self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
     def read(self, tokens: mx.array) -> None:
         """The low gear uses the KV cache of the text, which the top gear fills."""
 
     def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         with rewound(self.chooser):
-            native = self._native(cache)
+            native = self._parts.use(cache, lambda parts: begin_draft(parts, cache))
             if native is not None:
                 return self._natively(native, text, most, goes_on)
             with contextlib.ExitStack() as drafting:
@@ -215,9 +211,9 @@ class LowGear:
         """The low gear has nothing of its own that follows the text."""
 
     def reads_early(self, cache: Cache) -> bool:
-        return self.parts is not None and type(cache[0]) is KVCache and self.chooser.tells_margins
+        return self.chooser.tells_margins and self._parts.take(cache)
 
-    def _parts_of_gear(self) -> PassParts | None:
+    def _find(self) -> PassParts | None:
         """Engage the gear, and return what native drafts need of it; None where there can be none."""
         if self.agreement is not ALONE:
             return None
@@ -227,14 +223,6 @@ class LowGear:
     def _proposal(self, tokens: mx.array, margins: mx.array | None) -> Proposal:
         read = tokens.size * self.gearbox.weight_bytes_per_token(self.gear)
         return Proposal(DRAFT, tokens, margins, self.gear, tokens.size, read)
-
-    def _native(self, cache: Cache) -> NativeDraft | None:
-        """Return what drafts in one call a token, without MLX's graph; None where that is not to be had."""
-        draft = None if self.parts is None else begin_draft(self.parts, cache)
-        if draft is None and self.parts is not None:  # memory of its modules may have been given up
-            self.parts = self._parts_of_gear()
-            draft = None if self.parts is None else begin_draft(self.parts, cache)
-        return draft
 
     def _natively(self, native: NativeDraft, text: TextSoFar, most: int, goes_on: GoesOn) -> Proposal:
         """Draft until a token ends the text, or one more does not pay."""

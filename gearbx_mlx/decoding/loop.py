@@ -249,7 +249,7 @@ class Loop:
             self.rows = Rows(self._verifier, mx.concatenate([last, proposal.tokens])[None], self.cache)
             self.shown = 0
             try:
-                written = self._accept(proposal, self.rows)
+                written, margins = self._accept(proposal, self.rows)
             except BaseException:  # of a sampler or a logits processor, or an interrupt
                 self.rows.keep(0)
                 raise
@@ -262,7 +262,7 @@ class Loop:
         if proposal.count:
             self.policy.add_round(
                 drafted=proposal.count if proposal.source == DRAFT else 0,
-                margins=proposal.margins_read,
+                margins=margins,
                 accepted=len(written) - 1,
                 seconds=seconds,
                 rows=proposal.count + 1,
@@ -273,15 +273,17 @@ class Loop:
 
     # Accept.
 
-    def _accept(self, proposal: Proposal, rows: Rows) -> list[WrittenToken]:
-        """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text."""
+    def _accept(self, proposal: Proposal, rows: Rows) -> tuple[list[WrittenToken], list[float]]:
+        """Choose the tokens after each row, as far as the ones before them were proposed, and add them to the text.
+
+        Returns them, and the margins of what was proposed, if they are known.
+        """
         logits = rows.logits[0]
         logprobs, chosen, states = self._chosen(logits, proposal)
         seen = self.reader.choices(logprobs if states else logits)
         margins = mx.zeros(0) if proposal.margins is None else proposal.margins
         magnitude = mx.abs(logits).max() if states else mx.zeros(0)
         found, tokens, proposed, won, largest = self._read(seen, chosen, proposal.tokens, margins, magnitude)
-        proposal.margins_read = won.tolist()
         if not states:
             tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
         near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
@@ -296,7 +298,7 @@ class Loop:
                 break
         if states:
             set_random_state(states[len(written) - 1])
-        return written
+        return written, won.tolist()
 
     def _chosen(self, logits: mx.array, proposal: Proposal) -> tuple[mx.array, mx.array, list[mx.array]]:
         """Choose a token from each row of logits (K, V), one after the other.

@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
 from ..compat.caches import cut_window
@@ -32,7 +32,7 @@ from ..compat.classes import modules_of, of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
 from ..compat.versions import is_tested
 from ..errors import GearbxWarning
-from ..formats.block import pass_logits, pass_parts
+from ..formats.block import KeptParts, PassParts, pass_logits, pass_parts
 from ..gears.discovery import QUANTIZED
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear
@@ -46,13 +46,12 @@ class Verifier:
 
     def __init__(self, gearbox: Gearbox, gear: Gear):
         self.gearbox, self.gear = gearbox, gear
-        gearbox.shift(gear)
-        self._parts = pass_parts(gearbox.model)  # found once: to look for them takes as long as a norm of every layer
+        self._parts = KeptParts(self._find)
 
     def run(self, tokens: mx.array, cache: Cache) -> mx.array:
         """Logits (1, K, V)."""
         self.gearbox.shift(self.gear)
-        logits = self._natively(tokens, cache)
+        logits = self._parts.use(cache, lambda parts: pass_logits(parts, tokens, cache))
         if logits is not None:
             return logits
         with ExitStack() as stack:
@@ -63,15 +62,11 @@ class Verifier:
 
     def computes_at_once(self, cache: Cache) -> bool:
         """True if a pass returns when it is done, so that nothing is gained by queueing another one behind it."""
-        return self._parts is not None and type(cache[0]) is KVCache
+        return self._parts.take(cache)
 
-    def _natively(self, tokens: mx.array, cache: Cache) -> mx.array | None:
-        """The logits by one native call; None where that is not to be had."""
-        logits = None if self._parts is None else pass_logits(self._parts, tokens, cache)
-        if logits is None and self._parts is not None:  # memory of its modules may have been given up
-            self._parts = pass_parts(self.gearbox.model)
-            logits = None if self._parts is None else pass_logits(self._parts, tokens, cache)
-        return logits
+    def _find(self) -> PassParts | None:
+        self.gearbox.shift(self.gear)
+        return pass_parts(self.gearbox.model)
 
     @functools.cached_property
     def linear_layers(self) -> list[nn.Module]:

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -280,6 +280,38 @@ def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts |
     table = embedding.weight if is_plain_table(embedding) else None
     better = None if second is None else part_of_head(second, kernels)
     return PassParts(kernels, layers, chain, part, embedding, table, better)
+
+
+Used = TypeVar("Used")
+
+
+class KeptParts:
+    """The parts of a gear's passes, found once: to look for them takes as long as a norm of every layer.
+
+    Args:
+        find: engages the gear, and returns its parts; None where there can be none.
+    """
+
+    def __init__(self, find: Callable[[], PassParts | None]):
+        self._find, self._parts = find, find()
+
+    def take(self, cache: Any) -> bool:
+        """Return whether passes over a cache may be native, which return when they are done."""
+        return self._parts is not None and bool(cache) and type(cache[0]) is KVCache
+
+    def use(self, cache: Any, begin: Callable[[PassParts], Used | None]) -> Used | None:
+        """Return what begins with the parts; None where that is not to be had.
+
+        They are found again if memory of their modules was given up.
+        """
+        if not self.take(cache):
+            return None
+        assert self._parts is not None
+        begun = begin(self._parts)
+        if begun is None:
+            self._parts = self._find()
+            begun = None if self._parts is None else begin(self._parts)
+        return begun
 
 
 def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
