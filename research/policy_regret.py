@@ -287,7 +287,14 @@ def written(policy: Any, texts: list[dict[str, list[Any]]], machine: Machines, e
             accepted = min(count, text["accepted"][place])
             draft, rest = machine.take(count, accepted + 1)
             known = margins[:count] if early else []
-            policy.add_round(drafted=count, accepted=accepted, rows=count + 1, seconds=draft + rest, margins=known)
+            policy.add_round(
+                drafted=count,
+                accepted=accepted,
+                rows=count + 1,
+                seconds=draft + rest,
+                draft_seconds=draft if early else None,
+                margins=known,
+            )
             place += 1 + accepted
     return machine.spent / machine.tokens
 

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -108,6 +108,7 @@ class Proposal:
         gear: of the ladder, that drafted them, if one did.
         steps: passes of the drafter.
         weight_bytes: what they read.
+        is_read: True if each token was read when it was drafted, so that the draft is over.
     """
 
     source: str
@@ -116,6 +117,7 @@ class Proposal:
     gear: Gear | None = None
     steps: int = 0
     weight_bytes: int = 0
+    is_read: bool = False
 
     @property
     def count(self) -> int:
@@ -235,7 +237,7 @@ class LowGear:
             if token in text.ends or (early and not goes_on(margins)):
                 break
         told = mx.array(margins, mx.float32) if early else None
-        return self._proposal(mx.array(tokens, mx.uint32), told)
+        return replace(self._proposal(mx.array(tokens, mx.uint32), told), is_read=True)
 
     @functools.cached_property
     def second(self) -> "SecondHead | None":

@@ -142,10 +142,10 @@ class Loop:
         while self.text.goes_on:
             start = self._now()
             proposal = self._propose()
-            if proposal is None and not self._verifier.computes_at_once(self.cache):
+            if proposal is None:
                 yield from self._alone()
                 continue
-            for token in self._verified(proposal or Proposal(MODEL, mx.zeros(0, mx.uint32)), start):
+            for token in self._verified(proposal, start):
                 self.shown += 1
                 yield token
 
@@ -244,6 +244,7 @@ class Loop:
 
     def _verified(self, proposal: Proposal, start: float) -> Iterator[WrittenToken]:
         """Yield the tokens of a round that began at `start`."""
+        drafted_at = self._now()
         with self._stream():
             last = mx.array([self.text.last], mx.uint32)
             self.rows = Rows(self._verifier, mx.concatenate([last, proposal.tokens])[None], self.cache)
@@ -258,17 +259,14 @@ class Loop:
             if self.drafter is not None:
                 self.drafter.settle(self.text)
             self._unread = True
-        seconds = self._now() - start
-        if proposal.count:
-            self.policy.add_round(
-                drafted=proposal.count if proposal.source == DRAFT else 0,
-                margins=margins,
-                accepted=len(written) - 1,
-                seconds=seconds,
-                rows=proposal.count + 1,
-            )
-        else:
-            self.policy.add_alone(seconds)
+        self.policy.add_round(
+            drafted=proposal.count if proposal.source == DRAFT else 0,
+            accepted=len(written) - 1,
+            rows=proposal.count + 1,
+            seconds=self._now() - start,
+            draft_seconds=drafted_at - start if proposal.is_read else None,
+            margins=margins,
+        )
         yield from written
 
     # Accept.
@@ -287,7 +285,6 @@ class Loop:
         if not states:
             tokens, largest = found[:, Choice.TOKEN].astype(int), found[:, Choice.MAGNITUDE]
         near = found[:, Choice.BEST] - found[:, Choice.NEXT] <= rounding_of(largest.max(), logits.dtype)
-        near &= proposal.count > 0  # one row is the pass of the top gear alone
         accepted = agreeing(tokens.tolist(), proposed.tolist())
         written = []
         for place, step in enumerate(self._steps(proposal, accepted)):

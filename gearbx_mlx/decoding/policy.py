@@ -16,16 +16,18 @@ A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(
 probability p_i, and w(n) are the seconds of a round that verifies them.
 
 **What is learned.** A machine is slower at one moment than at the next, by more than drafts gain. But what moves passes
-moves them alike, so only times of one moment are compared. C(k) is a line in k, fitted to the latest rounds, each
-in relation to the pace of its neighbours: the median of what they took over what the line says. s is the median of
-the latest comparisons of a few tokens alone with the pace of the rounds around them. a(m) and a_i are shares of the
-latest tokens. What is kept for the next start is these numbers, and no choice that followed from them.
+moves them alike, so only times of one moment are compared, as ratios; what counts is the median of the latest. The
+unit is what a round takes that drafts nothing. A drafted token takes d, and a further row of a verification r, so that
+C(k) = 1 + (d + r) k. Where drafted tokens are read at once, d is the ratio of two parts of one round. r, and d + r
+where the whole round alone is known, come from two rounds that follow each other with other numbers of tokens. s is
+the ratio of a few tokens alone to the rounds around them. a(m) and a_i are shares of the latest tokens. What is kept
+for the next start is these numbers, and no choice that followed from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until three comparisons are known they are due after 128 tokens, which costs some 2 per cent where the ways
-differ by a third. A wrong comparison is outvoted by the next two, and by the usual ratio of s and C(0), which counts as
-much as two of the latest five.
+the time. Until three comparisons are known they are due after 256 tokens, which costs some 1 per cent where the ways
+differ by a third; and the first 16 rounds of a model run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much as two
+of the latest five.
 """
 
 import bisect
@@ -44,8 +46,8 @@ MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels
 MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
-ROUND = 1.05  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
-ROW = 0.08  # processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
+ROW = 0.08  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -56,15 +58,19 @@ KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each furth
 KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
+PASS, TOKEN_ALONE = "seconds of a pass", "seconds alone"  # in what is kept
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
-FITTED, PRIOR_WEIGHT = 32, 0.5  # rounds that a line is fitted to, and those that each of two points of the usual one is
-OUTSIDE = 1.5  # times the line, and a part of it: what is further away counts as this
+LATEST, PRIOR_WEIGHT = 32, 4.0  # ratios whose median counts, and as many as an earlier start's or a guess counts for
+FITTED, PRIOR_ROUND = 64, 0.5  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
+OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
+MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
 PRIOR_COMPARED = 2  # as many as a round without drafts counts for, which computes what a token alone does
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-KNOWN, EARLY = 3, 128  # comparisons before which trials are due after so many tokens
+KNOWN, EARLY = 3, 256  # comparisons before which trials are due after so many tokens
+FIRST, DOUBT = 16, 1.3  # rounds of a model that was never measured, which run if the guess is no worse than this
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
@@ -87,6 +93,13 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
             total = before[1] + weight
             blocks[-1] = [(before[0] * before[1] + mean * weight) / total, total, before[2] + count]
     return [mean for mean, _, count in blocks for _ in range(int(count))]
+
+
+def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the value of (value, weight) pairs with half of the weight at it and below."""
+    values, weights = zip(*sorted(pairs))
+    below = itertools.accumulate(weights)
+    return next(value for value, weight in zip(values, below) if weight >= sum(weights) / 2)
 
 
 class DraftPolicy(Protocol):
@@ -124,6 +137,7 @@ class DraftPolicy(Protocol):
         accepted: int,
         rows: int,
         seconds: float,
+        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
         """Take a round.
@@ -132,6 +146,7 @@ class DraftPolicy(Protocol):
             drafted: tokens of the low gear; 0 where the text proposed.
             accepted: of those that were verified. rows: of the verification.
             seconds: of all of it, without what a reader of the tokens took.
+            draft_seconds: of these, until the last drafted token was read; None where it was not.
             margins: of the drafted tokens, if their sampler tells them.
         """
 
@@ -168,60 +183,94 @@ class FixedPolicy:
     def add_alone(self, seconds: float) -> None: ...
 
 
-class Line:
-    """What rounds take by a number of tokens from 0 to 15: a + b n, fitted to the latest ones at the pace of each.
-
-    Its unit is at first what a token alone takes; after an earlier start it is a second. The pace turns it into the
-    seconds of this moment.
+class Ratio:
+    """What something takes, in rounds that draft nothing: the median of the latest measurements, each with its weight.
 
     Args:
-        kept: `state` of an earlier start. name: of the line there.
-        first, more: a and b before anything is measured.
+        kept: `state` of an earlier start. name: of the time there.
+        usual: before anything is measured.
     """
 
-    def __init__(self, kept: Mapping[str, float], name: str, first: float, more: float):
-        self._name, self._usual = name, more / first
-        self._points: deque[tuple[int, float]] = deque(maxlen=FITTED)
+    def __init__(self, kept: Mapping[str, float], name: str, usual: float):
+        self._name = name
+        known = kept[name] / kept[PASS] if {name, PASS} <= kept.keys() else usual
+        self._prior = min(known, MOST_RATIO), PRIOR_WEIGHT
+        self._found: deque[tuple[float, float]] = deque(maxlen=LATEST)
         self._seen = 0
-        self.a, self.b = kept.get(f"{name}, first", first), kept.get(f"{name}, more", more)
+        self.value = self._prior[0]
 
-    def __call__(self, tokens: float) -> float:
-        return self.a + self.b * tokens
-
-    def add(self, tokens: int, seconds: float, pace: float) -> None:
-        """Take a round. pace: of its neighbours."""
-        expected = self(tokens)
-        self._points.append((tokens, min(max(seconds / pace, expected / OUTSIDE), expected * OUTSIDE)))
+    def add(self, ratio: float, weight: float = 1.0) -> None:
+        self._found.append((min(max(ratio, LEAST_SHARE), MOST_RATIO), weight))
         self._seen += 1
-        if self._seen <= 2 * FITTED or self._seen % EVERY == 0:
-            self._fit()
-
-    def _fit(self) -> None:
-        """Least squares, with two points of a line of the usual slope."""
-        height = statistics.median_low(found / (1 + self._usual * n) for n, found in self._points)
-        points = [(n, found, 1.0) for n, found in self._points]
-        points += [(n, height * (1 + self._usual * n), PRIOR_WEIGHT) for n in (0, 6)]
-        weight = sum(w for *_, w in points)
-        x, y = sum(w * n for n, _, w in points) / weight, sum(w * t for _, t, w in points) / weight
-        over = sum(w * (n - x) * (t - y) for n, t, w in points)
-        self.b = max(over / sum(w * (n - x) ** 2 for n, _, w in points), LEAST_SHARE * y)
-        self.a = max(y - self.b * x, LEAST_SHARE * y)
+        if self._seen <= LATEST or self._seen % EVERY == 0:
+            self.value = weighted_median([*self._found, self._prior])
 
     def state(self, pace: float) -> dict[str, float]:
-        return {f"{self._name}, first": self.a * pace, f"{self._name}, more": self.b * pace}
+        return {self._name: self.value * pace}
+
+
+class Curve:
+    """What a round takes that proposes n tokens, in rounds that propose nothing: a step where a kernel needs a further
+    pass over the weights, so no formula but this: it never falls. Fitted to the latest rounds at the pace of each.
+
+    Args:
+        kept: `state` of an earlier start. name: of the times there.
+        slope: of a line, before anything is measured.
+    """
+
+    def __init__(self, kept: Mapping[str, float], name: str, slope: float):
+        self._names = [f"seconds of {name} {n}" for n in range(MOST_ROWS)]
+        known = {*self._names, PASS} <= kept.keys()
+        self._usual = [kept[each] / kept[PASS] if known else 1 + slope * n for n, each in enumerate(self._names)]
+        self._found: deque[tuple[int, float]] = deque(maxlen=FITTED)
+        self._seen = 0
+        self.values = self._usual
+
+    def __call__(self, tokens: float) -> float:
+        """Return C(n), also between two numbers."""
+        low = min(int(tokens), MOST_DRAFTED)
+        high = min(low + 1, MOST_DRAFTED)
+        return self.values[low] + (tokens - low) * (self.values[high] - self.values[low])
+
+    def add(self, tokens: int, ratio: float, is_unit: bool = True) -> None:
+        """Take what a round took over the pace.
+
+        Args:
+            is_unit: whether the pace is that of such rounds. Then the curve stays as high as usual, in the median of
+                the rounds: else the unit would drift.
+        """
+        expected = self.values[tokens]
+        self._found.append((tokens, min(max(ratio, expected / OUTSIDE), expected * OUTSIDE)))
+        self._seen += 1
+        if self._seen <= LATEST or self._seen % EVERY == 0:
+            self._fit(is_unit)
+
+    def _fit(self, is_unit: bool) -> None:
+        """Isotonic regression, where each point of the usual curve counts as half a round at the height of all."""
+        height = statistics.median_low(found / self._usual[n] for n, found in self._found)
+        sums = [PRIOR_ROUND * height * usual for usual in self._usual]
+        weights = [PRIOR_ROUND] * MOST_ROWS
+        for n, found in self._found:
+            sums[n] += found
+            weights[n] += 1
+        means = [total / weight / (height if is_unit else 1.0) for total, weight in zip(sums, weights)]
+        self.values = pool_adjacent_violators(means[::-1], weights[::-1])[::-1]
+
+    def state(self, pace: float) -> dict[str, float]:
+        return {name: value * pace for name, value in zip(self._names, self.values)}
 
 
 class Comparisons:
-    """s in the unit of the lines, from tokens alone and the rounds around them; and the pace: seconds of a unit now.
+    """s, from tokens alone and the rounds around them; and the pace: seconds of a round that drafts nothing, now.
 
     Args:
         kept: `state` of an earlier start.
     """
 
     def __init__(self, kept: Mapping[str, float]):
-        before = kept.get("seconds alone")
-        self._found: deque[float] = deque([before] * KEPT_COMPARED if before else [], maxlen=COMPARED)
-        self._rounds: deque[tuple[int, float]] = deque(maxlen=PACED)  # when, and what they took over their line
+        before = [kept[TOKEN_ALONE] / kept[PASS]] * KEPT_COMPARED if {TOKEN_ALONE, PASS} <= kept.keys() else []
+        self._found: deque[float] = deque(before, maxlen=COMPARED)
+        self._rounds: deque[tuple[int, float]] = deque(maxlen=PACED)  # when, and the pace
         self._alone: deque[float] = deque(maxlen=2 * BURST)
         self._is_compared = True  # these tokens alone
         self._after = 0  # rounds since tokens alone
@@ -229,13 +278,10 @@ class Comparisons:
         self.seen = 0
         """Comparisons in this start."""
 
-    def seconds(self, usual: float) -> float:
-        """Return s, which is taken to be as usual before it is compared."""
-        return statistics.median([*self._found, *[usual] * PRIOR_COMPARED])
-
     @property
-    def median(self) -> float | None:
-        return statistics.median(self._found) if self._found else None
+    def value(self) -> float:
+        """s, which is taken to be as usual before it is compared."""
+        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED])
 
     @property
     def of_rounds(self) -> float | None:
@@ -243,11 +289,12 @@ class Comparisons:
         near = [pace for when, pace in self._rounds if self._token - when <= NEAR]
         return statistics.median(near) if near else None
 
-    def pace(self, usual: float) -> float | None:
-        """Return the pace of this moment, by rounds or by tokens alone; None where nothing is known of it."""
+    @property
+    def pace(self) -> float | None:
+        """The pace of this moment, by rounds or by tokens alone; None where nothing is known of it."""
         if self.of_rounds is not None or not self._alone:
             return self.of_rounds
-        return statistics.mean(self._alone) / self.seconds(usual)
+        return statistics.mean(self._alone) / self.value
 
     def add_round(self, tokens: int, pace: float) -> None:
         self._token += tokens
@@ -314,7 +361,7 @@ class Acceptance:
         for place, right in enumerate(self._seen(drafted, accepted)):
             means[min(place, len(means) - 1)].add(right)
         self._drafts += 1
-        if self._drafts <= FITTED or self._drafts % EVERY == 0:
+        if self._drafts <= LATEST or self._drafts % EVERY == 0:
             self._update()
 
     @staticmethod
@@ -345,8 +392,12 @@ class LearnedPolicy:
     def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36):
         kept = kept or {}
         self._has_drafter = draft_share is not None
-        self._round = Line(kept, "drafting", ROUND, ROW + (draft_share or 0.0))
-        self._verification = Line(kept, "verifying", ROUND, ROW)
+        share = (draft_share or 0.0) * ALONE
+        self._drafted_token = Ratio(kept, "seconds of a drafted token", share)
+        self._verification = Curve(kept, "verifying", ROW)  # w
+        self._whole_round = Curve(kept, "drafting and verifying", ROW + share)
+        self._unknown = 0 if PASS in kept else FIRST  # rounds that run because too little is known
+        self._is_apart = True  # what a draft takes is known apart from its verification
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
         self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), PRIOR_ROUNDS)
@@ -372,7 +423,8 @@ class LearnedPolicy:
         if self._stays > 0:
             self._stays -= 1
             return
-        pays = self._in_rounds() < self._token_alone()
+        guessed = DOUBT if self._unknown > 0 else 1.0
+        pays = self._in_rounds() < self._token_alone() * guessed
         self._drafts = pays
         if self._since[not pays] >= self._wait(pays):
             self._drafts = not pays
@@ -384,12 +436,15 @@ class LearnedPolicy:
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
         return min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST if self._alone.seen >= KNOWN else EARLY)
 
-    def _pace(self) -> float | None:
-        return self._alone.pace(self._round.a / ROUND)
-
     def _token_alone(self) -> float:
         """s."""
-        return self._alone.seconds(self._round.a / ROUND)
+        return self._alone.value
+
+    def _round(self, drafted: float) -> float:
+        """C(k)."""
+        if self._is_apart:
+            return self._verification(drafted) + self._drafted_token.value * drafted
+        return self._whole_round(drafted)
 
     def _in_a_round(self) -> float:
         """Tokens that a round writes."""
@@ -423,11 +478,11 @@ class LearnedPolicy:
         drafted, saved = len(margins), min(self._in_rounds(), self._token_alone())
         for margin in margins:
             saved *= self._acceptance.of_margin(margin)
-        gained = 0.0
+        gained, taken = 0.0, self._round(drafted)
         for more in range(1, min(AHEAD, MOST_DRAFTED - drafted) + 1):
             saved *= self._acceptance.of_place(drafted + more - 1)
             gained += saved
-            if gained > self._round.b * more:
+            if gained > self._round(drafted + more) - taken:
                 return True
         return False
 
@@ -447,21 +502,28 @@ class LearnedPolicy:
         accepted: int,
         rows: int,
         seconds: float,
+        draft_seconds: float | None = None,
         margins: Sequence[float] = (),
     ) -> None:
-        pace = self._pace()
-        line, tokens = (self._round, drafted) if drafted else (self._verification, rows - 1)
-        if pace is not None:
-            line.add(tokens, seconds, pace)
         if drafted:
+            self._is_apart = draft_seconds is not None
+        curve = self._verification if self._is_apart or not drafted else self._whole_round
+        passes = seconds - (draft_seconds or 0.0)
+        pace = passes / curve(rows - 1)
+        if self._alone.of_rounds is not None:
+            curve.add(rows - 1, passes / self._alone.of_rounds, is_unit=self._is_apart or drafted > 0)
+        if draft_seconds is not None:
+            self._drafted_token.add(draft_seconds / drafted / pace)
+        if drafted:
+            self._unknown -= 1
             self._acceptance.add(drafted, accepted, margins)
             self._drafted.add(drafted)
             self._written.add(accepted + 1)
-            self._alone.add_round(accepted + 1, seconds / self._round(drafted))
+            self._alone.add_round(accepted + 1, pace)
             self._since[True] = 0
         self._since[not self._drafts] += accepted + 1
         self._spent += seconds
-        self._units += line(tokens)
+        self._units += seconds / pace
         self._tokens += accepted + 1
 
     def add_alone(self, seconds: float) -> None:
@@ -472,13 +534,14 @@ class LearnedPolicy:
     @property
     def state(self) -> dict[str, float]:
         """What the next start may begin with: times and shares, all positive."""
-        rounds = {"drafted in a round": self._drafted.value, "written in a round": self._written.value}
-        pace, alone = self._pace(), {}
-        if pace is None:
-            return self._acceptance.state | rounds
-        if self._alone.median is not None:
-            alone = {"seconds alone": self._alone.median * pace}
-        return self._round.state(pace) | self._verification.state(pace) | alone | self._acceptance.state | rounds
+        found = self._acceptance.state
+        found |= {"drafted in a round": self._drafted.value, "written in a round": self._written.value}
+        pace = self._alone.pace
+        if pace is not None:
+            found |= {PASS: pace, TOKEN_ALONE: self._alone.value * pace}
+            for ratio in (self._drafted_token, self._verification, self._whole_round):
+                found |= ratio.state(pace)
+        return found
 
     @property
     def alone_seconds(self) -> float | None:

@@ -60,10 +60,6 @@ class Verifier:
                 stack.enter_context(of_classes(self._short_path))
             return self.gearbox.model(tokens, cache=cache)
 
-    def computes_at_once(self, cache: Cache) -> bool:
-        """True if a pass returns when it is done, so that nothing is gained by queueing another one behind it."""
-        return self._parts.take(cache)
-
     def _find(self) -> PassParts | None:
         self.gearbox.shift(self.gear)
         return pass_parts(self.gearbox.model)

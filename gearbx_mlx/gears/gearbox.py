@@ -9,7 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,15 @@ from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
-from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknown_routing, whole_model_speedup
+from .cost import (
+    LayerPath,
+    experts_of,
+    kernels_of,
+    token_bytes,
+    used_share,
+    warn_of_unknown_routing,
+    whole_model_speedup,
+)
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
@@ -392,6 +400,9 @@ class Gearbox:
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
+        if positions > 2 and not self._has_experts:
+            one, two = (self.weight_bytes_per_token(gear, few) for few in (1, 2))
+            return one + (positions - 1) * (two - one)  # each token looks up one row of an embedding
         read = token_bytes(self.model, self._managed_bytes(gear, positions), self.storage, self.head, positions)
         if gear in self._trees:  # made, so that its layers have been counted
             self._token_bytes[key] = read
@@ -401,6 +412,12 @@ class Gearbox:
         """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
         divided = dict.fromkeys(self._parts, 0.0)
         return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
+
+    @cached_property
+    def _has_experts(self) -> bool:
+        """True if what a token reads depends on what the others read."""
+        modules = layers_of(self.model)
+        return any(experts_of(path, modules) for path in modules)
 
     @property
     def _parts(self) -> Mapping[str, WeightPart]:

@@ -17,7 +17,8 @@ from gearbx_mlx.decoding.policy import (
     Acceptance,
     FixedPolicy,
     LearnedPolicy,
-    Line,
+    Curve,
+    Ratio,
     draft_share,
     pool_adjacent_violators,
 )
@@ -58,7 +59,15 @@ def write(policy, machine, tokens, share=0.85, early=False, slow=lambda token: 1
             accepted = sum(itertools.takewhile(bool, right[:length]))
             spent = machine.round(length) * slow(written)
             known = margins[:length] if early else ()
-            policy.add_round(drafted=length, accepted=accepted, rows=length + 1, seconds=spent, margins=known)
+            drafting = length * machine.drafted * slow(written) if early else None
+            policy.add_round(
+                drafted=length,
+                accepted=accepted,
+                rows=length + 1,
+                seconds=spent,
+                draft_seconds=drafting,
+                margins=known,
+            )
             written += accepted + 1
         seconds += spent
         lengths.append(length)
@@ -107,29 +116,52 @@ class TestIsotonicRegression:
         assert sum((a - b) ** 2 for a, b in zip(smooth, y)) <= sum((a - b) ** 2 for a, b in zip(falling, y)) + 1e-9
 
 
-class TestLine:
+class TestRatio:
     def test_begins_with_the_usual_one(self):
-        assert [Line({}, "drafting", 1.0, 0.5)(tokens) for tokens in (0, 1, 2)] == [1.0, 1.5, 2.0]
+        assert Ratio({}, "seconds of a drafted token", 0.3).value == 0.3
 
-    def test_comes_to_the_times_that_it_is_given_at_the_pace_of_each(self):
-        line, rng = Line({}, "drafting", 1.0, 0.5), random.Random(0)
-        for tokens in list(range(1, 9)) * 30:
-            pace = rng.choice((0.5, 1.0, 4.0))
-            line.add(tokens, pace * (2.0 + 0.3 * tokens), pace)
-        assert [line(tokens) for tokens in range(1, 9)] == pytest.approx([2.0 + 0.3 * n for n in range(1, 9)], rel=0.1)
+    def test_is_the_median_of_what_was_measured(self):
+        ratio = Ratio({}, "seconds of a drafted token", 0.3)
+        for value in [*[0.5] * 20, *[9.0] * 9]:
+            ratio.add(value)
+        assert ratio.value == 0.5
 
-    @given(st.lists(st.tuples(st.integers(0, 15), st.floats(1e-5, 10), st.floats(1e-3, 10)), max_size=60))
+    def test_an_earlier_start_is_outvoted(self):
+        kept = {"seconds of a pass": 0.01, "seconds of a drafted token": 0.03}
+        ratio = Ratio(kept, "seconds of a drafted token", 0.3)
+        assert ratio.value == pytest.approx(3.0)
+        for _ in range(8):
+            ratio.add(0.4)
+        assert ratio.value == 0.4
+
+
+class TestCurve:
+    def test_begins_with_the_usual_one(self):
+        curve = Curve({}, "verifying", 0.5)
+        assert [curve(tokens) for tokens in (0, 1, 1.5, 2)] == [1.0, 1.5, 1.75, 2.0]
+
+    def test_comes_to_the_steps_of_a_kernel(self):
+        """What counts is how much more a round takes than another; the unit is that of usual rounds."""
+        curve = Curve({}, "verifying", 0.08)
+        for tokens in list(range(8)) * 40:
+            curve.add(tokens, 1.0 if tokens < 4 else 1.5)
+        assert curve(4) / curve(3) == pytest.approx(1.5, rel=0.05)
+        assert curve(3) / curve(1) == pytest.approx(1.0, rel=0.05)
+
+    @given(st.lists(st.tuples(st.integers(0, 15), st.floats(1e-5, 10)), max_size=60))
     def test_is_positive_and_never_falls(self, times):
-        line = Line({}, "drafting", 1.05, 0.5)
-        for tokens, seconds, pace in times:
-            line.add(tokens, seconds, pace)
-        assert 0 < line(0) <= line(15) < math.inf
+        curve = Curve({}, "verifying", 0.08)
+        for tokens, ratio in times:
+            curve.add(tokens, ratio)
+        values = [curve(tokens / 2) for tokens in range(31)]
+        assert 0 < values[0]
+        assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(values))
 
     def test_one_pause_hardly_counts(self):
-        line = Line({}, "drafting", 1.0, 0.5)
-        for seconds in [*[2.0] * 8, 90.0, *[2.0] * 8]:
-            line.add(2, seconds, 1.0)
-        assert line(2) == pytest.approx(2.0, rel=0.1)
+        curve = Curve({}, "verifying", 0.08)
+        for ratio in [*[1.2] * 8, 90.0, *[1.2] * 8]:
+            curve.add(2, ratio)
+        assert curve(2) / curve(1) < 1.2
 
 
 class TestAcceptance:
@@ -288,8 +320,6 @@ class TestKept:
         assert min(policy.state.values()) > 0
         assert {name.split()[0] for name in policy.state} == {
             "seconds",
-            "drafting,",
-            "verifying,",
             "share",
             "count",
             "drafted",
@@ -307,7 +337,7 @@ class TestKept:
         assert again.state["seconds alone"] == pytest.approx(machine.alone)
 
     def test_a_state_with_strange_numbers_is_taken(self):
-        policy = LearnedPolicy({"seconds alone": 1e-9, "drafting, first": 1e9, "share below 0.3": 7.0, "other": 1.0})
+        policy = LearnedPolicy({"seconds alone": 1e-9, "seconds of a pass": 1e9, "share below 0.3": 7.0, "other": 1.0})
         _, lengths = write(policy, Machine(), 3000)
         assert lengths[-100:].count(0) < 20
 
