@@ -387,7 +387,7 @@ class Loop:
             logits = self.gearbox.model(token.reshape(1, 1), cache=self.cache, **of_token)[:, -1]
             logits = self.chooser.processed(context, logits)
             self.quantize(self.cache)
-            logprobs = self.reader.normalized(logits)  # computed if somebody asks
+            logprobs = self.reader.normalized(logits)
             if self.reader.is_native and self.chooser.greedy and self.agreement is ALONE:
                 seen = self.reader.choices(logits)
                 chosen = seen[:, Choice.TOKEN].astype(mx.uint32)
@@ -395,7 +395,7 @@ class Loop:
                 chosen, bits = self.agreement.arrays(self.chooser.sample(logprobs), self.reader.entropy(logprobs))
                 # In one array, and now: what is computed later would wait for the pass that is queued behind this one.
                 seen = mx.concatenate([chosen.astype(mx.float32), bits])[None]
-            mx.async_eval(chosen, seen)
+            mx.async_eval(chosen, seen, logprobs)  # left for later, they made the next passes a tenth slower
         step = replace(single_pass(self.gearbox, self.gearbox.ladder.top), **kv_read(gears_of(self.cache)))
         return Queued(chosen, logprobs, seen, step, context)
 

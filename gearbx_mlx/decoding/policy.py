@@ -25,8 +25,8 @@ for the next start is these numbers, and no choice that followed from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until three comparisons are known they are due after 256 tokens, which costs some 1 per cent where the ways
-differ by a third; and the first 16 rounds of a model run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much as two
+the time. Until three comparisons are known they are due after 64 tokens, or after 256 where the parts of a round are known,
+so that s is near to C(0); and the first 16 rounds of a model run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much as two
 of the latest five.
 """
 
@@ -67,9 +67,9 @@ OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts 
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
-PRIOR_COMPARED = 2  # as many as a round without drafts counts for, which computes what a token alone does
+PRIOR_COMPARED = 1, 2  # as many as the usual ratio counts for; more where times of drafts are known apart
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-KNOWN, EARLY = 3, 256  # comparisons before which trials are due after so many tokens
+KNOWN, EARLY = 3, (64, 256)  # comparisons before which trials are due after so many tokens; where drafts are apart
 FIRST, DOUBT = 16, 1.3  # rounds of a model that was never measured, which run if the guess is no worse than this
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
@@ -275,13 +275,15 @@ class Comparisons:
         self._is_compared = True  # these tokens alone
         self._after = 0  # rounds since tokens alone
         self._token = 0
+        self.is_apart = True
+        """True if what a draft takes is known apart from its verification, whose unit is then near to s."""
         self.seen = 0
         """Comparisons in this start."""
 
     @property
     def value(self) -> float:
         """s, which is taken to be as usual before it is compared."""
-        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED])
+        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED[self.is_apart]])
 
     @property
     def of_rounds(self) -> float | None:
@@ -397,7 +399,6 @@ class LearnedPolicy:
         self._verification = Curve(kept, "verifying", ROW)  # w
         self._whole_round = Curve(kept, "drafting and verifying", ROW + share)
         self._unknown = 0 if PASS in kept else FIRST  # rounds that run because too little is known
-        self._is_apart = True  # what a draft takes is known apart from its verification
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
         self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), PRIOR_ROUNDS)
@@ -434,7 +435,8 @@ class LearnedPolicy:
         """Tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._token_alone()
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
-        return min(max(lost / TRIALS_SHARE, SHORTEST), LONGEST if self._alone.seen >= KNOWN else EARLY)
+        most = LONGEST if self._alone.seen >= KNOWN else EARLY[self._alone.is_apart]
+        return min(max(lost / TRIALS_SHARE, SHORTEST), most)
 
     def _token_alone(self) -> float:
         """s."""
@@ -442,7 +444,7 @@ class LearnedPolicy:
 
     def _round(self, drafted: float) -> float:
         """C(k)."""
-        if self._is_apart:
+        if self._alone.is_apart:
             return self._verification(drafted) + self._drafted_token.value * drafted
         return self._whole_round(drafted)
 
@@ -506,12 +508,12 @@ class LearnedPolicy:
         margins: Sequence[float] = (),
     ) -> None:
         if drafted:
-            self._is_apart = draft_seconds is not None
-        curve = self._verification if self._is_apart or not drafted else self._whole_round
+            self._alone.is_apart = draft_seconds is not None
+        curve = self._verification if self._alone.is_apart or not drafted else self._whole_round
         passes = seconds - (draft_seconds or 0.0)
         pace = passes / curve(rows - 1)
         if self._alone.of_rounds is not None:
-            curve.add(rows - 1, passes / self._alone.of_rounds, is_unit=self._is_apart or drafted > 0)
+            curve.add(rows - 1, passes / self._alone.of_rounds, is_unit=self._alone.is_apart or drafted > 0)
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)
         if drafted:

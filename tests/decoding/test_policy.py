@@ -349,9 +349,10 @@ class TestFigures:
         assert policy.alone_seconds is None
         assert policy.round_seconds is None
 
-    def test_says_what_was_measured_in_this_run(self):
+    @pytest.mark.parametrize("early", [True, False])
+    def test_says_what_was_measured_in_this_run(self, early):
         machine, policy = Machine(), LearnedPolicy()
-        write(policy, machine, 600)
+        write(policy, machine, 1200, early=early)
         assert policy.alone_seconds == pytest.approx(machine.alone, rel=0.02)
         assert policy.round_seconds < machine.alone
 
