@@ -47,7 +47,7 @@ MOST_ROWS = MOST_DRAFTED + 1
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
-ROW = 0.08  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
+ROW = 0.05  # measured: on processors; on a GPU less, so that longer drafts are tried there too (docs/performance.md)
 FIXED_SHARE = 0.15  # of a pass does not depend on the bits of the gear: attention, norms, the host
 
 MARGINS = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)  # between the bins of a(m)
@@ -55,15 +55,16 @@ MIDDLES = [(low + high) / 2 for low, high in itertools.pairwise((0.0, *MARGINS, 
 USUAL_ERROR = NormalDist(0.0, 0.8)  # of the difference between two logits in a low gear; SmolLM2's of 4 bits has 0.65
 USUAL_SHARES = (0.7, 0.75, 0.8)  # accepted at the first, second and any later place: what follows an easy token is easy
 KEPT, PRIOR_TOKENS = 0.997, 8.0  # of the weight of earlier tokens at each further one; tokens that a guess counts for
-KEPT_ROUNDS, PRIOR_ROUNDS = 0.98, 8.0  # the same of rounds
+KEPT_ROUNDS, PRIOR_ROUNDS = 0.99, 8.0  # the same of rounds
 USUAL_ROUND = 3.0, 2.6  # tokens drafted and written in a round, where margins end it
 LEAST_SHARE = 1e-6
-PASS, TOKEN_ALONE = "seconds of a pass", "seconds alone"  # in what is kept
+PASS, TOKEN_ALONE, ROUND = "seconds of a pass", "seconds alone", "seconds of a round"  # in what is kept
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
 LATEST, PRIOR_WEIGHT = 32, 4.0  # ratios whose median counts, and as many as an earlier start's or a guess counts for
 FITTED, PRIOR_ROUND = 64, 0.5  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
 OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
+MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
@@ -401,11 +402,13 @@ class LearnedPolicy:
         self._unknown = 0 if PASS in kept else FIRST  # rounds that run because too little is known
         self._alone = Comparisons(kept)
         self._acceptance = Acceptance(kept)
-        self._drafted = RunningMean(KEPT_ROUNDS, kept.get("drafted in a round", USUAL_ROUND[0]), PRIOR_ROUNDS)
+        usual = kept[ROUND] / kept[PASS] if {ROUND, PASS} <= kept.keys() else self._round(USUAL_ROUND[0])
+        self._taken = RunningMean(KEPT_ROUNDS, min(usual, MOST_ROUND), PRIOR_ROUNDS)
         self._written = RunningMean(KEPT_ROUNDS, kept.get("written in a round", USUAL_ROUND[1]), PRIOR_ROUNDS)
         self._since = {True: 0, False: 0}  # tokens since there were rounds, and since the top gear wrote alone
         self._stays = 0  # tokens alone, or rounds, that are to come before the next choice
         self._drafts, self._early, self._rounds = True, False, 0
+        self._begun = set[tuple[bool, int]]()  # kinds of rounds, whose first one compiles kernels and fills caches
         self._spent = self._units = 0.0  # seconds of rounds, and what their line says
         self._tokens = 0
 
@@ -457,7 +460,7 @@ class LearnedPolicy:
         if not self._has_drafter:
             return math.inf
         if self._early:
-            return self._round(self._drafted.value) / self._written.value
+            return self._taken.value / self._written.value
         best = self._best()
         return self._round(best) / self._expected(best)
 
@@ -512,14 +515,16 @@ class LearnedPolicy:
         curve = self._verification if self._alone.is_apart or not drafted else self._whole_round
         passes = seconds - (draft_seconds or 0.0)
         pace = passes / curve(rows - 1)
-        if self._alone.of_rounds is not None:
+        kind = drafted > 0, rows
+        if self._alone.of_rounds is not None and kind in self._begun:
             curve.add(rows - 1, passes / self._alone.of_rounds, is_unit=self._alone.is_apart or drafted > 0)
+        self._begun.add(kind)
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)
         if drafted:
             self._unknown -= 1
             self._acceptance.add(drafted, accepted, margins)
-            self._drafted.add(drafted)
+            self._taken.add(min(seconds / (self._alone.of_rounds or pace), MOST_ROUND))
             self._written.add(accepted + 1)
             self._alone.add_round(accepted + 1, pace)
             self._since[True] = 0
@@ -537,10 +542,10 @@ class LearnedPolicy:
     def state(self) -> dict[str, float]:
         """What the next start may begin with: times and shares, all positive."""
         found = self._acceptance.state
-        found |= {"drafted in a round": self._drafted.value, "written in a round": self._written.value}
+        found |= {"written in a round": self._written.value}
         pace = self._alone.pace
         if pace is not None:
-            found |= {PASS: pace, TOKEN_ALONE: self._alone.value * pace}
+            found |= {PASS: pace, TOKEN_ALONE: self._alone.value * pace, ROUND: self._taken.value * pace}
             for ratio in (self._drafted_token, self._verification, self._whole_round):
                 found |= ratio.state(pace)
         return found

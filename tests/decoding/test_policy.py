@@ -322,7 +322,6 @@ class TestKept:
             "seconds",
             "share",
             "count",
-            "drafted",
             "written",
         }
 
