@@ -25,9 +25,9 @@ for the next start is these numbers, and no choice that followed from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until three comparisons are known they are due after 64 tokens, or after 256 where the parts of a round are known,
-so that s is near to C(0); and the first 16 rounds of a model run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much as two
-of the latest five.
+the time. Until three comparisons are known they are due after 64 tokens, or after 256 where the parts of a round are
+known, so that s is near to C(0); and the first 16 rounds of a model run unless they are expected to lose much. A wrong
+comparison is outvoted by the next two, and by the usual ratio, which counts as much as one of the latest five, or two.
 """
 
 import bisect

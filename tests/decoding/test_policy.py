@@ -15,9 +15,9 @@ from gearbx_mlx.decoding.policy import (
     BURST,
     MOST_DRAFTED,
     Acceptance,
+    Curve,
     FixedPolicy,
     LearnedPolicy,
-    Curve,
     Ratio,
     draft_share,
     pool_adjacent_violators,
@@ -154,7 +154,7 @@ class TestCurve:
         for tokens, ratio in times:
             curve.add(tokens, ratio)
         values = [curve(tokens / 2) for tokens in range(31)]
-        assert 0 < values[0]
+        assert values[0] > 0
         assert all(low <= high * (1 + 1e-9) for low, high in itertools.pairwise(values))
 
     def test_one_pause_hardly_counts(self):
