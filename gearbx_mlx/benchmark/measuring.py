@@ -3,6 +3,7 @@
 On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
 """
 
+import os
 import platform
 import statistics
 import time
@@ -19,7 +20,6 @@ from ..cli.terminal import show_compiling
 from ..errors import GearbxError
 from ..files.writing import write_text
 from ..kernels import compiler, cpu, metal
-from ..kernels.compiler import processor_model
 from ..kernels.device import available_memory
 from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import seconds_of
@@ -86,10 +86,10 @@ def paths_here() -> tuple[tuple[str, str, str], ...]:
 
 
 def machine_name() -> str:
-    """System and processor, and what GEARBX_CPU asks for; on a GPU its name too."""
-    name = f"{platform.platform()}, {processor_model() or platform.processor() or platform.machine()}"
-    asked = compiler.instructions()
-    name += "" if asked == compiler.NATIVE else f", kernels for {asked}"
+    """Say what computes, as people do: processor, vector instructions, cores and system; on a GPU its name too."""
+    processor = compiler.processor_model() or platform.processor() or platform.machine()
+    system = {"Darwin": "macOS"}.get(platform.system(), platform.system())
+    name = f"{processor} with {compiler.vector_instructions()}, {os.cpu_count()} cores, {system}"
     return name if on_cpu() else f"{mx.device_info()['device_name']}, {name}"
 
 

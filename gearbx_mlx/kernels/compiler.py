@@ -131,6 +131,17 @@ def processor_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def vector_instructions() -> str:
+    """Name the vector instructions of the kernels as people do: AVX-512, AVX2, NEON, or none."""
+    asked = instructions()
+    if asked == PORTABLE or platform.machine() in ARM:
+        return "no vector instructions" if asked == PORTABLE else "NEON"
+    flags = next((line.split() for line in cpuinfo() if line.startswith("flags")), [])
+    if asked == NATIVE and "avx512f" in flags:
+        return "AVX-512"
+    return "AVX2" if "avx2" in flags else "SSE"
+
+
 def processor_features() -> str:
     """This processor's model and, on Linux, its instruction sets, on which -march=native depends."""
     lines = cpuinfo()
