@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import cycle, islice
+from collections import Counter
+from itertools import cycle, islice, product
 from pathlib import Path
 
 import platformdirs
@@ -16,12 +17,17 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, Lossless, Static, load, stream_generate
 from gearbx_mlx.cli.prompt import read_prompts
+from gearbx_mlx.kernels.compiler import AVX2, CPU_VARIABLE, NATIVE, vector_instructions
 
 from . import ROOT
 from .lossless import ASSISTANT, encode
+from .real_models import MODELS
 from .studies import Found, spread, study, table_here
 
 CACHE = "gearbx-mlx"
+DEFAULT = "planes 4,16"  # of gears and formats
+COLUMNS = {NATIVE: f"times as fast, {vector_instructions()}", AVX2: "with kernels for AVX2"}
+TITLES = {"smollm2": "SmolLM2 135M, bfloat16, once Q4_1"} | {name: model.title for name, model in MODELS.items()}
 WARM = 24  # tokens
 
 
@@ -95,6 +101,43 @@ def lossless_starts(
     rows.append(["all", f"{spread(every)}; {identical} of {len(every)} texts identical"])
     head = ["start", f"times as fast as the top gear alone, {model} {gears}: median (range)"]
     return Found({"lossless_starts": table_here(head, rows)}, found)
+
+
+@study("README.md", "docs/lossless.md", minutes=25)
+def lossless_models(
+    models: list[str] = ["smollm2", "qwen-0.5b", "qwen-1.5b"],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [3, 5],  # noqa: B006
+    max_tokens: int = 100,
+    pairs: int = 1,
+) -> Found:
+    """How much time the default saves on real models: lossless over the top gear alone, as `lossless-time` measures.
+
+    On a processor with AVX-512 each model is timed with kernels for AVX2 too, which other PCs have.
+
+    Args:
+        models: Names as `generate` takes them, or of `real-models`.
+        num_prompts: Of the files of `lossless-time`: questions of GSM8K, and requests for chat and code.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    texts = Counter[bool]()
+    for model, cpu in track(list(product(models, kinds_of_kernels())), "models"):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            given = ["--model", model, "--settings", DEFAULT, "--max-tokens", max_tokens, "--pairs", pairs]
+            given += ["--num-prompts", *num_prompts, "--json", file.name]
+            run = [sys.executable, "-m", "research", "lossless-time", *map(str, given)]
+            subprocess.run(run, env=os.environ | {CPU_VARIABLE: cpu}, cwd=ROOT, capture_output=True, check=True)
+            measured = json.loads(Path(file.name).read_text("utf-8"))
+        found.setdefault(model, {})[cpu] = measured["faster"][DEFAULT]
+        texts += Counter({True: measured["same"][DEFAULT], False: sum(num_prompts) - measured["same"][DEFAULT]})
+    rows = [[model, TITLES[model], *map(spread, times.values())] for model, times in found.items()]
+    head = ["model", "its weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
+    about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; {texts[True]} of {texts.total()} texts identical"
+    return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, found)
+
+
+def kinds_of_kernels() -> list[str]:
+    """Return what GEARBX_CPU is to be: as the processor has it, and AVX2 where that is less."""
+    return [NATIVE, AVX2] if vector_instructions() == "AVX-512" else [NATIVE]
 
 
 if __name__ == "__main__":
