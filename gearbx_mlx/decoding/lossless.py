@@ -205,7 +205,7 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
     if name not in known:
         cache = gearbox.kernel_choices.tuner.cache
         kept = {} if gearbox.kernels.again else cache.times.get(name, {})
-        share = OTHERS_SHARE
+        share = None if drafter is None else OTHERS_SHARE
         if isinstance(drafter, LowGear):
             share = draft_share(drafter.gear.bits, gearbox.ladder.top.bits)
 

@@ -516,15 +516,16 @@ class LearnedPolicy:
         passes = seconds - (draft_seconds or 0.0)
         pace = passes / curve(rows - 1)
         kind = drafted > 0, rows
-        if self._alone.of_rounds is not None and kind in self._begun:
-            curve.add(rows - 1, passes / self._alone.of_rounds, is_unit=self._alone.is_apart or drafted > 0)
+        now = self._alone.pace
+        if now is not None and kind in self._begun:
+            curve.add(rows - 1, passes / now, is_unit=self._has_drafter and (self._alone.is_apart or drafted > 0))
         self._begun.add(kind)
         if draft_seconds is not None:
             self._drafted_token.add(draft_seconds / drafted / pace)
         if drafted:
             self._unknown -= 1
             self._acceptance.add(drafted, accepted, margins)
-            self._taken.add(min(seconds / (self._alone.of_rounds or pace), MOST_ROUND))
+            self._taken.add(min(seconds / (now or pace), MOST_ROUND))
             self._written.add(accepted + 1)
             self._alone.add_round(accepted + 1, pace)
             self._since[True] = 0

@@ -304,6 +304,16 @@ class TestLookup:
             policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=10 * machine.alone)
         assert policy.looked_up(proposal, 15) < taken
 
+    def test_without_a_drafter_rows_are_compared_with_tokens_alone(self):
+        policy = LearnedPolicy(draft_share=None)
+        proposal = [0.8**place for place in range(1, 16)]
+        taken = policy.looked_up(proposal, 15)
+        for _ in range(30):
+            for _ in range(8):
+                policy.add_alone(0.015)
+            policy.add_round(drafted=0, accepted=1, rows=taken + 1, seconds=0.15)
+        assert policy.looked_up(proposal, 15) < taken
+
     def test_the_text_alone_may_propose(self):
         policy = LearnedPolicy(draft_share=None)
         for _ in range(20):
