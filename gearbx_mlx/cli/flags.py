@@ -501,9 +501,9 @@ class GearFlags(Settings):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
+        """Whether gears are made as asked for: other codes, originals that are read again, weights kept unpacked."""
         other_codes = self.manifest is not None or self.low_model is not None
-        return other_codes or self.residency.name == "disk" or self.kernels.name in ("mlx", DEQUANT_CACHE)
+        return other_codes or self.residency.name == "disk" or self.kernels.name == DEQUANT_CACHE
 
 
 class GearedSettings(Protocol):

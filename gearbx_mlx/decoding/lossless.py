@@ -26,7 +26,8 @@ from ..compat.names import generation_stream
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
-from ..kernels.dispatch import is_tuning
+from ..kernels.device import recommended_memory
+from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
@@ -39,7 +40,7 @@ from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
 from .pair import bytes_read
-from .policy import MOST_DRAFTED, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
+from .policy import MOST_DRAFTED, MOST_ON_GPU, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
 from .response import GearResponse
 from .rows import warn_of_other_paths
 from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
@@ -213,7 +214,8 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
             cache.keep(name, dict(state))
             cache.save_soon()
 
-        known[name] = Learned(LearnedPolicy(kept, share), LookupAgreement(), keep)
+        most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
+        known[name] = Learned(LearnedPolicy(kept, share, most), LookupAgreement(), keep)
     return known[name]
 
 
@@ -350,7 +352,8 @@ def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:
     text, detokenizer = loop.text, tokenizer.detokenizer
     with contextlib.ExitStack() as writing:
         writing.callback(lambda: known.note(len(text.tokens) - text.prompt))
-        writing.enter_context(wired_limit(loop.gearbox.model, [loop.stream]))
+        held = [] if recommended_memory() is None else loop.gearbox.arrays()
+        writing.enter_context(wired_limit(held, [loop.stream]))
         tokens = writing.enter_context(contextlib.closing(loop.write()))
         start = time.perf_counter()
         for count, written in enumerate(tokens, 1):

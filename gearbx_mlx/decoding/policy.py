@@ -42,6 +42,9 @@ from ..routing.lookup import RunningMean
 
 MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
 MOST_ROWS = MOST_DRAFTED + 1
+MOST_ON_GPU = (
+    4  # with the token before them 5 rows, which MLX multiplies in one tile on an M3 and later (mlx, qmv_wide)
+)
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 ROUND = 1.05  # a round of one row over a token alone, and what a row more takes of it, before they are measured: on
@@ -340,10 +343,14 @@ class LearnedPolicy:
         kept: `state` of an earlier start.
         draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`); None:
             nothing drafts, and the text alone proposes tokens.
+        most: of the tokens of a draft.
     """
 
-    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36):
+    def __init__(
+        self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36, most: int = MOST_DRAFTED
+    ):
         kept = kept or {}
+        self._most = most
         self._has_drafter = draft_share is not None
         self._round = Line(kept, "drafting", ROUND, ROW + (draft_share or 0.0))
         self._verification = Line(kept, "verifying", ROUND, ROW)
@@ -359,7 +366,7 @@ class LearnedPolicy:
 
     def length(self, room: int, early: bool = False) -> int:
         self._early = early
-        most = min(room, MOST_DRAFTED)
+        most = min(room, self._most)
         if most < 1 or not self._has_drafter:
             return 0
         self._choose()
@@ -409,7 +416,7 @@ class LearnedPolicy:
         return 1 + sum(itertools.accumulate(map(self._acceptance.of_place, range(length)), float.__mul__))
 
     def _best(self) -> int:
-        return min(range(1, MOST_DRAFTED + 1), key=lambda k: self._round(k) / self._expected(k))
+        return min(range(1, self._most + 1), key=lambda k: self._round(k) / self._expected(k))
 
     def _length(self) -> int:
         """The best length, and now and then its neighbours, which are measured that way."""
@@ -424,7 +431,7 @@ class LearnedPolicy:
         for margin in margins:
             saved *= self._acceptance.of_margin(margin)
         gained = 0.0
-        for more in range(1, min(AHEAD, MOST_DRAFTED - drafted) + 1):
+        for more in range(1, min(AHEAD, self._most - drafted) + 1):
             saved *= self._acceptance.of_place(drafted + more - 1)
             gained += saved
             if gained > self._round.b * more:

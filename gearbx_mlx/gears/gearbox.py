@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..compat.compiled_steps import CompiledSteps
 from ..compat.versions import warn_if_untested
@@ -361,6 +362,12 @@ class Gearbox:
             dependent.clear()
 
     # What gears cost: questions that change nothing.
+
+    def arrays(self) -> list[mx.array]:
+        """Return all arrays of the model, and of gears that are not engaged; one that gears share is there once."""
+        modules = [self.model, *(module for made in self._modules.made.values() for module in made.values())]
+        found = (array for module in modules for _, array in tree_flatten(module.parameters()))
+        return [*{id(array): array for array in found}.values()]
 
     @property
     def _changing(self) -> list[Layer]:

@@ -1,8 +1,9 @@
 """Which of our Metal kernels were proven on this machine: compiled, found right, and timed beside MLX's.
 
-Nothing of ours runs on Metal unasked before that. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the shapes
-of a model and calls `keep`; a model that runs asks `proof` or `won`, and measures nothing. An entry counts for one chip,
-macOS, MLX and text of the kernel: where any of these is another one, MLX's operations run until it is proven again.
+Nothing of ours runs on Metal unasked before that. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the
+shapes of a model and calls `keep`; a model that runs asks `proof` or `won`, and measures nothing. An entry counts for
+one chip, macOS, MLX and text of the kernel: where any of these is another one, MLX's operations run until it is proven
+again.
 
     {"machines": {"Apple M4 Pro, macOS 26.1, mlx 0.32.1": {"exact 1f0c...": {"product exact, group 64, ...": {...}}}}}
 """
@@ -110,6 +111,11 @@ def won(text: str, key: str) -> bool:
     return found is not None and found.won
 
 
+def any_won() -> bool:
+    """Return whether any kernel of ours was proven faster on this machine."""
+    return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
+
+
 def file() -> Path:
     """The user's file, beside the times of kernels."""
     return platformdirs.user_cache_path(NAME, appauthor=False) / FILE
@@ -133,9 +139,14 @@ def text_name(text: str) -> str:
     return f"{text} {digest.hexdigest()[:12]}"
 
 
-@functools.cache
 def entries() -> Entries:
-    """What was proven on this machine, read once."""
+    """What was proven on this machine."""
+    return entries_in(file())
+
+
+@functools.cache
+def entries_in(file: Path) -> Entries:
+    """The entries of this machine in a file, which is read once."""
     return stored().machines.get(machine(), {})
 
 
@@ -154,7 +165,7 @@ def change(text: str, key: str, proof: Proof | None) -> None:
         write_text(file(), msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
     except (GearbxError, OSError) as error:
         warnings.warn(f"{error}; MLX's kernels stay in use", GearbxWarning, stacklevel=3)
-    entries.cache_clear()
+    entries_in.cache_clear()
 
 
 def stored() -> Stored:

@@ -223,12 +223,14 @@ class Tuner:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
 
         On a CPU one candidate computes any number of vectors: ours give a vector the same bits in any company there.
-        MLX's has to be faster for one vector and for many.
+        MLX's has to be faster for one vector and for many. On Metal nothing is measured unasked (`proven.py`).
 
         Raises:
             CannotMeasure: nothing can be evaluated now, or no weights are in memory.
         """
         on_cpu = device() == CPU
+        if device() == METAL and not (self.ours_alone or self.again):
+            return kind.proven(vectors, self.dtype)
         counted = 1 if on_cpu else size_class(vectors)
         candidates = kind.candidates(counted, self.dtype, self.ours_alone)
         if device() == METAL:
