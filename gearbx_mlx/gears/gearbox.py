@@ -87,8 +87,9 @@ class Gearbox:
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": ours, compiled for this CPU or
-            for Metal; results differ from MLX's in the last bits. "auto": what is fastest as measured on this machine,
-            if the ladder has quantized gears. "measure": the same, and all is measured once more.
+            for Metal; results differ from MLX's in the last bits. "auto": on a CPU what is fastest as measured on this
+            machine, if the ladder has quantized gears; on a GPU MLX's own, and on a Mac ours where they were proven.
+            "measure": the fastest, and all is measured once more.
         activations: what native kernels of the CPU multiply weights by. "float": activations as they are. "int16",
             "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more exact than
             bfloat16, 8 are faster (docs/performance.md). For weights of bfloat16 both may round to that type.

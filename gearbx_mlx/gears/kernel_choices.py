@@ -61,7 +61,7 @@ def choose_kernels(
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
-    expected = kernels == "mlx" or (kernels == "auto" and device() != CPU)
+    expected = kernels == "mlx" or (kernels == "auto" and device() != CPU and not ours_alone)
     if not expected and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and choice.x_bits and not rounds:
