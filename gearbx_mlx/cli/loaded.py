@@ -310,7 +310,9 @@ def check_memory(decision: Decision) -> None:
         sizes = f"has {human_bytes(least)} of weights, and this machine {human_bytes(whole)} of memory"
         if metal.available():
             raise GearbxError(f"{model_name(name)}: {sizes}; give a checkpoint in fewer bits, or a smaller model")
-        warnings.warn(f"{model_name(name)} {sizes}: expect it to be slow, or to end", GearbxWarning, stacklevel=3)
+        warnings.warn(
+            f"{model_name(name)} {sizes}: expect it to be slow, or ended by the system", GearbxWarning, stacklevel=3
+        )
     if most is None:
         return
     drafts = decision.drafts and not files.is_quantized

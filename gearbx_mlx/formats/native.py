@@ -43,7 +43,7 @@ class Native:
 
     A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
     activations for packed weights; 0 leaves them as they are. For weights of bfloat16 a kernel may round them to that
-    type unless it is 0. `chosen`: the kernels of its products; None: ours, wherever there are some.
+    type unless it is 0. `chosen`: the kernels of its products; None: ours on a CPU, wherever there are some.
     """
 
     x_bits = 0

@@ -17,11 +17,12 @@ others are in the call. On Metal that is true of MLX's norm, SwiGLU and experts 
 Linux have the reference BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors
 (docs/performance.md).
 
-`choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
-product (`Kind.candidates`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number
-of vectors. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them
-in the last. For other operations the number of vectors decides at each call (experts: `products.py`). Experts are
-measured on Metal alone, once for any number of vectors.
+`choose` decides once for a model whether native kernels are used at all: unasked on a CPU, and on Metal where some were
+proven on that machine (`proven.py`). Among those that compute a linear layer's product (`Kind.candidates`), what was
+measured on this machine decides (`tuner.py`), for each kind of layer and number of vectors; on Metal unasked what was
+proven. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them in
+the last. For other operations the number of vectors decides at each call (experts: `products.py`). Experts are measured
+on Metal alone, once for any number of vectors.
 """
 
 import os

@@ -16,7 +16,7 @@ from gearbx_mlx.gears import kernel_choices
 from gearbx_mlx.kernels import dispatch, metal, proven
 from gearbx_mlx.kernels.dispatch import GPU
 
-GENERATE = ("-m", 24, "--ignore-chat-template", "--prompt", "one two three", "--verbose", "all")
+GENERATE = ("-m", 24, "--ignore-chat-template", "--prompt", "one two three")
 TYPES = ("bfloat16", "float16", "float32")
 
 
@@ -51,11 +51,14 @@ def decided(model, mode: str | None = None, **flags: object) -> Loaded:
     return Loaded.of(settings)
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["nothing proven", "kernels of another model proven"])
 @pytest.mark.parametrize("name", TYPES)
-def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name):
+def test_the_top_gear_is_mlx_lm_bit_for_bit(models, texts, name, others):
     """Computed in the type of the checkpoint, as a GPU does and a CPU here would not."""
+    if others:
+        proven.keep(proven.DENSE, proven.product_key("weights of 16 bits", (8, 8), mx.bfloat16, 1, "native"), 1.0, 2.0)
     gearbox = decided(models / name, dtype=name).gearbox()
-    assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", False)
+    assert (str(gearbox.ladder), gearbox.format.name, gearbox.kernels.native) == ("4,16", "affine", others)
     plain, _ = mlx_lm.load(str(models / name))
     for tokens in ([7], [1, 5, 9, 2, 7], list(range(1, 40))):
         wanted = plain(mx.array([tokens]))
@@ -116,6 +119,7 @@ def test_no_command_dies_by_a_text_that_apples_compiler_refuses(command, models,
     if kernels == "auto":
         assert texts == []
         assert "metal/" not in done.err
+        assert ("benchmark mac --own-kernels tries them" in done.err) == ("exact" in flags)
     said = [line for line in done.err.splitlines() if "does not run here" in line]
     assert len({line.partition(".metal")[0] for line in said}) == len(said)  # one for a text
     if kernels == "auto":  # others round elsewhere, whatever computes
