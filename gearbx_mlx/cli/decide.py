@@ -36,7 +36,7 @@ from ..gears.activations import stored_dtype
 from ..gears.discovery import is_quantized
 from ..gears.in_place import OwnCodes, own_codes, without_gears
 from ..gears.kernel_choices import AS_IT_IS, EXACT, QUANTIZED, choose_kernels, seconds_as_stored
-from ..gears.ladder import DENSE, WHOLE, WHOLE_LADDER, Ladder, default_ladder
+from ..gears.ladder import BESIDE, DENSE, WHOLE, WHOLE_LADDER, Ladder, default_ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels import ACTIVATIONS
 from ..kernels.device import available_memory, device_in_use
@@ -69,7 +69,6 @@ from .terminal import show_compiling
 
 NESTED = "planes"  # the format in which further bits take hardly more memory
 CAP_BITS = (4, 5, 6, 8)
-BESIDE = "affine"  # of a draft on a GPU: MLX makes it fast, and it drafts no worse than fitted codes (docs/tried.md)
 ROOM = 4  # times what a draft takes should be free: the texts of a run need some too
 
 

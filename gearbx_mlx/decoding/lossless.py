@@ -24,8 +24,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..compat.arrays import dtype_name
 from ..compat.names import generation_stream
 from ..errors import GearbxError, GearbxWarning
-from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear
+from ..gears.gearbox import Gearbox, Observer, attached
+from ..gears.in_place import own_codes, without_gears
+from ..gears.ladder import BESIDE, WHOLE_LADDER, Gear, Ladder
+from ..gears.saved import saved_gears
 from ..kernels.device import recommended_memory
 from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
@@ -89,6 +91,12 @@ class Lossless(LosslessSettings, SharedMode):
         if self.lookup_tokens is not None:
             return self.lookup_tokens
         return MOST_DRAFTED if self.draft_length is None else 0
+
+    def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
+        """Like Mode's; a new one on a GPU has gears that MLX's own kernels compute fast."""
+        if gearbox is None and attached(model) is None and device() != CPU and not without_gears(model):
+            gearbox = gearbox_of_mlx(model)
+        return super().gearbox_for(model, gearbox)
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
@@ -255,6 +263,14 @@ def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
     if isinstance(drafter, LowGear):
         by = f"{drafter.gear.bits} bits"
     return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def gearbox_of_mlx(model: nn.Module) -> Gearbox:
+    """Return the gears of a model for MLX's kernels: as a checkpoint has them, or 4 bits beside original weights."""
+    codes = own_codes(model)
+    if codes is not None:
+        return Gearbox(model, Ladder([codes.bits]))
+    return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, WHOLE_LADDER, format=BESIDE)
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:

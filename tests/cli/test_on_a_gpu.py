@@ -5,7 +5,7 @@ import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
 
-from gearbx_mlx import stream_generate
+from gearbx_mlx import load, stream_generate
 from gearbx_mlx.cli import decide
 from gearbx_mlx.cli.decide import JustGears
 from gearbx_mlx.cli.flags import LayoutSettings, ModeFlags, ModelSettings
@@ -13,6 +13,7 @@ from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.lossless import Lossless
 from gearbx_mlx.decoding.policy import MOST_ON_GPU
 from gearbx_mlx.gears import kernel_choices
+from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.kernels import dispatch, metal, proven
 from gearbx_mlx.kernels.dispatch import GPU
 
@@ -96,6 +97,18 @@ def test_no_pass_runs_before_the_first_token_but_those_of_the_prompt(models, tex
     next(stream_generate(gearbox.model, loaded.tokenizer, prompt, 8, mode=Lossless(), gearbox=gearbox))
     assert passes == [len(prompt) - 1, 1]
     assert gearbox.kernel_choices.tuner.seconds == 0
+
+
+def test_a_program_has_the_same_gears(models, texts, tmp_path):
+    for name, gears in (("float16", "4,16"), ("8bit", "8")):
+        path = models / name
+        if name == "8bit":
+            path = tmp_path / name
+            mlx_lm.convert(str(models / "bfloat16"), str(path), quantize=True, q_bits=8)
+        model, tokenizer = load(path)
+        next(stream_generate(model, tokenizer, [3, 5, 7], 2))
+        assert str(attached(model).ladder) == gears
+        assert type(model.lm_head).__name__ in ("Linear", "QuantizedLinear")
 
 
 def test_drafts_have_four_tokens_at_most(models, texts, monkeypatch):
