@@ -5,6 +5,7 @@ The mode is its settings; loop.py writes the text, drafters.py proposes tokens, 
 
 import contextlib
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -369,7 +370,8 @@ def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:
     with contextlib.ExitStack() as writing:
         writing.callback(lambda: known.note(len(text.tokens) - text.prompt))
         held = [] if recommended_memory() is None else loop.gearbox.arrays()
-        writing.enter_context(wired_limit(held, [loop.stream]))
+        with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
+            writing.enter_context(wired_limit(held, [loop.stream]))
         tokens = writing.enter_context(contextlib.closing(loop.write()))
         start = time.perf_counter()
         for count, written in enumerate(tokens, 1):
