@@ -98,6 +98,7 @@ def test_rows_of_a_table_are_a_launch(launches):
     expected = model.model.embed_tokens(chosen)
     gearbox = Gearbox(model, "4,16", format="exact", kernels="native")
     gearbox.shift("high")
+    launches.clear()
     assert mx.array_equal(model.model.embed_tokens(chosen), expected).item()  # by MLX's operations, unproven
     assert launches == []
     proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 2.0)
