@@ -4,7 +4,6 @@ A compiler takes most of the time of these tests, and its result depends on text
 from one run to the next; GEARBX_TEST_OBJECTS names another one.
 """
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -46,6 +45,5 @@ def kept(made_of: Iterable[object], make: Callable[[Path], None]) -> Path:
 def forget_unused() -> None:
     """Remove what no test has used in a month."""
     for folder in FOLDER.glob("*"):
-        with contextlib.suppress(FileNotFoundError):  # what another run finishes gets another name
-            if folder.stat().st_mtime < time.time() - DAYS * 86400:
-                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        if folder.stat().st_mtime < time.time() - DAYS * 86400:
+            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
