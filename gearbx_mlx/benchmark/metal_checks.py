@@ -25,11 +25,11 @@ from ..kernels.dispatch import RECONSTRUCT, always
 from ..kernels.exact import decode
 from ..kernels.metal import DTYPES, VARIANTS, fitting_variants
 from ..kernels.metal_attention import TILE, attention, nested_attention, rope_launch
+from ..kernels.metal_exact import decode_launch
 from ..kernels.products import (
     SymmetricCodes,
     codebook_experts,
     codebook_product,
-    decoded,
     dense_product,
     exact_product,
     stack_experts,
@@ -133,7 +133,7 @@ def exact_kernel(group_size: int) -> MetalProduct:
         exact_product,
         multiple=group_size,
         variants=("registers", RECONSTRUCT),
-        decoded=decoded,
+        decoded=lambda matrix: decode_launch(matrix).run(),
     )
 
 

@@ -36,11 +36,11 @@ from ..gears.activations import stored_dtype
 from ..gears.discovery import is_quantized
 from ..gears.in_place import OwnCodes, own_codes, without_gears
 from ..gears.kernel_choices import AS_IT_IS, EXACT, QUANTIZED, choose_kernels, seconds_as_stored
-from ..gears.ladder import DENSE, WHOLE, WHOLE_LADDER, Ladder, default_ladder
+from ..gears.ladder import BESIDE, DENSE, WHOLE, WHOLE_LADDER, Ladder, default_ladder
 from ..gears.manifest import PRECISION, Manifest
 from ..kernels import ACTIVATIONS
 from ..kernels.device import available_memory, device_in_use
-from ..kernels.dispatch import CPU, METAL, device
+from ..kernels.dispatch import CPU, MLX, NATIVE, device
 from ..kernels.tuner import Times
 from ..loading import (
     DEMO_MODEL,
@@ -127,9 +127,9 @@ class Decision:
     why: str
     note: str
 
-    def in_whole_weights(self) -> "Decision":
-        """The same with format exact: one copy of the weights that has its low gear inside."""
-        return replace(self, format=get_format(WHOLE), ladder=Ladder.parse(WHOLE_LADDER))
+    def with_draft(self) -> "Decision":
+        """The same with the weights as they are and a draft beside them, as `of_drafts` decides on a GPU."""
+        return replace(self, format=get_format(BESIDE), ladder=Ladder.parse(WHOLE_LADDER))
 
     def inputs(self) -> dict[str, Any]:
         """All that every result of the model in these gears depends on."""
@@ -186,11 +186,11 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     if saved is not None:
         stored = of_checkpoint(name, saved, layout, gears)
     elif codes is not None:
-        learns = drafts and settings.mode.draft_length is None and not several_modes
+        learns = drafts and settings.mode.draft_length is None and not (several_modes and device() == CPU)
         stored = of_codes(name, codes, layout, gears, observes, learns)
     elif precision is not None:
         stored = of_manifest(precision, layout, gears)
-    elif drafts and model is not None and takes_whole(gears, model):
+    elif drafts and model is not None and takes_draft(gears, model):
         stored = of_drafts(name, layout, gears, model)
     else:
         stored = of_original(layout)
@@ -334,7 +334,10 @@ def of_codes(
     }
     with about(model_name(name)):
         ladder = ladder_of_codes(codes, layout, given)
-    return StoredGears(codes.drafting() if learns else ladder, **filled, why=why)
+    if learns:  # MLX's kernels would join split codes at each use, which a GPU feels
+        by_mlx = device() != CPU and flags.kernels.name != NATIVE
+        ladder = Ladder([codes.bits]) if by_mlx else codes.drafting()
+    return StoredGears(ladder, **filled, why=why)
 
 
 def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, Any]) -> Ladder:
@@ -360,23 +363,22 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
 
 
 def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model: nn.Module) -> StoredGears:
-    """Decide how a model of bfloat16 is stored that drafts for itself: what is faster, where memory has room for it.
+    """Decide how an original model is stored that drafts for itself: as it is, with a draft beside it.
 
-    Apple's GPUs wait for memory, and format exact has fewer bytes. A CPU computes while it decodes them, and other GPUs
-    have no kernel for that: there the weights as they are, with a draft beside them, are faster.
+    On a GPU both are MLX's own, so that the top gear is mlx-lm's bit for bit, and MLX makes the draft in one pass over
+    the weights. On a CPU, format exact stores both once where memory is short; decoding takes time there.
     """
     filled, whole = layout.filled(None, ""), Ladder.parse(WHOLE_LADDER)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole[0].bits // DENSE
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
-    short = device() == CPU and ROOM * beside > available_memory()
-    if short or device() == METAL:
-        note = ""
-        if short:
-            seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
-            note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
-        reason = "memory is short" if short else "this GPU waits for memory"
-        why = f"one exact copy of the weights with its draft inside, since {reason}"
+    if device() != CPU:
+        why = f"the weights as they are, and a draft of {sizes}"
+        return StoredGears(whole, **filled | {"format": BESIDE}, why=why)
+    if ROOM * beside > available_memory():
+        seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
+        note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
+        why = "one exact copy of the weights with its draft inside, since memory is short"
         return StoredGears(whole, **filled | {"format": WHOLE}, why=why, note=note)
     note = ""
     if name is not None:  # else next to nothing
@@ -384,9 +386,16 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
     return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
 
 
-def takes_whole(flags: GearFlags, model: nn.Module) -> bool:
-    """Return whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
-    if is_quantized(model) or stored_dtype(model) != mx.bfloat16:
+def takes_draft(flags: GearFlags, model: nn.Module) -> bool:
+    """Return whether a model has 4 bits beside its weights, or inside of them, and no gear between.
+
+    On a CPU it has to be one that can have format exact, and be fast: MLX's kernels decode such weights slowly.
+    """
+    if is_quantized(model):
+        return False
+    if device() != CPU:
+        return True
+    if flags.kernels.name == MLX or stored_dtype(model) != mx.bfloat16:
         return False
     show_compiling()
     return choose_kernels(flags.kernels.name, True, flags.kernels.activations, ours_alone=True).native

@@ -461,9 +461,10 @@ class GearFlags(Settings):
     )
     kernels: Any = flag(
         "auto",
-        "MLX's own (mlx), or native ones: for the CPU, compiled when first used, or for Metal; auto: for each kind of "
-        "layer the fastest, measured once on this machine, except for the original weights alone (--gears 16), which "
-        f"stay mlx-lm bit for bit; measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that "
+        "MLX's own (mlx), or native ones: for the CPU, compiled when first used, or for Metal; auto: on a CPU for each "
+        "kind of layer the fastest, measured once on this machine, except for the original weights alone (--gears 16), "
+        "which stay mlx-lm bit for bit; on a GPU MLX's, and on a Mac native ones where benchmark mac has proven them; "
+        f"measure: measures again, with a table. {DEQUANT_CACHE}: MLX's, over weights that "
         "are unpacked once after a shift and kept, for formats without packed weights of MLX "
         f"({', '.join(RECONSTRUCTED)}); it costs the memory of dense weights. auto:float, auto:int16 and auto:int8 "
         "name what native kernels of the CPU multiply weights by: activations as they are, or rounded to 16 or 8 bits "
@@ -501,9 +502,9 @@ class GearFlags(Settings):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether format exact is not the default: other codes, originals that are read again, MLX's kernels."""
+        """Whether gears are made as asked for: other codes, originals that are read again, weights kept unpacked."""
         other_codes = self.manifest is not None or self.low_model is not None
-        return other_codes or self.residency.name == "disk" or self.kernels.name in ("mlx", DEQUANT_CACHE)
+        return other_codes or self.residency.name == "disk" or self.kernels.name == DEQUANT_CACHE
 
 
 class GearedSettings(Protocol):

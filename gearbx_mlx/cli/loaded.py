@@ -25,16 +25,17 @@ from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
+from ..formats import get_format
 from ..gears.activations import compute_in
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
-from ..gears.ladder import Ladder
+from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
 from ..gears.saved import saved_gears
-from ..kernels import MEASURE
-from ..kernels.device import recommended_memory
+from ..kernels import MEASURE, metal
+from ..kernels.device import recommended_memory, whole_memory
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
@@ -69,7 +70,7 @@ class Loaded:
         """
         decision = decide(settings, None, several_modes)
         if not decision.observes:
-            warn_of_memory(decision)
+            check_memory(decision)
         # Codes that are split as they are read take no memory twice.
         lazy = not decision.observes and current() is None and is_packed(settings.model.model)
         model, tokenizer, config = load_model(settings.model, chat_template, lazy)
@@ -294,20 +295,56 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
     return Watch([*readers, *own])
 
 
-def warn_of_memory(decision: Decision) -> None:
-    """Warn of a model that needs more memory than macOS recommends for the GPU, and name gears that would fit."""
+def check_memory(decision: Decision) -> None:
+    """Warn of a model that does not fit before a weight of it is read, and name what would fit.
+
+    Raises:
+        GearbxError: a Mac has less memory than the model.
+    """
     name, residency = decision.settings.model.model, decision.settings.gears.residency.name
-    most = recommended_memory()
-    files = None if most is None or residency == "stream" else files_of(name)
-    if most is None or files is None:
+    files = None if residency == "stream" else files_of(name)
+    if files is None:
         return
-    if decision.drafts and all(entry.dtype == "BF16" for entry in files.matrices.values()):
-        decision = decision.in_whole_weights()
-    needed = memory_with(files, decision, residency == "resident")
-    if needed > most:
-        remedies = [] if files.is_quantized else fitting(files, decision, most, residency == "resident")
-        advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
-        warn(model_name(name), needed, most, advice)
+    least, whole, most = least_memory(files, decision), whole_memory(), recommended_memory()
+    if least > whole:
+        sizes = f"has {human_bytes(least)} of weights, and this machine {human_bytes(whole)} of memory"
+        if metal.available():
+            raise GearbxError(f"{model_name(name)}: {sizes}; give a checkpoint in fewer bits, or a smaller model")
+        warnings.warn(
+            f"{model_name(name)} {sizes}: expect it to be slow, or ended by the system", GearbxWarning, stacklevel=3
+        )
+    if most is None:
+        return
+    drafts = decision.drafts and not files.is_quantized
+    decision, resident = decision.with_draft() if drafts else decision, residency == "resident"
+    needed = memory_with(files, decision, resident)
+    if needed <= most:
+        return
+    remedies: list[str] = []
+    if drafts:
+        remedies = without_draft(files, decision, most)
+    elif not files.is_quantized:
+        remedies = fitting(files, decision, most, resident)
+    advice = f"{' or '.join(remedies)} would fit" if remedies else "expect it to be slow"
+    warn(model_name(name), needed, most, advice)
+
+
+def least_memory(files: ModelFiles, decision: Decision) -> int:
+    """Bytes that are read at least, of an original or quantized checkpoint all."""
+    return files.total if files.manifest is None else memory_with(files, decision, False)
+
+
+def without_draft(files: ModelFiles, decision: Decision, most: int) -> list[str]:
+    """Other ways to run a model that a draft beside it would make too large, and what each takes."""
+    ways = {"--gears 16": ("planes", "16"), "--mode static --gears 8": ("planes", "8")}
+    if all(entry.dtype == "BF16" for entry in files.matrices.values()):
+        ways["--format exact"] = (WHOLE, WHOLE_LADDER)
+    ways["a checkpoint in 4 bits"] = ("planes", "4")
+    needed = {
+        what: memory_with(files, replace(decision, format=get_format(format), ladder=Ladder.parse(gears)), True)
+        for what, (format, gears) in ways.items()
+    }
+    return [f"{what} ({human_bytes(size)})" for what, size in needed.items() if size <= most]
 
 
 def warn_of_pair(small: str, large: str | None) -> None:

@@ -5,6 +5,7 @@ The mode is its settings; loop.py writes the text, drafters.py proposes tokens, 
 
 import contextlib
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,9 +25,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..compat.arrays import dtype_name
 from ..compat.names import generation_stream
 from ..errors import GearbxError, GearbxWarning
-from ..gears.gearbox import Gearbox, Observer
-from ..gears.ladder import Gear
-from ..kernels.dispatch import is_tuning
+from ..gears.gearbox import Gearbox, Observer, attached
+from ..gears.in_place import own_codes, without_gears
+from ..gears.ladder import BESIDE, WHOLE_LADDER, Gear, Ladder
+from ..gears.saved import saved_gears
+from ..kernels.device import recommended_memory
+from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
@@ -39,7 +43,7 @@ from .loop import UNLIMITED, Loop
 from .mode import encoded, vocabulary_of
 from .modes import LosslessSettings
 from .pair import bytes_read
-from .policy import MOST_DRAFTED, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
+from .policy import MOST_DRAFTED, MOST_ON_GPU, USUAL_LENGTH, DraftPolicy, FixedPolicy, LearnedPolicy, draft_share
 from .response import GearResponse
 from .rows import warn_of_other_paths
 from .sampling import Chooser, Processor, Sampled, Sampler, geared_responses, reader_of
@@ -88,6 +92,12 @@ class Lossless(LosslessSettings, SharedMode):
         if self.lookup_tokens is not None:
             return self.lookup_tokens
         return MOST_DRAFTED if self.draft_length is None else 0
+
+    def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
+        """Like Mode's; a new one on a GPU has gears that MLX's own kernels compute fast."""
+        if gearbox is None and attached(model) is None and device() != CPU and not without_gears(model):
+            gearbox = gearbox_of_mlx(model)
+        return super().gearbox_for(model, gearbox)
 
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
@@ -213,7 +223,8 @@ def learned(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> Lear
             cache.keep(name, dict(state))
             cache.save_soon()
 
-        known[name] = Learned(LearnedPolicy(kept, share), LookupAgreement(), keep)
+        most = MOST_DRAFTED if device() == CPU else MOST_ON_GPU
+        known[name] = Learned(LearnedPolicy(kept, share, most), LookupAgreement(), keep)
     return known[name]
 
 
@@ -253,6 +264,14 @@ def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
     if isinstance(drafter, LowGear):
         by = f"{drafter.gear.bits} bits"
     return f"drafts by {by} for {gearbox.ladder.top.bits} bits, model {gearbox.fingerprint[:8]}, {how}"
+
+
+def gearbox_of_mlx(model: nn.Module) -> Gearbox:
+    """Return the gears of a model for MLX's kernels: as a checkpoint has them, or 4 bits beside original weights."""
+    codes = own_codes(model)
+    if codes is not None:
+        return Gearbox(model, Ladder([codes.bits]))
+    return Gearbox(model) if saved_gears(model) is not None else Gearbox(model, WHOLE_LADDER, format=BESIDE)
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
@@ -350,7 +369,9 @@ def spoken(loop: Loop, tokenizer: TokenizerWrapper, known: Learned) -> Sampled:
     text, detokenizer = loop.text, tokenizer.detokenizer
     with contextlib.ExitStack() as writing:
         writing.callback(lambda: known.note(len(text.tokens) - text.prompt))
-        writing.enter_context(wired_limit(loop.gearbox.model, [loop.stream]))
+        held = [] if recommended_memory() is None else loop.gearbox.arrays()
+        with contextlib.redirect_stdout(sys.stderr):  # on which mlx-lm warns of a model that is too large
+            writing.enter_context(wired_limit(held, [loop.stream]))
         tokens = writing.enter_context(contextlib.closing(loop.write()))
         start = time.perf_counter()
         for count, written in enumerate(tokens, 1):

@@ -44,6 +44,7 @@ from ..routing.lookup import RunningMean
 
 MOST_DRAFTED = 15  # with the token before them 16 vectors, which native kernels take in one pass over the weights
 MOST_ROWS = MOST_DRAFTED + 1
+MOST_ON_GPU = 4  # with the token before them 5 rows, which MLX multiplies in one tile on an M3 and later (qmv_wide)
 USUAL_LENGTH = 3  # of drafts where nothing may be measured: not the best anywhere, and seldom far from it
 
 ALONE = 0.95  # a token alone over a round that drafts nothing, and what a row more takes of it, before they are
@@ -390,10 +391,14 @@ class LearnedPolicy:
         kept: `state` of an earlier start.
         draft_share: of a token alone that a drafted one takes, before anything is measured (`draft_share`); None:
             nothing drafts, and the text alone proposes tokens.
+        most: of the tokens of a draft.
     """
 
-    def __init__(self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36):
+    def __init__(
+        self, kept: Mapping[str, float] | None = None, draft_share: float | None = 0.36, most: int = MOST_DRAFTED
+    ):
         kept = kept or {}
+        self._most = most
         self._has_drafter = draft_share is not None
         share = (draft_share or 0.0) * ALONE
         self._drafted_token = Ratio(kept, "seconds of a drafted token", share)
@@ -414,7 +419,7 @@ class LearnedPolicy:
 
     def length(self, room: int, early: bool = False) -> int:
         self._early = early
-        most = min(room, MOST_DRAFTED)
+        most = min(room, self._most)
         if most < 1 or not self._has_drafter:
             return 0
         self._choose()
@@ -469,7 +474,7 @@ class LearnedPolicy:
         return 1 + sum(itertools.accumulate(map(self._acceptance.of_place, range(length)), float.__mul__))
 
     def _best(self) -> int:
-        return min(range(1, MOST_DRAFTED + 1), key=lambda k: self._round(k) / self._expected(k))
+        return min(range(1, self._most + 1), key=lambda k: self._round(k) / self._expected(k))
 
     def _length(self) -> int:
         """The best length, and now and then its neighbours, which are measured that way."""
@@ -484,7 +489,7 @@ class LearnedPolicy:
         for margin in margins:
             saved *= self._acceptance.of_margin(margin)
         gained, taken = 0.0, self._round(drafted)
-        for more in range(1, min(AHEAD, MOST_DRAFTED - drafted) + 1):
+        for more in range(1, min(AHEAD, self._most - drafted) + 1):
             saved *= self._acceptance.of_place(drafted + more - 1)
             gained += saved
             if gained > self._round(drafted + more) - taken:

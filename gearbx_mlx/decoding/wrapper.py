@@ -31,6 +31,7 @@ class ModelWrapper(nn.Module):
     def __init__(self, gearbox: Gearbox):
         object.__setattr__(self, "gearbox", gearbox)
         super().__init__()
+        self["wrapped"] = gearbox.model  # where mlx-lm counts the bytes of a model, to warn of one that is too large
         self.step = Step(gearbox.ladder.top)
         """The latest step of one token."""
         self.reader = reader_of(gearbox)

@@ -33,6 +33,7 @@ from ..kernels.exact import (
     weight_bits,
 )
 from ..kernels.products import decoded, exact_experts, exact_product, exact_rows, panel_rows
+from ..kernels.proven import EXACT, decoder_key
 from .base import DENSE, Arrays, Bits, Format, Gears, PackedExperts, Shape, StoredArray, StoredArrays, row_blocks
 from .native import Native, NativeMultiLinear, native_rounding, stored_planes, takes_panels, with_expert_bias
 from .planes import NestedPlanes, planes_module
@@ -230,6 +231,8 @@ class NativeExactLinear(Native, ExactLinear):
             stock=False,
             variants=(NATIVE,),
             most_bits=bits_beside_bfloat16(),
+            text=EXACT,
+            decoding=decoder_key(self.group_size),
         )
 
     def part(self, kernels: ModuleType) -> Any:

@@ -33,6 +33,7 @@ from ..kernels.products import (
     stack_experts,
     stack_product,
 )
+from ..kernels.proven import DENSE
 from .block import coded_class
 from .fused import BY_PRIVATE_NAMES, FUSED, native_class
 
@@ -42,7 +43,7 @@ class Native:
 
     A format that quantizes a native dense layer makes native gears. `x_bits`: bits to which a CPU kernel rounds the
     activations for packed weights; 0 leaves them as they are. For weights of bfloat16 a kernel may round them to that
-    type unless it is 0. `chosen`: the kernels of its products; None: ours, wherever there are some.
+    type unless it is 0. `chosen`: the kernels of its products; None: ours on a CPU, wherever there are some.
     """
 
     x_bits = 0
@@ -73,8 +74,7 @@ class NativeDense(Native, nn.Linear):
     """A Linear with native kernels."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = dense_product(x, self["weight"], self.chosen, self.x_bits)
-        return y + self["bias"].astype(x.dtype) if "bias" in self else y
+        return dense_product(x, self["weight"], self.chosen, self.x_bits, self.get("bias"))
 
     def kind(self) -> Kind:
         return dense_kind(self["weight"])
@@ -184,7 +184,8 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 def dense_kind(weight: mx.array) -> Kind:
     """The kind of products with a weight (O, I) as it is."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
-    return Kind(f"weights of {8 * weight.dtype.size} bits", weight.shape, stock=True, variants=(OURS,), most_bits=bits)
+    form = f"weights of {8 * weight.dtype.size} bits"
+    return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE)
 
 
 def affine_planes(module: nn.Module) -> Planes:

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..compat.compiled_steps import CompiledSteps
 from ..compat.versions import warn_if_untested
@@ -94,8 +95,9 @@ class Gearbox:
         checkpoint: the model's directory, for "disk".
         dtype: the type to compute in: "auto", "float32", "bfloat16" or "float16".
         kernels: "mlx": MLX's own; the top gear is then mlx-lm bit for bit. "native": ours, compiled for this CPU or
-            for Metal; results differ from MLX's in the last bits. "auto": what is fastest as measured on this machine,
-            if the ladder has quantized gears. "measure": the same, and all is measured once more.
+            for Metal; results differ from MLX's in the last bits. "auto": on a CPU what is fastest as measured on this
+            machine, if the ladder has quantized gears; on a GPU MLX's own, and on a Mac ours where they were proven.
+            "measure": the fastest, and all is measured once more.
         activations: what native kernels of the CPU multiply weights by. "float": activations as they are. "int16",
             "int8": rounded to 16 or 8 bits, with one step for each token and group of inputs; 16 are more exact than
             bfloat16, 8 are faster (docs/performance.md). For weights of bfloat16 both may round to that type.
@@ -369,6 +371,12 @@ class Gearbox:
             dependent.clear()
 
     # What gears cost: questions that change nothing.
+
+    def arrays(self) -> list[mx.array]:
+        """Return all arrays of the model, and of gears that are not engaged; one that gears share is there once."""
+        modules = [self.model, *(module for made in self._modules.made.values() for module in made.values())]
+        found = (array for module in modules for _, array in tree_flatten(module.parameters()))
+        return [*{id(array): array for array in found}.values()]
 
     @property
     def _changing(self) -> list[Layer]:

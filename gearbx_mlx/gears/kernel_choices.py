@@ -20,6 +20,7 @@ from ..formats.native import Native, with_kernels
 from ..formats.tied import TiedEmbedding
 from ..kernels import ACTIVATIONS, KERNELS, MEASURE
 from ..kernels.dispatch import (
+    CPU,
     NATIVE,
     RECONSTRUCT,
     SMALLEST,
@@ -28,6 +29,7 @@ from ..kernels.dispatch import (
     Kind,
     always,
     choose,
+    device,
     is_tuning,
 )
 from ..kernels.tuner import Times, Tuner, TuningCache, measure
@@ -59,7 +61,8 @@ def choose_kernels(
     if activations not in ACTIVATIONS:
         raise GearbxError(f"activations '{activations}' do not exist; choose from {', '.join(ACTIVATIONS)}")
     choice = choose(kernels, activations)
-    if kernels != "mlx" and not choice.native:
+    expected = kernels == "mlx" or (kernels == "auto" and device() != CPU and not ours_alone)
+    if not expected and not choice.native:
         warnings.warn(f"MLX's own kernels are used: {choice.reason}", GearbxWarning, stacklevel=3)
     elif activations == "int8" and choice.x_bits and not rounds:
         what = "codebooks take activations as they are; int8 rounds only those of other weights, if there are any"

@@ -70,6 +70,13 @@ def recommended_memory() -> int | None:
     return None if found is None else int(found)
 
 
+def whole_memory() -> int:
+    """Bytes of memory that the device has in all; a Mac's GPU and a CPU have the machine's."""
+    info = mx.device_info()
+    found = info.get("memory_size", info.get("total_memory"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else int(found)
+
+
 def available_memory() -> int:
     """Bytes that new programs can use; without psutil, all of the machine's memory."""
     try:

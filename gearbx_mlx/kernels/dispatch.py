@@ -17,11 +17,12 @@ others are in the call. On Metal that is true of MLX's norm, SwiGLU and experts 
 Linux have the reference BLAS and scalar quantized products, which take 25 to 40 times as long for many vectors
 (docs/performance.md).
 
-`choose` decides once for a model whether native kernels are used at all. Among those that compute a linear layer's
-product (`Kind.candidates`), what was measured on this machine decides (`tuner.py`), for each kind of layer and number
-of vectors. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them
-in the last. For other operations the number of vectors decides at each call (experts: `products.py`). Experts are
-measured on Metal alone, once for any number of vectors.
+`choose` decides once for a model whether native kernels are used at all: unasked on a CPU, and on Metal where some were
+proven on that machine (`proven.py`). Among those that compute a linear layer's product (`Kind.candidates`), what was
+measured on this machine decides (`tuner.py`), for each kind of layer and number of vectors; on Metal unasked what was
+proven. All of ours give a result the same bits; MLX's, and a product with reconstructed weights, differ from them in
+the last. For other operations the number of vectors decides at each call (experts: `products.py`). Experts are measured
+on Metal alone, once for any number of vectors.
 """
 
 import os
@@ -33,8 +34,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention
+from . import ACTIVATIONS, MEASURE, cpu, metal, metal_attention, proven
 from .metal_attention import NestedEntries, are_attention, are_nested, rope_launch, takes_rope
+from .proven import product_key
 
 MLX, RECONSTRUCT, NATIVE = "mlx", "reconstruct", "native"
 STOCK = (MLX, RECONSTRUCT)  # what is not ours
@@ -52,6 +54,7 @@ OPERATIONS = NORMS, GATES, POSITIONS, ATTENTION, WHOLE_BLOCKS = (
 
 CHUNK = 16  # vectors for which native CPU kernels read the weights once
 MOST_VECTORS = CHUNK if sys.platform == "darwin" else None
+UNPROVEN = "none of ours was proven faster on this Mac; gearbx_mlx benchmark mac --own-kernels tries them"
 BFLOAT16_BITS = 8  # of a significand, with the first one, which is not stored
 
 
@@ -88,8 +91,10 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
     how = {"ours_alone": kernels == "native", "again": kernels == MEASURE}
     fastest = "the fastest as measured here" if is_tuning() else "those that should be fastest"
     on = device()
+    if kernels == "auto" and on != CPU and not (on == METAL and proven.any_won()):
+        return KernelChoice(False, UNPROVEN if on == METAL else "they are the ones for this GPU")
     if on == METAL:
-        which = "ours" if kernels == "native" else fastest
+        which = {"native": "ours", "auto": "ours where they were proven faster here"}.get(kernels, fastest)
         return KernelChoice(True, f"Metal: {which}, up to {metal.MAX_VECTORS} vectors; MLX beyond", **how)
     if on == GPU and kernels != "native":
         return KernelChoice(True, f"MLX's kernels: {fastest}", **how)
@@ -137,7 +142,8 @@ class Kind:
 
     form: how weights are stored, such as "planes 4+4, group 64". shape: (O, I) of the weight, or (E, O, I) of experts.
     stock: whether MLX has a kernel for this form. variants: names of our Metal kernel's. most_bits: of an
-    activation that CPU kernels keep where they round; 0: they never round.
+    activation that CPU kernels keep where they round; 0: they never round. text: of `proven.TEXTS`, our Metal kernel's.
+    decoding: the key of the proof of our Metal kernel that decodes the whole weight; "" where there is none.
     """
 
     form: str
@@ -145,6 +151,8 @@ class Kind:
     stock: bool
     variants: tuple[str, ...] = metal.VARIANTS
     most_bits: int = 16
+    text: str = proven.MATVEC
+    decoding: str = ""
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
         """What can compute a product of this number of vectors here. The first is what is used without measuring.
@@ -167,6 +175,14 @@ class Kind:
         """The bits to which kernels here round activations where `x_bits` are asked for; 0: not at all."""
         return min(x_bits, self.most_bits) if device() == CPU else 0
 
+    def proven(self, vectors: int, dtype: mx.Dtype) -> str:
+        """What computes it on a Mac unasked: ours where it was proven faster there, and else MLX's operations."""
+        ours = ((each, product_key(self.form, self.shape, dtype, vectors, each)) for each in self._ours(vectors, dtype))
+        proofs = {each: proven.proof(self.text, key) for each, key in ours}
+        seconds = {each: proof.ours for each, proof in proofs.items() if proof is not None and proof.won}
+        decodes = vectors > 1 and self.decoding and proven.won(self.text, self.decoding)
+        return min(seconds, key=lambda each: seconds[each], default=RECONSTRUCT if decodes else MLX)
+
     def _ours(self, vectors: int, dtype: mx.Dtype) -> tuple[str, ...]:
         if device() == CPU:
             return (NATIVE,) if cpu.native() is not None else ()
@@ -188,10 +204,11 @@ class ChosenKernels:
 
     Args:
         choose: gives the candidate for a number of vectors; asked once for each, or again after CannotMeasure.
+        is_trial: of one candidate, for which nothing else is to compute where it cannot run.
     """
 
-    def __init__(self, choose: Callable[[int], str]):
-        self._choose = choose
+    def __init__(self, choose: Callable[[int], str], is_trial: bool = False):
+        self._choose, self.is_trial = choose, is_trial
         self._by_vectors: dict[int, str] = {}
         self.prepared: dict[Hashable, metal.Prepared] = {}
 
@@ -220,8 +237,8 @@ class CannotMeasure(Exception):
 
 
 def always(candidate: str) -> ChosenKernels:
-    """The same candidate for any number of vectors."""
-    return ChosenKernels(lambda vectors: candidate)
+    """A trial of the same candidate for any number of vectors."""
+    return ChosenKernels(lambda vectors: candidate, is_trial=True)
 
 
 def is_tuning() -> bool:
@@ -263,7 +280,7 @@ def rope(
     """
     takes = x.ndim == 4 and x.size > 0
     if metal.available() and takes and isinstance(offset, int) and takes_rope(x):
-        return rope_launch(x, frequencies, offset, traditional, scale).run()
+        return rope_launch(x, frequencies, offset, traditional, scale).attempt()
     where = (offset,) if isinstance(offset, int) else (0, -offset)
     known = isinstance(offset, int) or (offset.dtype == mx.int32 and offset.shape == x.shape[:1])
     kernel = fused_kernel("rope") if takes and known else None

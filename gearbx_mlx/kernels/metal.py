@@ -7,6 +7,7 @@ import, and only a call needs a Mac: a launch can be examined anywhere.
 
 import functools
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning, one_line
 
 CODES = 16  # codes that a lane reads at a time
 TYPES = {mx.float16: "float16_t", mx.bfloat16: "bfloat16_t", mx.float32: "float"}  # MLX's names for them in a text
@@ -294,6 +295,43 @@ class Launch:
     def run(self) -> mx.array:
         """Compute the result; a product has the activations' type. Raises GearbxError where Metal is not available."""
         return self.prepared(*self.inputs)
+
+    def attempt(self) -> mx.array | None:
+        """Like `run`; None where the kernel cannot run, so that MLX's operations compute.
+
+        The first launch of each kernel is evaluated, which shows whether Apple's compiler takes its text.
+
+        Raises:
+            GearbxError: Metal is not available.
+        """
+        taken = TAKEN.get(self.spec)
+        if taken is not None:
+            return self.run() if taken else None
+        try:
+            result = self.run()
+            mx.eval(result)
+        except GearbxError:
+            raise
+        except ValueError:  # inside of mx.compile nothing can be evaluated, so that nothing shows
+            return None
+        except RuntimeError as error:
+            refuse(self.spec, error)
+            return None
+        TAKEN[self.spec] = True
+        return result
+
+
+TAKEN: dict[MetalKernel, bool] = {}
+"""Whether Apple's compiler took a kernel in this process."""
+
+
+def refuse(spec: MetalKernel, error: Exception) -> None:
+    """Do without a kernel from now on; say so once for its text."""
+    told = any(kernel.text == spec.text for kernel, taken in TAKEN.items() if not taken)
+    TAKEN[spec] = False
+    if not told:
+        said = f"metal/{spec.text}.metal does not run here ({one_line(error)}): MLX's operations compute in its place"
+        warnings.warn(said, GearbxWarning, stacklevel=4)
 
 
 def options(threads: int, threadgroup: int, shape: tuple[int, ...], dtype: mx.Dtype) -> dict[str, Any]:

@@ -58,8 +58,7 @@ def attention(
 
     Sums are in float32. A query that sees no key gets zeros. Arguments as for `parts_launch`.
     """
-    parts = parts_launch(queries, keys, values, scale, mask)
-    return None if parts is None else join_launch(parts.run(), queries.dtype).run()
+    return joined(parts_launch(queries, keys, values, scale, mask), queries.dtype)
 
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
@@ -161,6 +160,12 @@ def _parts_prepared(
 def heads_together(heads: int, length: int) -> int:
     """How many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries."""
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= MOST_QUERIES))
+
+
+def joined(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
+    """Attention (B, H, L, D) from the launch of its blocks; None where there is none, or a kernel cannot run."""
+    sums = None if parts is None else parts.attempt()
+    return None if sums is None else join_launch(sums, dtype).attempt()
 
 
 def join_launch(parts: mx.array, dtype: mx.Dtype) -> Launch:
@@ -272,8 +277,7 @@ def nested_attention(
     Sums are in float32, and numbers that planes stand for are rounded to that type. A query that sees no key gets
     zeros. Arguments as for `nested_launch`.
     """
-    parts = nested_launch(queries, nested, scale, mask)
-    return None if parts is None else join_launch(parts.run(), queries.dtype).run()
+    return joined(nested_launch(queries, nested, scale, mask), queries.dtype)
 
 
 def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch | None:

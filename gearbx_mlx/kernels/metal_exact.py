@@ -102,8 +102,10 @@ def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch
     return Launch(Prepared(spec, how, (sizes,), places_of_few(inputs), mx.bfloat16), inputs)
 
 
-def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx.array:
+def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx.array | None:
     """x (..., I) @ W^T over exact weights for any number of vectors, (..., O) of x's type, in MLX's matrix products.
+
+    None where the kernel that decodes cannot run.
 
     Args:
         matrix: as for `exact_launch`.
@@ -121,7 +123,10 @@ def exact_matmul_tiles(x: mx.array, matrix: ExactMatrix, tile: int = TILE) -> mx
         # MLX may order what does not depend on each other as it likes: all tiles first would be the whole matrix.
         after = mx.depends([matrix.offsets], parts[-1:])[0] if parts else matrix.offsets
         launch = decode_launch(matrix._replace(offsets=after), mx.arange(first, min(first + height, total)))
-        parts.append((x @ launch.run().T).astype(x.dtype))
+        weight = launch.attempt()
+        if weight is None:
+            return None
+        parts.append((x @ weight.T).astype(x.dtype))
     return mx.concatenate(parts, axis=-1)
 
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from . import cpu, metal
+from . import cpu, metal, proven
 from .bit_planes import Planes, planes_dense, planes_gather_matmul, planes_matmul
-from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, cpu_kernels, is_metal, on_cpu
+from .dispatch import MLX, NATIVE, RECONSTRUCT, STOCK, ChosenKernels, block_kernels, cpu_kernels, is_metal, on_cpu
 from .exact import ExactMatrix, decode, decoded_by_tiles, product_by_tiles
 from .metal_exact import decode_launch, exact_launch, exact_matmul_tiles
 from .metal_products import (
@@ -55,14 +55,17 @@ def stack_product(
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
+    if kernel not in STOCK and is_metal(x):
+        y = launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
+        if y is not None:
+            return y
+        kernel = MLX
     if kernel in STOCK:  # ours do not round the bias of a gear of longer codes
         planes = planes.by_row().with_biases(mx.float32)
     if kernel == MLX:
         return add_bias(planes_matmul(x, planes).astype(x.dtype), bias)  # scales may be wider
     if kernel == RECONSTRUCT:
         return add_bias(x @ planes_dense(planes).astype(x.dtype).T, bias)
-    if is_metal(x):
-        return launched(planes_launch(x, planes, bias, variant_of(kernel)), bias, chosen)
     return add_bias(compiled().stack_matvec(x, *planes, x_bits).astype(x.dtype), bias)
 
 
@@ -88,17 +91,27 @@ def symmetric_product(
     return add_bias(compiled().symmetric_matvec(x, *codes[:3], x_bits).astype(x.dtype), bias)
 
 
-def dense_product(x: mx.array, weight: mx.array, chosen: ChosenKernels | None = None, x_bits: int = 0) -> mx.array:
-    """x (..., I) @ weight (O, I)^T, of x's type; a native kernel reads the weight in its own type."""
+def dense_product(
+    x: mx.array,
+    weight: mx.array,
+    chosen: ChosenKernels | None = None,
+    x_bits: int = 0,
+    bias: mx.array | None = None,
+) -> mx.array:
+    """x (..., I) @ weight (O, I)^T + bias, of x's type; a native kernel reads the weight in its own type."""
     y = again(x, (weight,), None, chosen)
     if y is not None:
-        return y
+        return add_bias(y, bias)
     kernel = kernel_for(x, chosen)
-    if kernel in STOCK or (metal.available() and not takes_dense(x, weight)):
-        return x @ weight.astype(x.dtype).T
-    if is_metal(x):
-        return launched(dense_launch(x, weight), None, chosen)
-    return compiled().dense_matvec(x, weight, x_bits).astype(x.dtype)
+    if kernel not in STOCK and metal.available():
+        y = launched(dense_launch(x, weight), None, chosen) if takes_dense(x, weight) else None
+        if y is not None:
+            return add_bias(y, bias)
+        kernel = MLX
+    if kernel in STOCK:
+        columns = weight.astype(x.dtype).T
+        return x @ columns if bias is None else mx.addmm(bias.astype(x.dtype), x, columns)  # as mlx.nn.Linear
+    return add_bias(compiled().dense_matvec(x, weight, x_bits).astype(x.dtype), bias)
 
 
 def codebook_product(
@@ -119,10 +132,13 @@ def codebook_product(
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
+    if kernel not in STOCK and is_metal(x):
+        y = launched(codebook_launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
+        if y is not None:
+            return y
+        kernel = MLX
     if kernel in STOCK:
         return add_bias(x @ dense().T, bias)
-    if is_metal(x):
-        return launched(codebook_launch(x, arrays, bits, bias, variant_of(kernel)), bias, chosen)
     product = compiled().library_matvec if "library" in arrays else compiled().codebook_matvec
     return add_bias(product(x, **arrays, bits=bits).astype(x.dtype), bias)
 
@@ -139,27 +155,42 @@ def exact_product(
     if y is not None:
         return y
     kernel = kernel_for(x, chosen)
-    if metal.available() and kernel == RECONSTRUCT:
-        return add_bias(exact_matmul_tiles(x, matrix), bias)  # which our kernel decodes
+    if kernel not in STOCK and metal.available():
+        y = launched(exact_launch(x, matrix, bias), bias, chosen)
+        if y is not None:
+            return y
+        kernel = MLX
+    if kernel == RECONSTRUCT and metal.available():
+        y = exact_matmul_tiles(x, matrix)
+        if y is not None:
+            return add_bias(y, bias)
     if kernel in STOCK:
         return add_bias(product_by_tiles(x, matrix), bias)
-    if metal.available():
-        return launched(exact_launch(x, matrix, bias), bias, chosen)
     return add_bias(compiled().exact_matvec(x, *matrix, x_bits).astype(x.dtype), bias)
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
     """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
-    if metal.available():
-        return decode_launch(matrix).run()
-    module = cpu_kernels(1)
+    weight = decoded_on_metal(matrix)
+    if weight is not None:
+        return weight
+    module = block_kernels(1)
     return decoded_by_tiles(matrix) if module is None else module.exact_decode(*matrix)
+
+
+def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.array | None:
+    """`decode_launch` where this machine has proven that it is right and faster than `decode`; else None."""
+    if not metal.available() or not proven.won(proven.EXACT, proven.decoder_key(matrix.group_size)):
+        return None
+    return decode_launch(matrix, chosen).attempt()
 
 
 def exact_rows(matrix: ExactMatrix, chosen: mx.array) -> mx.array:
     """The rows `chosen` (...) of a weight (O, I), (..., I) bfloat16."""
     which = chosen.flatten()
-    rows = decode_launch(matrix, which).run() if metal.available() else decode(matrix.taken(which))
+    rows = decoded_on_metal(matrix, which)
+    if rows is None:
+        rows = decode(matrix.taken(which))
     return rows.reshape(*chosen.shape, -1)
 
 
@@ -176,10 +207,13 @@ def stack_experts(
     if y is not None:
         return y
     kernel = kernel_for_experts(x, indices, chosen)
+    if kernel not in STOCK and metal.available():
+        y = launched(planes_launch(x, planes, None, variant_of(kernel), indices), indices, chosen)
+        if y is not None:
+            return y
+        kernel = MLX
     if kernel in STOCK:
         return planes_gather_matmul(x, planes, indices, sorted_indices=uses_order(indices, sorted_indices))
-    if metal.available():
-        return launched(planes_launch(x, planes, None, variant_of(kernel), indices), indices, chosen)
     return compiled().stack_experts(x, *planes, indices, x_bits).astype(x.dtype)
 
 
@@ -254,12 +288,12 @@ def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
     """The candidate that computes a linear layer's product with activations (..., I).
 
     Args:
-        chosen: for the layer; None: ours, where it takes these activations.
+        chosen: for the layer; None: ours on a CPU, where it takes these activations, and MLX's on Metal.
     """
     vectors = x.size // x.shape[-1] if x.size else 0
     ours = is_metal(x) or cpu_kernels(vectors) is not None
     if chosen is None or not vectors:
-        return NATIVE if ours else MLX
+        return NATIVE if ours and not metal.available() else MLX
     name = chosen(vectors)
     return name if ours or name in STOCK else MLX
 
@@ -273,7 +307,7 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
         return MLX if cpu_kernels_for_experts(x, indices) is None else NATIVE
     if indices.size > MOST_PAIRS or not takes_experts(x, indices):
         return MLX
-    return NATIVE if chosen is None else chosen(1)
+    return MLX if chosen is None else chosen(1)
 
 
 def compiled() -> ModuleType:
@@ -324,12 +358,16 @@ def again(
     return prepared(x, *inputs) if last is None else prepared(x, *inputs, last)
 
 
-def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels | None) -> mx.array:
-    """The product by a Metal kernel, whose launch is kept for the layer."""
-    if chosen is not None:
+def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels | None) -> mx.array | None:
+    """The product by a Metal kernel, whose launch is kept for the layer; None where it cannot run.
+
+    A trial of one candidate, of which somebody wants to know whether it runs, raises what MLX raises.
+    """
+    y = launch.run() if chosen is not None and chosen.is_trial else launch.attempt()
+    if y is not None and chosen is not None:
         x, shape = launch.inputs[0], last if last is None else last.shape
         chosen.prepared[x.shape, x.dtype, shape, mx.default_device().type] = launch.prepared
-    return launch.run()
+    return y
 
 
 def variant_of(kernel: str) -> str | None:

@@ -4,6 +4,7 @@ At the first product of a kind, its candidates are timed for some milliseconds o
 kept in a small JSON file in the user's cache, so that a later start measures nothing. An entry counts for one machine:
 device, system, MLX and our kernels. Anything wrong with the file costs a measurement, and one line that says so.
 
+On Metal that is so where our kernels are asked for; else `proven.py` says what computes, and nothing is measured.
 Before a kernel is used on a GPU, its product is compared with MLX's on the model's own weights, for the very shape and
 number of vectors; on a CPU that is done when a kind is measured. One that differs by more than its types round is never
 used. The differences stand in the same file.
@@ -223,12 +224,14 @@ class Tuner:
         """The candidate for a product of this number of vectors; measured if that was not done yet.
 
         On a CPU one candidate computes any number of vectors: ours give a vector the same bits in any company there.
-        MLX's has to be faster for one vector and for many.
+        MLX's has to be faster for one vector and for many. On Metal nothing is measured unasked (`proven.py`).
 
         Raises:
             CannotMeasure: nothing can be evaluated now, or no weights are in memory.
         """
         on_cpu = device() == CPU
+        if device() == METAL and not (self.ours_alone or self.again):
+            return kind.proven(vectors, self.dtype)
         counted = 1 if on_cpu else size_class(vectors)
         candidates = kind.candidates(counted, self.dtype, self.ours_alone)
         if device() == METAL:

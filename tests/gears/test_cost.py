@@ -1,5 +1,6 @@
 """What a gearbox does to types and memory, and which bytes it counts."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,10 @@ from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Observer, convert, l
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.cost import break_even_tokens, needed_memory, read_files, whole_model_speedup
 from gearbx_mlx.gears.large_pages import glibc, large_pages, system_has_them
+from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.device import wired_memory
 from gearbx_mlx.loading import DEMO_MODEL
+from gearbx_mlx.settings import human_bytes
 
 
 class TestDtype:
@@ -323,6 +326,47 @@ def test_a_model_that_does_not_fit_is_named_with_gears_that_would(command, room)
     most = f"and this GPU should have at most {low / 1e6:.3g} MB"
     remedies = f"--gears 4,8 ({low / 1e6:.3g} MB) would fit"  # and with --residency disk the original alone would not
     assert f"warning: demo needs about {all_gears / 1e6:.3g} MB, {most}: {remedies}\n" in done.err
+
+
+def test_a_draft_that_does_not_fit_is_named_with_what_does(command, room, monkeypatch):
+    files = read_files(DEMO_MODEL)
+    whole, exact = [needed_memory(files, [4, 16], get_format(name), 64, True) for name in ("affine", "exact")]
+    eight, four = (needed_memory(files, [bits], get_format("planes"), 64, True) for bits in (8, 4))
+    monkeypatch.setattr(metal, "available", lambda: True)
+    for most, ways in (
+        (whole - 1, ("--gears 16", "--mode static --gears 8", "--format exact", "a checkpoint in 4 bits")),
+        (exact, ("--mode static --gears 8", "--format exact", "a checkpoint in 4 bits")),
+        (four, ("a checkpoint in 4 bits",)),
+    ):
+        room(most)
+        done = command("generate", "--max-tokens", 1, "--verbose", "False")
+        assert done.status == 0
+        sizes = dict(zip(("--gears 16", "--mode static --gears 8", "--format exact"), (files.total, eight, exact)))
+        remedies = " or ".join(f"{way} ({human_bytes(sizes.get(way, four))})" for way in ways)
+        said = (
+            f"demo needs about {human_bytes(whole)}, and this GPU should have at most {human_bytes(most)}: {remedies}"
+        )
+        assert f"{said} would fit\n" in done.err
+
+
+def test_a_model_that_a_mac_has_no_memory_for_is_refused_before_it_is_read(command, monkeypatch):
+    size = read_files(DEMO_MODEL).total
+    monkeypatch.setattr(metal, "available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda *device: {LIMIT: size // 2, "memory_size": size - 1})
+    monkeypatch.setattr("gearbx_mlx.cli.loaded.load_model", lambda *arguments: pytest.fail("it was read"))
+    done = command("generate", "--max-tokens", 1)
+    assert done.status == 2
+    (line,) = done.err.strip().splitlines()
+    sizes = f"has {human_bytes(size)} of weights, and this machine {human_bytes(size - 1)} of memory"
+    assert f"demo: {sizes}; give a checkpoint in fewer bits, or a smaller model" in line
+
+
+@pytest.mark.parametrize("flags", [("--gears", "4,16"), ("--mode", "kickdown", "--gears", "8,16"), ("--gears", "16")])
+def test_mlx_lms_own_warning_counts_what_is_in_memory(command, room, flags):
+    room(1)
+    done = command("generate", "--max-tokens", 1, "--verbose", "False", "--kernels", "mlx", *flags)
+    (told,) = re.findall(r"\[WARNING\] Generating with a model that requires (\d+) MB", done.out + done.err)
+    assert int(told) >= read_files(DEMO_MODEL).total >> 20
 
 
 def test_a_pair_is_counted_together(command, room):

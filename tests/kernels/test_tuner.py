@@ -168,24 +168,24 @@ class TestNoKernelThatWasNotChecked:
     @pytest.mark.parametrize("wrong", ["registers", "device", "threadgroup"])
     def test_one_that_is_wrong_never_wins(self, on_metal, monkeypatch, wrong):
         monkeypatch.setattr(tuner, "SMALLEST", 0)
-        made = Tuner(mx.float32)
+        made = Tuner(mx.float32, again=True)
         times = {each: 1e-6 if each == wrong else 1e-3 for each in self.STOCK_KIND.candidates(1, mx.float32)}
-        made.cache.keep(made.name(self.STOCK_KIND, 1), times)
+        made.measured[made.name(self.STOCK_KIND, 1)] = times
         assert made.choose(self.STOCK_KIND, 1, wrong_where(wrong)) == MLX
         ((name, found),) = made.wrong.items()
         assert "256 x 384" in name
         assert found == {wrong: pytest.approx(1.0, rel=0.4)}  # a quarter of the largest of 256 sums
-        right = Tuner(mx.float32, cache=TuningCache(on_metal.with_name("another")))
-        right.cache.keep(made.name(self.STOCK_KIND, 1), times)
+        right = Tuner(mx.float32, again=True, cache=TuningCache(on_metal.with_name("another")))
+        right.measured[made.name(self.STOCK_KIND, 1)] = times
         assert right.choose(self.STOCK_KIND, 1, wrong_where("none")) == wrong
         assert right.wrong == {}
 
     def test_mlx_computes_what_has_no_right_kernel(self, on_metal):
         for vectors in (1, 3, 600):  # of many, the weight that our kernel decodes
-            made = Tuner(mx.bfloat16)
+            made = Tuner(mx.bfloat16, ours_alone=True)
             first = self.OUR_KIND.candidates(vectors, mx.bfloat16)[0]
             assert made.choose(self.OUR_KIND, vectors, wrong_where("none")) == first
-            wrong = Tuner(mx.bfloat16, cache=TuningCache(on_metal.with_name(f"{vectors}")))
+            wrong = Tuner(mx.bfloat16, ours_alone=True, cache=TuningCache(on_metal.with_name(f"{vectors}")))
             assert wrong.choose(self.OUR_KIND, vectors, wrong_where(first)) != first
 
     def test_a_kernel_is_checked_for_the_very_number_of_vectors(self, on_metal):
@@ -193,21 +193,22 @@ class TestNoKernelThatWasNotChecked:
             (one, _) = wrong_where("none")(candidate)
             return [lambda x: one(x) + (candidate == NATIVE and len(x) == 3)]
 
-        chosen = [Tuner(mx.float32).choose(self.OUR_KIND, vectors, products) for vectors in (2, 3, 4)]
-        assert chosen == [NATIVE, RECONSTRUCT, NATIVE]
+        made = [Tuner(mx.float32, ours_alone=True) for _ in range(3)]
+        chosen = [each.choose(self.OUR_KIND, vectors, products) for vectors, each in enumerate(made, 2)]
+        assert chosen == [NATIVE, MLX, NATIVE]
 
     def test_every_layer_counts(self, on_metal):
         def products(candidate: str) -> list:
             first, second = wrong_where("none")(candidate)
             return [first, second if candidate == MLX else lambda x: -second(x)]
 
-        assert Tuner(mx.float32).choose(self.OUR_KIND, 1, products) == MLX
+        assert Tuner(mx.float32, ours_alone=True).choose(self.OUR_KIND, 1, products) == MLX
 
     def test_the_difference_is_kept(self, on_metal):
-        first = Tuner(mx.float32)
+        first = Tuner(mx.float32, ours_alone=True)
         assert first.choose(self.OUR_KIND, 1, wrong_where(NATIVE)) == MLX
         first.cache.save()
-        second = Tuner(mx.float32)
+        second = Tuner(mx.float32, ours_alone=True)
         assert second.choose(self.OUR_KIND, 1, lambda candidate: []) == MLX  # nothing to compare with
         assert second.wrong == first.wrong
         ((stored,),) = [each.values() for each in json.loads(on_metal.read_text())["differences"].values()]
@@ -215,7 +216,7 @@ class TestNoKernelThatWasNotChecked:
 
     @pytest.mark.parametrize("result", [mx.nan, mx.inf])
     def test_what_is_no_number_is_wrong(self, on_metal, result):
-        made = Tuner(mx.float32)
+        made = Tuner(mx.float32, ours_alone=True)
         assert made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y: result * y)) == MLX
         made.cache.save()
         assert TuningCache().differences
@@ -224,12 +225,12 @@ class TestNoKernelThatWasNotChecked:
     def test_rounding_is_no_difference(self, on_metal, dtype):
         eps = mx.finfo(dtype).eps
         for size, chosen in ((1 / 4, NATIVE), (64, MLX)):
-            made = Tuner(dtype, cache=TuningCache(on_metal.with_name(f"{size}")))
+            made = Tuner(dtype, ours_alone=True, cache=TuningCache(on_metal.with_name(f"{size}")))
             found = made.choose(self.OUR_KIND, 1, wrong_where(NATIVE, lambda y, size=size: (1 + size * eps) * y))
             assert found == chosen
 
     def test_nothing_is_known_where_nothing_can_be_computed(self, on_metal):
-        made = Tuner(mx.float32)
+        made = Tuner(mx.float32, ours_alone=True)
         with pytest.raises(CannotMeasure) as raised:
             made.choose(self.OUR_KIND, 1, lambda candidate: [])
         assert raised.value.instead == MLX

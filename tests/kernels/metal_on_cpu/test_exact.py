@@ -10,6 +10,7 @@ from conftest import tiny_model
 from exact_reference import as_float
 
 from gearbx_mlx import Gearbox
+from gearbx_mlx.kernels import proven
 from gearbx_mlx.kernels.metal_exact import decode_launch, exact_matmul_tiles
 
 from .cases import run_launch
@@ -98,6 +99,9 @@ def test_rows_of_a_table_are_a_launch(launches):
     gearbox = Gearbox(model, "4,16", format="exact", kernels="native")
     gearbox.shift("high")
     launches.clear()
+    assert mx.array_equal(model.model.embed_tokens(chosen), expected).item()  # by MLX's operations, unproven
+    assert launches == []
+    proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 2.0)
     rows = model.model.embed_tokens(chosen)
     assert [launch.shape for launch in launches] == [(3, 64)]
     assert mx.array_equal(rows, expected)

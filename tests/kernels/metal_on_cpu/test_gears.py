@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox
-from gearbx_mlx.kernels import dispatch, metal
+from gearbx_mlx.kernels import dispatch, metal, proven
 from gearbx_mlx.kernels.dispatch import NATIVE
 from gearbx_mlx.kernels.metal import Prepared
 
@@ -71,27 +71,24 @@ def test_a_launch_of_several_vectors_is_one(launches):
     assert [spec.vectors for spec in packed] == [5] * len(gearbox.layers)
 
 
-def test_metal_is_used_unless_it_is_refused(monkeypatch):
-    monkeypatch.setattr(metal, "available", lambda: True)
-    assert dispatch.choose("native").ours_alone
-    assert dispatch.choose("auto").native
-    assert not dispatch.choose("auto").ours_alone
-    assert not dispatch.choose("mlx").native
-
-
 @pytest.mark.some(2)
 @pytest.mark.clang
 @pytest.mark.parametrize("format", GEARS)
-def test_auto_without_measuring_is_mlx_where_it_has_a_kernel_and_ours_elsewhere(format, launches):
-    gearbox = Gearbox(tiny_model(), GEARS[format], format=format, kernels="auto")
-    for gear in gearbox.ladder:
-        gearbox.shift(gear)
-        gearbox.model(TOKEN)  # which compares each kernel once
+def test_auto_launches_what_was_proven_on_this_machine_and_nothing_else(format, launches, monkeypatch):
+    def texts(gearbox: Gearbox) -> list[str]:
         launches.clear()
-        gearbox.model(TOKEN)
-        ours = not gear.dense and format not in ("planes", "affine")
-        assert sum(launch.spec.text == "matvec" for launch in launches) == (len(gearbox.layers) if ours else 0)
-        assert not any(launch.spec.text == "dense" for launch in launches)
+        for gear in gearbox.ladder:
+            gearbox.shift(gear)
+            gearbox.model(TOKEN)
+        return [launch.spec.text for launch in launches]
+
+    assert texts(Gearbox(tiny_model(), GEARS[format], format=format, kernels="auto")) == []
+    faster = proven.Proof(1.0, 2.0)
+    monkeypatch.setattr(proven, "proof", lambda text, key: faster if key.endswith(("registers", "native")) else None)
+    monkeypatch.setattr(proven, "any_won", lambda: True)
+    gearbox = Gearbox(tiny_model(), GEARS[format], format=format, kernels="auto")
+    packed = len(gearbox.layers) * len(gearbox.ladder.quantized_bits)
+    assert texts(gearbox) == ["matvec"] * packed + ["dense"] * len(gearbox.layers)
 
 
 def test_on_a_gpu_the_kernels_of_the_cpu_are_neither_compiled_nor_used(monkeypatch):
@@ -142,12 +139,11 @@ def test_a_wrong_kernel_is_found_on_the_models_own_weights_and_not_used(launches
     broken = changer("WINDOW = 144", "WINDOW = 16")
 
     def run(self: Prepared, *inputs: mx.array) -> mx.array:
-        multiplies = self.spec.text == "exact" and self.spec.vectors  # the encoder needs the kernel that decodes
-        report = run_prepared(self, inputs, change=broken if multiplies else None)
+        report = run_prepared(self, inputs, change=broken if self.spec.text == "exact" else None)
         return self.result(mx.array(report.out[0], self.options["output_dtypes"][0]))
 
     monkeypatch.setattr(Prepared, "__call__", run)
-    made = Gearbox(model(), "4,16", format="exact", kernels="auto")
+    made = Gearbox(model(), "4,16", format="exact", kernels="native")
     y, wanted = exact(made.model(LONG_PROMPT[:, :1])), exact(model()(LONG_PROMPT[:, :1]))
     np.testing.assert_allclose(y, wanted, atol=3e-2 * np.abs(wanted).max())
     wrong = made.kernel_choices.tuner.wrong
@@ -178,9 +174,11 @@ def bfloat16_model():
 
 @pytest.mark.clang
 @pytest.mark.slow
-def test_auto_replaces_products_alone_on_metal(launches):  # which makes the gears in format exact
+def test_auto_replaces_products_alone_on_metal(launches):
+    proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 2.0)  # so that it makes the gears
     gearbox = Gearbox(bfloat16_model(), "4,16", format="exact", kernels="auto")
     assert gearbox.kernels.native
+    assert {launch.spec.text for launch in launches} == {"exact"}
     assert classes(gearbox.model) == STOCK
 
 

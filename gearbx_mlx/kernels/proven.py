@@ -1,0 +1,179 @@
+"""Which of our Metal kernels were proven on this machine: compiled, found right, and timed beside MLX's.
+
+Nothing of ours runs on Metal unasked before that. `gearbx_mlx benchmark mac --own-kernels` proves kernels for the
+shapes of a model and calls `keep`; a model that runs asks `proof` or `won`, and measures nothing. An entry counts for
+one chip, macOS, MLX and text of the kernel: where any of these is another one, MLX's operations run until it is proven
+again.
+
+    {"machines": {"Apple M4 Pro, macOS 26.1, mlx 0.32.1": {"exact 1f0c...": {"product exact, group 64, ...": {...}}}}}
+"""
+
+import functools
+import hashlib
+import platform
+import warnings
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import mlx.core as mx
+import msgspec
+import platformdirs
+
+from ..compat.arrays import dtype_name
+from ..errors import GearbxError, GearbxWarning
+from ..files.reading import read_json
+from ..files.writing import write_text
+from .library_cache import NAME
+from .metal import source_text
+
+FILE = "proven.json"
+MARGIN = 1.05  # ours has to be faster than MLX's by more than this
+MOST_MACHINES = 16  # a new version of MLX makes another one
+
+MATVEC, EXACT, DENSE, ATTENTION, ROPE = TEXTS = ("matvec", "exact", "dense", "attention", "rope")
+PARTS = {  # a text's files of metal/
+    MATVEC: ("matvec", "codes"),
+    EXACT: ("exact", "exact_weights", "codes"),
+    DENSE: ("dense",),
+    ATTENTION: ("attention", "attention_join", "kv_planes"),
+    ROPE: ("rope",),
+}
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class Proof(msgspec.Struct, frozen=True):
+    """Seconds of one launch that compiled and was right, and of MLX's operations for the same."""
+
+    ours: Seconds
+    mlx: Seconds
+
+    @property
+    def won(self) -> bool:
+        return self.ours * MARGIN < self.mlx
+
+
+Entries = dict[str, dict[str, Proof]]
+"""A text and its hash to what it was proven for, to the proof."""
+
+
+class Stored(msgspec.Struct):
+    """The file: by machine."""
+
+    machines: dict[str, Entries] = {}
+
+
+def product_key(form: str, shape: Sequence[int], dtype: mx.Dtype, vectors: int, candidate: str) -> str:
+    """Name a product in the file.
+
+    Args:
+        form: of `Kind`, such as "planes 4+4, group 64". shape: (O, I), or (E, O, I) of experts. dtype: of activations.
+        vectors: in one product. candidate: of `Kind.candidates`.
+    """
+    sizes, many = " x ".join(map(str, shape)), "s" * (vectors > 1)
+    return f"product {form}, {sizes}, {dtype_name(dtype)}, {vectors} vector{many}, {candidate}"
+
+
+def decoder_key(group_size: int) -> str:
+    """Name the decoding of weights in format exact, of any shape."""
+    return f"decoding, group {group_size}"
+
+
+def keep(text: str, key: str, ours: float, mlx: float) -> None:
+    """Write down that a kernel compiled and was right here, and its seconds and MLX's for the same."""
+    change(text, key, Proof(ours, mlx))
+
+
+def drop(text: str, key: str) -> None:
+    """Forget a proof, where the kernel does not compile any more or is wrong."""
+    change(text, key, None)
+
+
+def proof(text: str, key: str) -> Proof | None:
+    """Return what proved a kernel on this machine; None where nothing did.
+
+    Args:
+        text: of TEXTS. key: of `product_key` or `decoder_key`.
+    """
+    return entries().get(text_name(text), {}).get(key)
+
+
+def is_proven(text: str, key: str) -> bool:
+    """Return whether a kernel compiled and was right on this machine."""
+    return proof(text, key) is not None
+
+
+def won(text: str, key: str) -> bool:
+    """Return whether a kernel was right, and faster than MLX's operations, on this machine."""
+    found = proof(text, key)
+    return found is not None and found.won
+
+
+def any_won() -> bool:
+    """Return whether any kernel of ours was proven faster on this machine."""
+    return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
+
+
+def file() -> Path:
+    """The user's file, beside the times of kernels."""
+    return platformdirs.user_cache_path(NAME, appauthor=False) / FILE
+
+
+@functools.cache
+def machine() -> str:
+    """Name the chip, macOS and MLX."""
+    system = f"macOS {platform.mac_ver()[0]}" if platform.system() == "Darwin" else platform.platform(terse=True)
+    return f"{mx.device_info().get('device_name', platform.machine())}, {system}, mlx {version('mlx')}"
+
+
+@functools.cache
+def text_name(text: str) -> str:
+    """Name a text with 12 hexadecimal digits of all that Apple's compiler is given, and of what writes its macros."""
+    digest = hashlib.sha256()
+    for part in PARTS[text]:
+        digest.update(source_text(part).encode() + b"\0")
+    for path in sorted(Path(__file__).parent.glob("metal*.py")):
+        digest.update(path.read_bytes() + b"\0")
+    return f"{text} {digest.hexdigest()[:12]}"
+
+
+def entries() -> Entries:
+    """What was proven on this machine."""
+    return entries_in(file())
+
+
+@functools.cache
+def entries_in(file: Path) -> Entries:
+    """The entries of this machine in a file, which is read once."""
+    return stored().machines.get(machine(), {})
+
+
+def change(text: str, key: str, proof: Proof | None) -> None:
+    """Write or remove a proof, beside what other processes wrote."""
+    content = stored()
+    mine = content.machines.pop(machine(), {})
+    of_text = mine.setdefault(text_name(text), {})
+    of_text.pop(key, None)
+    if proof is not None:
+        of_text[key] = proof
+    content.machines[machine()] = mine
+    content.machines = dict([*content.machines.items()][-MOST_MACHINES:])
+    try:
+        file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_text(file(), msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
+    except (GearbxError, OSError) as error:
+        warnings.warn(f"{error}; MLX's kernels stay in use", GearbxWarning, stacklevel=3)
+    entries_in.cache_clear()
+
+
+def stored() -> Stored:
+    """The file's content; nothing, where there is none or it is not what `keep` wrote."""
+    if not file().is_file():
+        return Stored()
+    try:
+        return read_json(file(), Stored, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
+    except GearbxError as error:
+        warnings.warn(str(error), GearbxWarning, stacklevel=3)
+        return Stored()

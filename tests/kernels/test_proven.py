@@ -1,0 +1,192 @@
+"""Which Metal kernels were proven on this machine, and that nothing else of ours runs unasked."""
+
+import json
+import warnings
+
+import mlx.core as mx
+import pytest
+from conftest import normal, tiny_model
+
+from gearbx_mlx import Gearbox
+from gearbx_mlx.errors import GearbxWarning
+from gearbx_mlx.formats.exact import encode
+from gearbx_mlx.kernels import dispatch, metal, products, proven, tuner
+from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, Kind
+from gearbx_mlx.kernels.exact import decode
+from gearbx_mlx.kernels.metal_products import dense_launch
+from gearbx_mlx.kernels.tuner import Tuner
+
+KEY = proven.product_key("exact, group 64", (512, 256), mx.bfloat16, 1, NATIVE)
+PLANES = Kind("planes 4+4, group 64", (512, 256), stock=True)
+EXACT = Kind(
+    "exact, group 64", (512, 256), stock=False, variants=(NATIVE,), text=proven.EXACT, decoding=proven.decoder_key(64)
+)
+
+
+@pytest.fixture
+def on_metal(monkeypatch, own_cache):
+    """Metal seems to be here, and its compiler takes no text."""
+
+    def refused(name: str, **text: object):
+        raise RuntimeError("[metal::Device] Unable to build metal library from source\nprogram_source:7:1: error")
+
+    monkeypatch.setattr(metal, "available", lambda: True)
+    monkeypatch.setattr(mx.fast, "metal_kernel", refused)
+    monkeypatch.setattr(metal, "TAKEN", {})
+    metal.build.cache_clear()
+    yield
+    metal.build.cache_clear()
+
+
+def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
+    """Seconds of ours and of MLX's, by candidate."""
+    for candidate, (ours, mlx) in seconds.items():
+        proven.keep(kind.text, proven.product_key(kind.form, kind.shape, mx.bfloat16, vectors, candidate), ours, mlx)
+
+
+class TestTheFile:
+    def test_keeps_what_was_proven(self, own_cache):
+        assert proven.proof(proven.EXACT, KEY) is None
+        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        proven.keep(proven.EXACT, proven.decoder_key(64), 2.0, 1.0)
+        assert proven.proof(proven.EXACT, KEY) == proven.Proof(1.0, 2.0)
+        assert proven.won(proven.EXACT, KEY)
+        assert proven.is_proven(proven.EXACT, proven.decoder_key(64))
+        assert not proven.won(proven.EXACT, proven.decoder_key(64))
+        assert not proven.is_proven(proven.DENSE, KEY)
+        proven.drop(proven.EXACT, KEY)
+        assert not proven.is_proven(proven.EXACT, KEY)
+        assert not proven.any_won()
+
+    def test_names_chip_system_mlx_and_text(self, own_cache):
+        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
+        assert machine.startswith(str(mx.device_info()["device_name"]))
+        assert ", mlx " in machine
+        assert [name.partition(" ")[0] for name in texts] == ["exact"]
+
+    def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
+        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        monkeypatch.setattr(proven, "machine", lambda: "Apple M9, macOS 30.0, mlx 0.32.1")
+        proven.entries_in.cache_clear()
+        assert not proven.any_won()
+        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+        assert len(json.loads((own_cache / "proven.json").read_text())["machines"]) == 2
+        proven.entries_in.cache_clear()
+
+    @pytest.mark.parametrize("changed", ["exact_weights", "codes"])
+    def test_of_another_text_is_not_used(self, own_cache, monkeypatch, changed):
+        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+        read = proven.source_text
+        monkeypatch.setattr(proven, "source_text", lambda name: read(name) + "//" * (name == changed))
+        proven.text_name.cache_clear()
+        assert not proven.is_proven(proven.EXACT, KEY)
+        assert proven.is_proven(proven.DENSE, KEY)
+        monkeypatch.undo()
+        proven.text_name.cache_clear()
+
+    @pytest.mark.parametrize("content", [b"{", b'{"machines": {"a": {"b": {"c": {"ours": 0, "mlx": 1}}}}}'])
+    def test_that_is_corrupt_is_said_and_written_again(self, own_cache, content):
+        (own_cache / "proven.json").write_bytes(content)
+        with pytest.warns(GearbxWarning, match=r"proven\.json: .*benchmark mac"):
+            assert not proven.any_won()
+        with pytest.warns(GearbxWarning):
+            proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        assert proven.won(proven.EXACT, KEY)
+
+    def test_every_text_of_the_folder_has_a_name(self):
+        parts = {part for parts in proven.PARTS.values() for part in parts}
+        assert parts == {file.stem for file in metal.metal_folder().glob("*.metal")}
+
+
+class TestUnasked:
+    @pytest.fixture(autouse=True)
+    def metal_tuner(self, monkeypatch, on_metal):
+        monkeypatch.setenv("GEARBX_TUNE", "1")
+        monkeypatch.setattr(tuner, "device", lambda: METAL)
+
+    @staticmethod
+    def chosen(kind: Kind, vectors: int) -> str:
+        def unmeasured(candidate: str):
+            raise AssertionError(f"{candidate} was measured")
+
+        return Tuner(mx.bfloat16).choose(kind, vectors, unmeasured)
+
+    def test_mlx_computes_what_was_not_proven(self):
+        assert [self.chosen(PLANES, vectors) for vectors in (1, 5, 600)] == [MLX] * 3
+        assert [self.chosen(EXACT, vectors) for vectors in (1, 5, 600)] == [MLX] * 3
+
+    def test_what_won_computes_these_shapes_and_numbers_of_vectors(self):
+        prove(PLANES, 1, registers=(1.0, 2.0), device=(0.5, 2.0))
+        prove(PLANES, 4, registers=(2.0, 2.0))
+        assert [self.chosen(PLANES, vectors) for vectors in (1, 2, 4)] == ["device", MLX, MLX]
+        assert self.chosen(Kind(PLANES.form, (512, 512), stock=True), 1) == MLX
+        assert Tuner(mx.float16).choose(PLANES, 1, lambda candidate: []) == MLX
+
+    def test_a_proven_decoder_serves_prompts(self):
+        proven.keep(proven.EXACT, EXACT.decoding, 1.0, 9.0)
+        assert [self.chosen(EXACT, vectors) for vectors in (1, 2, 600)] == [MLX, RECONSTRUCT, RECONSTRUCT]
+
+    def test_no_layer_has_our_kernels_before_any_was_proven(self):
+        assert dispatch.choose("native").ours_alone
+        assert not dispatch.choose("auto").native
+        assert not dispatch.choose("mlx").native
+        prove(PLANES, 1, registers=(1.0, 2.0))
+        assert dispatch.choose("auto").native
+        assert not dispatch.choose("auto").ours_alone
+
+    def test_a_layer_that_nobody_chose_for_is_mlx(self):
+        x, weight = normal(1, 64), normal(32, 64)
+        assert mx.array_equal(products.dense_product(x, weight), x @ weight.T).item()
+        assert metal.TAKEN == {}
+
+
+class TestATextThatDoesNotCompile:
+    def test_is_said_once_and_not_tried_again(self, on_metal):
+        weight = normal(32, 64)
+        with pytest.warns(GearbxWarning, match=r"metal/dense\.metal does not run here .*Unable to build") as said:
+            assert [dense_launch(normal(n, 64), weight).attempt() for n in (1, 1, 2)] == [None] * 3
+        assert len(said) == 1
+        assert [*metal.TAKEN.values()] == [False, False]
+
+    def test_is_not_tried_inside_of_compile(self, on_metal):
+        mx.fast.metal_kernel = lambda **text: lambda inputs, **how: [inputs[0] @ inputs[1].T]
+        metal.build.cache_clear()
+        weight, tried = normal(32, 64), []
+
+        def step(x: mx.array) -> mx.array:
+            tried.append(dense_launch(x, weight).attempt())
+            return x
+
+        mx.eval(mx.compile(step)(normal(1, 64)))
+        assert tried == [None]
+        assert metal.TAKEN == {}
+
+    @pytest.mark.filterwarnings("ignore::gearbx_mlx.errors.GearbxWarning")
+    def test_leaves_the_weights_of_format_exact_to_mlx(self, on_metal):
+        proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 9.0)
+        weight = normal(32, 128).astype(mx.bfloat16)
+        matrix = encode(weight, 64)  # which decodes it
+        chosen = mx.array([[3, 1]])
+        assert mx.array_equal(products.exact_rows(matrix, chosen), weight[chosen]).item()
+        assert mx.array_equal(decode(matrix), weight).item()
+        assert [spec.text for spec in metal.TAKEN] == ["exact"]
+
+    @pytest.mark.parametrize("format", ["planes", "affine", "rowwise", "groupwise", "codebook", "codebook-library"])
+    def test_leaves_a_model_to_mlx(self, on_metal, format, monkeypatch):
+        """As if every kernel had been proven by a compiler that takes none any more."""
+        monkeypatch.setattr(proven, "proof", lambda text, key: proven.Proof(1e-9, 1.0))
+        monkeypatch.setattr(proven, "any_won", lambda: True)
+        model, tokens = tiny_model("qwen2"), mx.array([[7, 3, 5]])
+        ours = Gearbox(model, "4,16", format=format, kernels="auto")
+        assert ours.kernels.native
+        stock = Gearbox(tiny_model("qwen2"), "4,16", format=format, kernels="mlx")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for gear in ours.ladder:
+                stock.shift(gear)
+                ours.shift(gear)
+                wanted, found = stock.model(tokens), ours.model(tokens)
+                assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4).item()
+        assert len([each for each in said if "does not run here" in str(each.message)]) == 2  # packed and dense
