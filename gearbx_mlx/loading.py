@@ -26,9 +26,8 @@ from huggingface_hub.errors import (
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
 from .compat.arrays import dtype_name
-from .compat.names import model_classes
+from .compat.classes import model_classes
 from .errors import GearbxError, about, one_line
-from .files.adapter import read_adapter
 from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
     COMPLETE,
@@ -36,6 +35,7 @@ from .files.model_directory import (
     check_layers,
     count_arrays,
     parse_object,
+    read_adapter,
 )
 from .files.reading import read_as, shown
 from .files.smollm2 import NAME as SMOLLM2

@@ -18,8 +18,7 @@ from ..errors import GearbxError, OutputLost
 from ..files.writing import check_writable, write_text
 from . import ChatSettings
 from .lines import FILES, Lines, Words, check_open, lines_of
-from .models import ChatModel, GearedChat, PairChat
-from .session import Session
+from .session import ChatModel, GearedChat, PairChat, Session
 
 KEYS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
 

@@ -18,9 +18,8 @@ from typing import Any, NoReturn, cast
 from rich.console import Console
 
 from ..errors import GearbxError, OutputLost
-from ..ranks.meeting import MeetingRefused, meet
 from ..ranks.place import Place, begin, place_here
-from ..ranks.watch import RankWatch, RunEnded
+from ..ranks.watch import MeetingRefused, RankWatch, RunEnded, meet
 from . import signals, terminal
 from .flags import choose_device
 from .signals import Stderr

@@ -28,9 +28,8 @@ from ..gears.manifest import (
 )
 from ..gears.tensor_files import LENGTH, SIZES, ArrayPlace, FileHeader, TensorEntry, hash_bytes, hash_places, header_of
 from ..loading import read_config
-from .converter import BASE_FILE, TensorFile
+from .converter import BASE_FILE, TensorFile, find
 from .model_card import CARD
-from .views import find
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.

@@ -23,8 +23,8 @@ from ..gears.saved import KINDS, SavedGears, opened
 from ..gears.tensor_files import LENGTH, SIZES, TensorEntry, hash_bytes
 from ..kernels.exact import ExactMatrix
 from ..kernels.products import decoded
+from .converter import assembled, bits_of, seen
 from .original import Header, Key, content_of, places_in, read_place
-from .views import assembled, bits_of, seen
 
 
 class Restorer:

@@ -19,7 +19,6 @@ from ..decoding.mode import thresholds_for
 from ..decoding.modes import made
 from ..decoding.route import Route
 from ..errors import GearbxError
-from ..evaluation.metrics import quality
 from ..evaluation.predictions import (
     KickdownPolicy,
     Policy,
@@ -28,6 +27,7 @@ from ..evaluation.predictions import (
     TextPrediction,
     driven,
     joined,
+    quality,
     read_at_once,
     read_per_token,
     record,

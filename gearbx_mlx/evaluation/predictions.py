@@ -1,9 +1,11 @@
 """A model's predictions along a text, in one gear or in a mode that shifts, and how far they are from the top gear's.
 
-A text is read on a real KV cache, which keeps the entries that a low gear writes.
+A text is read on a real KV cache, which keeps the entries that a low gear writes. The figures are llama.cpp's:
+perplexity and its ratio, mean, median and far quantiles of KL, same top token. KL is in nats, entropy in bits.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +19,6 @@ from ..decoding.caches import Snapshot
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.gates import RUN_AHEAD, Gate, Monitor
-from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
 
 AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
@@ -235,3 +236,59 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
     of_gears = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
     weight_bytes, bits = (float((recording.passes @ each).mean()) for each in of_gears)
     return weight_bytes, bits
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the last axis, float64."""
+    z = np.asarray(logits, np.float64)
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def kl_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q) = sum p (log p - log q) in nats, from log-probabilities of shape (..., V); at least 0."""
+    possible = np.isfinite(p)  # a token that p never says adds nothing
+    difference = np.subtract(p, q, out=np.zeros(np.broadcast_shapes(p.shape, q.shape)), where=possible)
+    return np.maximum((np.exp(p) * difference).sum(axis=-1), 0.0)
+
+
+def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
+
+    `decoding.sampling.entropy_bits` is the same on MLX, from logits as well.
+    """
+    finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
+    return np.maximum(-(np.exp(logprobs) * finite).sum(axis=-1) / math.log(2), 0.0)
+
+
+def quality(
+    nll: np.ndarray, kl: np.ndarray, kl_reverse: np.ndarray, agree: np.ndarray, reference_nll: np.ndarray
+) -> dict[str, float]:
+    """The figures of a policy over n tokens; {} for none. Every argument has shape (n,).
+
+    Args:
+        nll, reference_nll: negative log-likelihoods (nats) under the policy and under the reference.
+        kl, kl_reverse: KL of the reference from the policy, and back (nats).
+        agree: whether both have the same most likely token.
+    """
+    if not len(nll):
+        return {}
+    return {
+        "perplexity": float(np.exp(nll.mean())),
+        "perplexity_ratio": float(np.exp((nll - reference_nll).mean())),
+        **spread("kl", kl),
+        **spread("kl_reverse", kl_reverse),
+        "top1_agreement": float(agree.mean()),
+    }
+
+
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean, median, 99th and 99.9th percentile, maximum."""
+    median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999))
+    return {
+        f"{name}_mean": float(values.mean()),
+        f"{name}_median": float(median),
+        f"{name}_p99": float(p99),
+        f"{name}_p999": float(p999),
+        f"{name}_max": float(values.max()),
+    }

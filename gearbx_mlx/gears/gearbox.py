@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..compat.compiled_steps import CompiledSteps
+from ..compat.classes import CompiledSteps
 from ..compat.versions import warn_if_untested
 from ..errors import GearbxError
 from ..formats.base import Format

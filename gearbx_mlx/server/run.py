@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
-from ..cli.others import OtherServerSettings
+from ..cli.flags import OtherServerSettings
 from ..errors import GearbxError
 from ..serving import ASSUMED_VOCABULARY, is_loopback
 from ..serving.listening import Escaping, Server

@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.evaluation import metrics, text
+from gearbx_mlx.evaluation import predictions, text
 from gearbx_mlx.evaluation.predictions import (
     KickdownPolicy,
     Recording,
@@ -94,7 +94,7 @@ class TestReplay:
         """GearedModel and its policy give the same figures, and that of two gears is the policy of the studies."""
 
         def entropy(place: int, q: np.ndarray) -> float:
-            return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
+            return float(predictions.entropy_of_logprobs(predictions.log_softmax(q)))
 
         box = Gearbox(tiny_model(), "2,4,16", group_size=32, kernels="mlx")
         found = [entropy(0, s.logprobs) for s in driven(box, WINDOWS[:1], StaticPolicy(box.ladder[0]))]
@@ -105,7 +105,7 @@ class TestReplay:
         for token, step in zip(WINDOWS[0], steps):
             logits = np.array(model(mx.array([[token]]), cache=cache)[0, 0])
             assert list(model.step.passes) == list(step.passes)
-            np.testing.assert_allclose(metrics.log_softmax(logits), step.logprobs, atol=1e-6)
+            np.testing.assert_allclose(predictions.log_softmax(logits), step.logprobs, atol=1e-6)
         assert 0 < sum(step.passes[1] for step in steps) < len(steps)
         pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
         one, other = (
