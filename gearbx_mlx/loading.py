@@ -42,8 +42,8 @@ from .files.smollm2 import NAME as SMOLLM2
 from .files.smollm2 import smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
-from .gears.large_pages import large_pages
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
+from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs

@@ -15,8 +15,7 @@ from pages import table
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.rows import linear_layers
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.predictions import kl_divergence, next_logprobs
-from gearbx_mlx.evaluation.text import read_documents
+from gearbx_mlx.evaluation.predictions import kl_divergence, next_logprobs, read_documents
 from gearbx_mlx.formats import rowwise
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.gears.sources import looks_quantized

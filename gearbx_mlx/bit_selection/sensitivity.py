@@ -24,8 +24,7 @@ from rich.progress import Progress
 
 from ..compat.classes import of_classes
 from ..errors import GearbxError
-from ..evaluation.predictions import kl_divergence, log_softmax
-from ..evaluation.text import check_windows, read_documents, windows_of
+from ..evaluation.predictions import check_windows, kl_divergence, log_softmax, read_documents, windows_of
 from ..files.journal import Journal
 from ..files.model_directory import context_length
 from ..gears.discovery import Layer

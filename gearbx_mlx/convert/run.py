@@ -40,12 +40,14 @@ from ..conversion.model_card import (
 from ..conversion.original import (
     REPORT,
     OriginalFiles,
+    Restorer,
     check_names,
     copy_companions,
+    original_of,
     weights_in,
     write_config,
+    write_original,
 )
-from ..conversion.restoring import Restorer, original_of, write_original
 from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
 from ..files.writing import new_directory, write_text

@@ -25,14 +25,16 @@ from ..evaluation.predictions import (
     Recording,
     RoutePolicy,
     TextPrediction,
+    check_windows,
     driven,
     joined,
     quality,
     read_at_once,
+    read_documents,
     read_per_token,
     record,
+    windows_of,
 )
-from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
 from ..files.writing import make_directory, write_text
 from ..gears.discovery import vocabulary

@@ -29,7 +29,6 @@ from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknow
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
-from .large_pages import large_pages
 from .layout import (
     Layout,
     check_tables,
@@ -39,7 +38,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .offload import Resident
+from .offload import Resident, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import WeightPart, dense_shape, sharding_of

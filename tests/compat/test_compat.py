@@ -30,7 +30,7 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.server import ResponseGenerator
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, load, stream_generate
-from gearbx_mlx.compat import arrays, caches, classes, latent_attention, loops, versions
+from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
 from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
 from gearbx_mlx.compat.loops import stream_generate as stream_of
 from gearbx_mlx.compat.server import Computing
@@ -168,9 +168,9 @@ class TestCaches:
     def test_the_entries_of_a_batch_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
-        assert caches.entries(cache) == cache._idx == 3
-        assert caches.counted(cache) == 3
-        caches.set_entries(cache, 2)
+        assert loops.entries(cache) == cache._idx == 3
+        assert loops.counted(cache) == 3
+        loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]
 
     def test_a_window_that_is_cut_goes_on_as_one_that_never_had_more(self):
@@ -178,7 +178,7 @@ class TestCaches:
         longer, shorter = RotatingKVCache(max_size=8), RotatingKVCache(max_size=8)
         longer.update_and_fetch(keys, keys)
         shorter.update_and_fetch(keys[..., :4, :], keys[..., :4, :])
-        caches.cut_window(longer, 2)
+        loops.cut_window(longer, 2)
         for _ in range(6):
             new = mx.random.normal((1, 1, 1, 4))
             assert mx.array_equal(longer.update_and_fetch(new, new)[0], shorter.update_and_fetch(new, new)[0])
@@ -187,7 +187,7 @@ class TestCaches:
     def test_a_batch_counts_its_tokens_by_another_name_than_offset(self):
         cache = KVCache()
         cache.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
-        assert caches.offset_of(cache) == 3
+        assert loops.offset_of(cache) == 3
 
 
 class TestBatches:

@@ -12,7 +12,7 @@ from conftest import PROMPT, tiny_model
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu, tuner
 from gearbx_mlx.kernels.compiler import CompileTarget
-from gearbx_mlx.kernels.library_cache import BUILDING_LOCK
+from gearbx_mlx.kernels.cpu import BUILDING_LOCK
 
 
 @pytest.fixture

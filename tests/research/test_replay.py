@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.evaluation import predictions, text
+from gearbx_mlx.evaluation import predictions
 from gearbx_mlx.evaluation.predictions import (
     KickdownPolicy,
     Recording,
@@ -123,17 +123,17 @@ class TestWindows:
             return [0, *map(ord, document)]
 
     def test_a_text_is_cut_and_every_window_begins_like_a_text(self):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
+        windows = predictions.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
         assert windows == [[0, *b"abc"], [0, *b"def"], [0, *b"g"]]
 
     def test_documents_are_windows_of_their_own(self):
-        assert text.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
+        assert predictions.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
 
     @pytest.mark.parametrize("tokens", [1, 3, 4, 7])
     def test_the_limit_is_kept_exactly(self, tokens):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
+        windows = predictions.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
         assert sum(len(window) - 1 for window in windows) == tokens
 
     def test_a_text_shorter_than_a_window(self):
         with pytest.raises(ValueError, match=r"t: 4 tokens are fewer than a window of 8.*--context 4"):
-            text.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")
+            predictions.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")
