@@ -20,8 +20,7 @@ from gearbx_mlx.formats import rowwise
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.gears.sources import looks_quantized
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color, gear_marker
+from gearbx_mlx.telemetry.trace import gear_color, gear_marker, get_pyplot, save
 
 from .attention import PARTS, Quantizer, attention_errors
 from .studies import HELD_OUT, OTHER_TALES, TALES, Found, read_report, study

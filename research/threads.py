@@ -41,8 +41,7 @@ from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color
+from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
 
 from . import ROOT
 from .studies import Found, study, table_here

@@ -42,9 +42,8 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
 from ..routing.gates import Monitor
-from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json, finite
-from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE
+from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
 from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 2
