@@ -50,8 +50,7 @@ from .model_card import CARD
 
 REPORT = "selection.json"  # which bits every layer got, and why
 # What a conversion writes itself.
-DRAFTING = "drafting.json"  # which earlier versions wrote
-OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, DRAFTING, CARD}
+OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PRECISION, CARD}
 
 
 def is_copied(name: str) -> bool:

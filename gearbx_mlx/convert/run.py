@@ -330,9 +330,6 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
     conversion = settings.conversion
     out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
-    half = out.with_name(out.name + ".incomplete")
-    if half.is_dir():
-        note(f"{half}: half a conversion by an earlier version, which nothing goes on with; remove it")
     if conversion.restore is None:
         fill = filling_gears(settings, out)
     else:
