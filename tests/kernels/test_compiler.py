@@ -345,7 +345,7 @@ class TestSharedCache:
 PROGRAM = """#include <sched.h>
 #include <cstdio>
 #include <cstdlib>
-#include "cores.h"
+#include "pool.h"
 static int cores;
 extern "C" int sched_getaffinity(pid_t, size_t, cpu_set_t* allowed) noexcept {
   CPU_ZERO(allowed);
