@@ -25,7 +25,7 @@ from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
 from .activations import Typed, compute_in, layer_bytes, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
-from .cost import LayerPath, kernels_of, token_bytes, used_share, warn_of_unknown_routing, whole_model_speedup
+from .cost import LayerPath, kernels_of, token_bytes, warn_of_unknown_routing, whole_model_speedup
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
@@ -439,14 +439,6 @@ class Gearbox:
     def _size(self, layer: Layer) -> int:
         """Bytes of a number of a layer, as the checkpoint stores it."""
         return self.storage[layer.path].size
-
-    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
-        modules, read = layers_of(self.model), 0.0
-        for layer in self.layers:
-            share = used_share(layer.path, modules, positions)
-            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
-        return round(read)
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""
