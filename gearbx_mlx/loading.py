@@ -26,9 +26,8 @@ from huggingface_hub.errors import (
 from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS, load_model, load_tokenizer
 
 from .compat.arrays import dtype_name
-from .compat.names import model_classes
+from .compat.classes import model_classes
 from .errors import GearbxError, about, one_line
-from .files.adapter import read_adapter
 from .files.gguf_model import gguf_directory, is_gguf
 from .files.model_directory import (
     COMPLETE,
@@ -36,14 +35,15 @@ from .files.model_directory import (
     check_layers,
     count_arrays,
     parse_object,
+    read_adapter,
 )
 from .files.reading import read_as, shown
 from .files.smollm2 import NAME as SMOLLM2
 from .files.smollm2 import smollm2_directory
 from .gears.adapters import add_adapter
 from .gears.dividing import Ranks, cut_into_stages, divide, divide_saved, ranks_of, stage_of
-from .gears.large_pages import large_pages
 from .gears.manifest import GEARS_FILE, Manifest, read_manifest
+from .gears.offload import large_pages
 from .gears.saved import SavedGears, open_gears
 
 SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, other scripts, signs

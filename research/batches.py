@@ -11,8 +11,7 @@ from rich.progress import track
 
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.mode import vocabulary_of
-from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from gearbx_mlx.evaluation.predictions import next_logprobs
+from gearbx_mlx.evaluation.predictions import entropy_of_logprobs, kl_divergence, log_softmax, next_logprobs
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, OneGear, ThresholdGate, policy_named
 
 from .studies import HELD_OUT, Found, study

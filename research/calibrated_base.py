@@ -16,7 +16,7 @@ from gearbx_mlx import Gearbox, load, stream_generate
 from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.cli.bases import answered, text_of
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.evaluation.text import read_documents, read_rows, windows_of
+from gearbx_mlx.evaluation.predictions import read_documents, read_rows, windows_of
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.loading import find
 

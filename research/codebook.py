@@ -39,8 +39,7 @@ from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.decoding.route import SHORT_PROMPTS
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
 from gearbx_mlx.formats.base import Format
-from gearbx_mlx.formats.codebook import Codebook, nbytes
-from gearbx_mlx.formats.codebook_fitting import DEFAULTS, OUTLIER_SIZE, Outliers
+from gearbx_mlx.formats.codebook import DEFAULTS, OUTLIER_SIZE, Codebook, Outliers, nbytes
 from gearbx_mlx.formats.native import with_kernels
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.loading import model_name

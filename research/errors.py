@@ -15,15 +15,12 @@ from pages import table
 from gearbx_mlx import Gearbox, load
 from gearbx_mlx.decoding.rows import linear_layers
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.metrics import kl_divergence
-from gearbx_mlx.evaluation.predictions import next_logprobs
-from gearbx_mlx.evaluation.text import read_documents
+from gearbx_mlx.evaluation.predictions import kl_divergence, next_logprobs, read_documents
 from gearbx_mlx.formats import rowwise
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.gears.sources import looks_quantized
 from gearbx_mlx.loading import model_name
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color, gear_marker
+from gearbx_mlx.telemetry.trace import gear_color, gear_marker, get_pyplot, save
 
 from .attention import PARTS, Quantizer, attention_errors
 from .studies import HELD_OUT, OTHER_TALES, TALES, Found, read_report, study

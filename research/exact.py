@@ -17,8 +17,7 @@ from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.kernels.exact import ExactMatrix
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color
+from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
 
 from .studies import Found, study
 

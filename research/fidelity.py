@@ -14,11 +14,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, load, stream_generate
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.mode import Mode
-from gearbx_mlx.evaluation.metrics import kl_divergence
-from gearbx_mlx.evaluation.predictions import next_logprobs
+from gearbx_mlx.evaluation.predictions import kl_divergence, next_logprobs
 from gearbx_mlx.gears.discovery import vocabulary
 from gearbx_mlx.routing.gates import default_thresholds
-from gearbx_mlx.telemetry.report import get_pyplot, save
+from gearbx_mlx.telemetry.trace import get_pyplot, save
 
 from .evaluation.report import change_of_kl
 from .lossless import ASSISTANT, first_prompts, generated, times_faster, written_in_turn

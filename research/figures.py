@@ -40,8 +40,7 @@ from gearbx_mlx.routing.gates import (
     ThresholdGate,
     default_thresholds,
 )
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color
+from gearbx_mlx.telemetry.trace import BLACK, BLUE, GREEN, ORANGE, VERMILION, gear_color, get_pyplot, save
 
 from .decoding_costs import dynamic_speedup, engaged, plan_of, seconds_of
 from .studies import Found, results_in_turn, spread, study

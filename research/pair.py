@@ -14,7 +14,7 @@ from gearbx_mlx.compat.arrays import dtype_name
 from gearbx_mlx.decoding.modes import PairSettings
 from gearbx_mlx.errors import GearbxError, numbers
 from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.text import PROMPT, encode, read_documents, read_rows, windows_of
+from gearbx_mlx.evaluation.predictions import PROMPT, encode, read_documents, read_rows, windows_of
 from gearbx_mlx.gears.activations import model_dtype
 from gearbx_mlx.loading import model_name
 from gearbx_mlx.routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, NAMES, check_threshold, scaled

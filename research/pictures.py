@@ -18,7 +18,7 @@ from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.server import ServerSettings
 from gearbx_mlx.server.run import serving
-from gearbx_mlx.telemetry.report import get_pyplot
+from gearbx_mlx.telemetry.trace import get_pyplot
 
 from . import ROOT
 from .studies import HELD_OUT, IMAGES, Found, run_python, study

@@ -14,7 +14,7 @@ from gearbx_mlx.cli.loaded import Loaded
 from gearbx_mlx.decoding.mode import SAME
 from gearbx_mlx.errors import GearbxError, about, numbers
 from gearbx_mlx.evaluate.run import context_for
-from gearbx_mlx.evaluation.text import check_windows, read_documents, windows_of
+from gearbx_mlx.evaluation.predictions import check_windows, read_documents, windows_of
 from gearbx_mlx.gears.ladder import Gear, Ladder
 from gearbx_mlx.loading import model_name
 from gearbx_mlx.routing.gates import DEFAULT_HYSTERESIS, DEFAULT_MIN_GEAR_DURATION, DEFAULT_WINDOW

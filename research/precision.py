@@ -14,7 +14,7 @@ from gearbx_mlx import load
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import CALIBRATION, ExactSensitivity, first_order
 from gearbx_mlx.cli.flags import CalibrationTextSettings
-from gearbx_mlx.evaluation.text import read_documents, windows_of
+from gearbx_mlx.evaluation.predictions import read_documents, windows_of
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears.discovery import discover
 from gearbx_mlx.gears.gearbox import Gearbox

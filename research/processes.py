@@ -18,8 +18,8 @@ from gearbx_mlx import Gearbox, Static, load, stream_generate
 from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.decoding import sampling
 from gearbx_mlx.ranks.agreement import ALONE, Agreement
-from gearbx_mlx.ranks.meeting import meet
 from gearbx_mlx.ranks.place import begin, current
+from gearbx_mlx.ranks.watch import meet
 
 from . import ROOT
 from .studies import Found, in_turn, ratios, results_in_turn, spread, study, table_here

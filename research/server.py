@@ -15,7 +15,7 @@ from rich.progress import track
 from gearbx_mlx.benchmark.measuring import Rows, spread_of
 from gearbx_mlx.bit_selection.sensitivity import CALIBRATION
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.text import read_documents
+from gearbx_mlx.evaluation.predictions import read_documents
 from gearbx_mlx.loading import DEMO_MODEL
 
 from .studies import Found, study, table_here

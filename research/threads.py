@@ -7,11 +7,13 @@ all but float32 in format `groupwise` (AION 3.2: 4 bits, a scale for 32 inputs).
 Each number of threads is a process of its own in each trial: their number is fixed when a process begins.
 """
 
+import ctypes
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -41,10 +43,10 @@ from gearbx_mlx.formats import groupwise, rowwise
 from gearbx_mlx.formats.groupwise import GROUP, GROUP_BYTES, SCALE_SIZE
 from gearbx_mlx.kernels import cpu
 from gearbx_mlx.kernels.products import dense_product
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.trace import gear_color
+from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
 
 from . import ROOT
+from .conservation import compiled
 from .studies import Found, study, table_here
 
 Trial = dict[str, Any]
@@ -172,6 +174,7 @@ def measure_threads(rows: int, cols: int, megabytes: int) -> Rows:
 
 FLOAT32, WEIGHT_ONLY, W4A16, W4A8 = "float32", "4 bits, weight-only", "W4A16", "W4A8"
 EMULATED, SCALAR = "4 bits, numpy", "4 bits, scalar"  # on one thread alone
+SCALAR_SOURCE = Path(__file__).with_name("scalar.cpp")
 NAMES = {NATIVE: WEIGHT_ONLY, INT16: W4A16, INT8: W4A8}
 REPEATS = 3  # of products from memory
 W4A8_LINES = {FLOAT32: "o", WEIGHT_ONLY: "s", W4A16: "^", W4A8: "D"}  # of the picture, with their markers
@@ -241,22 +244,32 @@ def measure_w4a8(rows: int, cols: int, megabytes: int) -> dict[str, Any]:
         bandwidths.append(row["read_bandwidth_gigabytes_per_second"])
     found = {"threads": module.threads(), "seconds": seconds, "bandwidth": float(np.median(bandwidths))}
     if module.threads() == 1:
-        seconds |= baselines(module, weight, x)
+        seconds |= baselines(weight, x)
     return found
 
 
-def baselines(module: Any, weight: mx.array, x: mx.array) -> dict[str, float]:
+def baselines(weight: mx.array, x: mx.array) -> dict[str, float]:
     """Seconds of a product by one weight after the other, and by numpy, which makes all weights float32 first."""
     codes, scales = groupwise.quantize(weight)
     packed = rowwise.pack_symmetric_codes(codes, groupwise.BITS)
     vector = mx.pad(x[0], (0, codes.shape[1] - x.shape[1]))
     mx.eval(packed, scales, vector)
     arrays = [np.array(packed), np.array(scales), np.array(vector)]
-    ways: dict[str, Callable[[], Any]] = {
-        SCALAR: lambda: module.scalar_groupwise(vector, packed, scales),
-        EMULATED: lambda: emulated(*arrays),
-    }
-    return {name: min(timed(way) for _ in range(2)) for name, way in ways.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        library = compiled(Path(folder), SCALAR_SOURCE)
+        ways: dict[str, Callable[[], Any]] = {
+            SCALAR: lambda: scalar(library, *arrays),
+            EMULATED: lambda: emulated(*arrays),
+        }
+        return {name: min(timed(way) for _ in range(2)) for name, way in ways.items()}
+
+
+def scalar(library: Any, packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """The product (O,) of groupwise codes (O, I / 2) and x (I,), one weight after the other (scalar.cpp)."""
+    y = np.zeros(len(packed), np.float32)
+    codes, steps, inputs, result = (ctypes.c_void_p(array.ctypes.data) for array in (packed, scales, x, y))
+    library.scalar_groupwise(codes, steps, *map(ctypes.c_int64, scales.shape), inputs, result)
+    return y
 
 
 def emulated(packed: np.ndarray, scales: np.ndarray, x: np.ndarray) -> np.ndarray:

@@ -16,8 +16,7 @@ from pages import table
 
 from gearbx_mlx import Gearbox, Governor, load, stream_generate
 from gearbx_mlx.machine.readers import THERMAL, MachineState, Point, Scripted, Watch
-from gearbx_mlx.telemetry.report import OUTSIDE, get_pyplot, save
-from gearbx_mlx.telemetry.trace import BLUE, GREEN, VERMILION, gear_color
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, OUTSIDE, VERMILION, gear_color, get_pyplot, save
 
 from .studies import Found, study
 

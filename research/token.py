@@ -28,8 +28,7 @@ from gearbx_mlx.compat.classes import of_classes
 from gearbx_mlx.formats.block import single_operations
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.kernels import dispatch
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import BLACK, SERIES
+from gearbx_mlx.telemetry.trace import BLACK, SERIES, get_pyplot, save
 
 from .decoding_costs import as_table, engaged
 from .studies import Found, study

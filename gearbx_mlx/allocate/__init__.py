@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from ..bit_selection.defaults import EXCHANGES
+from ..bit_selection import EXCHANGES
 from ..cli.flags import CalibrationTextSettings, ModelSettings
 from ..cli.parser import parser_of
 from ..cli.start import command

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..cli.flags import LadderSettings, ModelSettings
-from ..cli.others import OtherServerSettings
+from ..cli.flags import LadderSettings, ModelSettings, OtherServerSettings
 from ..cli.parser import command_settings, parser_of
 from ..cli.prompt import PromptSettings, check_untemplated
 from ..cli.start import call, command

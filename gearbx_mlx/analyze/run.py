@@ -30,9 +30,8 @@ from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
 from ..routing.gates import Monitor, ReadThresholds, ThresholdGate, bits_of
 from ..serving import ASSUMED_VOCABULARY, OtherError
-from ..telemetry.report import BOUNDS, PICTURES, UNDECIDED, IntervalTally, draw_report, get_pyplot
 from ..telemetry.summary import Tally, as_json
-from ..telemetry.trace import TraceWriter, record
+from ..telemetry.trace import BOUNDS, PICTURES, UNDECIDED, IntervalTally, TraceWriter, draw_report, get_pyplot, record
 from . import AnalyzeSettings
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import GearbxError
-from .defaults import EXCHANGES
+from . import EXCHANGES
 from .precision import GearTable, PrecisionManifest
 from .sensitivity import Distance, ExactSensitivity
 

@@ -18,12 +18,11 @@ from rich.progress import Progress
 
 from ..errors import GearbxError
 from ..formats import codebook, codebook_library, get_format
-from ..formats.codebook import Codebook, CodebookFormat
-from ..formats.codebook_fitting import SortedRows, find_all, lloyd
+from ..formats.codebook import Codebook, CodebookFormat, SortedRows, find_all, lloyd
 from ..gears.discovery import Layer, Predicate, discover, is_attention, with_bits
 from ..gears.ladder import DENSE
 from ..gears.offload import EMPTY
-from .defaults import Floors
+from . import Floors
 
 # The quality of codebooks for a matrix
 

@@ -33,8 +33,8 @@ from ..gears.activations import layer_bytes, stored_dtype
 from ..gears.discovery import Layer, Predicate, discover
 from ..gears.gearbox import Gearbox
 from ..kernels.dispatch import choose
+from . import Floors
 from .codebook_selection import LayerQualities, Selection, measure, select
-from .defaults import Floors
 
 KL_BOUND = 0.5  # nats per token: the measured models write broken text well below it
 GENERATED = 64  # tokens of each text

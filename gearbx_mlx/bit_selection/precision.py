@@ -20,7 +20,7 @@ from ..gears.discovery import Layer, discover
 from ..gears.gearbox import model_fingerprint
 from ..gears.ladder import DENSE, Ladder
 from ..gears.manifest import Fingerprint, GroupSize, Length, Width
-from .defaults import ACCURACY_THRESHOLD
+from . import ACCURACY_THRESHOLD
 
 SCHEMA, VERSION = "gearbx-mlx precision", 1
 SCHEMA_FILE = Path(__file__).parent / "precision.schema.json"

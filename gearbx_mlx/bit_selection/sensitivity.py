@@ -24,8 +24,7 @@ from rich.progress import Progress
 
 from ..compat.classes import of_classes
 from ..errors import GearbxError
-from ..evaluation.metrics import kl_divergence, log_softmax
-from ..evaluation.text import check_windows, read_documents, windows_of
+from ..evaluation.predictions import check_windows, kl_divergence, log_softmax, read_documents, windows_of
 from ..files.journal import Journal
 from ..files.model_directory import context_length
 from ..gears.discovery import Layer
@@ -33,8 +32,8 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE, Ladder
 from ..kernels.dispatch import on_cpu
 from ..loading import DEMO_MODEL
+from . import ACCURACY_THRESHOLD
 from .codebook_selection import kind_of
-from .defaults import ACCURACY_THRESHOLD
 from .precision import LayerPrecision, least_bits
 
 Call = tuple[tuple[Any, ...], Mapping[str, Any]]

@@ -13,8 +13,7 @@ from rich.console import Console
 from ..cli.tables import columns
 from ..errors import GearbxError
 from ..files.user_cache import CacheUnusable
-from ..kernels.cpu import NAME
-from ..kernels.library_cache import BUILDING, BUILDING_LOCK, open_cache
+from ..kernels.cpu import BUILDING, BUILDING_LOCK, NAME, open_cache
 from ..settings import human_bytes
 from . import KINDS, UsersCacheSettings
 

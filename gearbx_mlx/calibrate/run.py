@@ -1,14 +1,126 @@
 """Find when a model should change gear, and write it to a file for generate."""
 
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..cli import terminal
+from ..cli.decide import Decision, JustGears, decide
 from ..cli.flags import output_path
-from ..files.journal import JOURNAL, beside
+from ..cli.loaded import Loaded
+from ..cli.prompt import encoded, read_prompts
+from ..decoding.kickdown import GearedModel
+from ..decoding.route import SHORT_PROMPTS
+from ..decoding.sampling import sampled
+from ..decoding.stream import stream_generate
+from ..errors import GearbxError
+from ..files.journal import JOURNAL, Journal, beside, hash_of_tokens
 from ..files.writing import write_text
+from ..gears.discovery import vocabulary
+from ..gears.gearbox import Observer, model_fingerprint
+from ..routing import calibration
 from ..routing.gates import ThresholdFile
-from . import CalibrateSettings
-from .thresholds import Calibration, calibrate_thresholds
+from . import KICKDOWN, SHARE, CalibrateSettings, CalibrationSettings
+
+Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What was found: the file to be written, and a line and a note that say it in a few words."""
+
+    file: ThresholdFile
+    line: str
+    note: str
+
+
+def prompts_of(settings: CalibrationSettings) -> list[str]:
+    """The prompts of a file or, where none is named, the few that ship."""
+    found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
+    return found[: settings.num_prompts]
+
+
+def inputs_of(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
+    """All that the records of prompts depend on."""
+    return {
+        "mode": settings.calibration.mode,
+        **decision.inputs(),
+        "prompts": hash_of_tokens([tokens for tokens, _ in prompts]),
+        "max_tokens": settings.prompt.max_tokens,
+        "extra_eos_token": [*settings.model.extra_eos_token],
+    }
+
+
+def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Calibration:
+    """Thresholds from entropies along what the model writes: for kickdown of every gear on the way to the top one, for
+    route of a model that does not change gear.
+
+    Args:
+        place: of the journal, if there is one.
+
+    Raises:
+        GearbxError: gears that need no threshold.
+    """
+    texts = prompts_of(settings.calibration)
+    wanted = JustGears(settings.model, settings.layout, settings.gears)
+    asked = decide(wanted).ladder
+    if len(asked) < 2:
+        raise GearbxError(f"--gears {asked}: one gear has no thresholds; give two or more")
+    loaded = Loaded.of(wanted)
+    loaded.check_gears()
+    ladder = loaded.decision.ladder  # of a quantized model its own codes'
+    shares, vocab_size = settings.calibration.shares_of(len(ladder)), vocabulary(loaded.model)
+    prompts = encoded(texts, settings.prompt, loaded.tokenizer, loaded.config)
+    inputs = inputs_of(settings, loaded.decision, prompts)
+    gate: dict[str, Any]
+    if settings.calibration.mode == KICKDOWN:
+        gearbox, gate = loaded.gearbox(), {"window": 1, "hysteresis": 0.0, "min_gear_duration": 1, "mode": KICKDOWN}
+        climbing = GearedModel(gearbox, rule=lambda entropy, position, gear: True)
+        journal = Journal(place, inputs | {"native": gearbox.kernels.native}, list[tuple[float, ...]])
+        entropies = recorded(journal, prompts, partial(climbed_entropies, climbing, loaded.tokenizer))
+        thresholds, reached = calibration.kickdown_thresholds([found for text in entropies for found in text], shares)
+    else:
+        gate = vars(settings.gate)
+        observer = Observer(loaded.model, ladder, dtype=settings.model.dtype)
+        journal = Journal(place, inputs, list[float])
+        entropies = recorded(journal, prompts, partial(generated_entropies, observer, loaded.tokenizer))
+        thresholds, reached = calibration.share_thresholds(entropies, shares, vocab_size, **gate)
+    file = ThresholdFile(
+        thresholds=list(thresholds),
+        vocab_size=vocab_size,
+        model=loaded.name,
+        method=SHARE,
+        gears=[gear.bits for gear in ladder],
+        tokens=sum(map(len, entropies)),
+        shares=reached,
+        fingerprint=model_fingerprint(loaded.model),
+        **gate,
+    )
+    line = f"{', '.join(f'{threshold:.3f}' for threshold in thresholds)} bits"
+    put = ", ".join(f"{gear.name} {share:.0%}" for gear, share in zip(ladder, reached))
+    note = f"{file.tokens} tokens; with these thresholds the gate puts {put} of them in each gear"
+    return Calibration(file, line, note)
+
+
+def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[Any]]) -> list[Any]:
+    """What is recorded of the text after each prompt, or was by an earlier run."""
+    with terminal.progress_bar() as progress:
+        numbered: Iterable[Any] = enumerate(progress.track(prompts, description="prompts"))
+        return [journal.made(f"prompt {number}", partial(record, *prompt)) for number, prompt in numbered]
+
+
+def climbed_entropies(climbing: GearedModel, tokenizer: Any, tokens: list[int], length: int) -> list[tuple[float, ...]]:
+    """Bits of every generated token in every gear."""
+    source = sampled(climbing, tokenizer, tokens, lambda: climbing.step, max_tokens=length)
+    return [token.step.entropies for _, token in source]
+
+
+def generated_entropies(observer: Observer, tokenizer: Any, tokens: list[int], length: int) -> list[float]:
+    """Bits of every generated token; the model does not change gear."""
+    responses = stream_generate(observer.model, tokenizer, tokens, length, mode="telemetry-only", gearbox=observer)
+    return [response.entropy for response in responses]
 
 
 def run(settings: CalibrateSettings) -> int:

@@ -1,25 +1,211 @@
 """Talk with a model in gears, or with two that take turns: what is typed is a message, or a command with a slash."""
 
+import contextlib
 import json
+import os
 import shlex
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import platformdirs
 
 from ..cli import terminal
 from ..cli.parser import nearest
 from ..cli.prompt import check_unicode
-from ..cli.signals import Interrupted, caught
+from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
 from ..errors import GearbxError, OutputLost
 from ..files.writing import check_writable, write_text
 from . import ChatSettings
-from .lines import FILES, Lines, Words, check_open, lines_of
-from .models import ChatModel, GearedChat, PairChat
-from .session import Session
+from .session import ChatModel, GearedChat, PairChat, Session
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+PROMPT = ">> "
+INSTALL = "without prompt_toolkit lines are not edited; install it with pip install prompt_toolkit"
+Words = Sequence[str]
+FILES: Words = ("FILES",)  # stands for the names of files
+
+
+class PlainLines:
+    """Lines as they come, from a pipe for instance. `interactive`: a person types at a terminal."""
+
+    def __init__(self, interactive: bool):
+        self.interactive = interactive
+
+    def read(self) -> str | None:
+        """The next message, without the end of its line; None: there are no more.
+
+        Raises:
+            GearbxError: a line that is not text; further lines can be read.
+            Interrupted: Ctrl-C was typed.
+        """
+        if self.interactive:
+            print(PROMPT, end="", file=sys.stderr, flush=True)
+        try:
+            line = sys.stdin.buffer.readline()  # as bytes: one wrong line must not take the next ones with it
+        except OSError as error:
+            raise OSError(f"standard input cannot be read ({error.strerror})") from error
+        if not line:
+            if self.interactive:
+                print(file=sys.stderr)
+            return None
+        try:
+            return line.decode().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise GearbxError(f"this line is not UTF-8 text ({error.reason}); convert it") from error
+
+
+class EditedLines:
+    """Lines with editing, history and completion. Raises ImportError without prompt_toolkit."""
+
+    interactive = True
+
+    def __init__(self, words: Mapping[str, Words], history: Path | None):
+        self._session = session(words, history)
+
+    def read(self) -> str | None:
+        try:
+            with as_it_was(), ended_by_signals(self._session) as check:
+                return self._session.prompt(pre_run=check)
+        except EOFError:
+            return None
+
+
+Lines = PlainLines | EditedLines
+
+
+def check_open() -> None:
+    """Raises GearbxError where no line can come."""
+    if sys.stdin is None:
+        raise GearbxError("standard input is closed; type into a terminal, or pipe lines into the chat")
+
+
+def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
+    """Standard input, which is open.
+
+    Args:
+        words: what Tab completes: a word at the beginning of the line, and those that may follow it.
+        history: remember lines in a file of the user's.
+    """
+    interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
+    if interactive:
+        try:
+            return EditedLines(words, history_file() if history else None)
+        except ImportError:
+            terminal.note(INSTALL)
+    return PlainLines(interactive)
+
+
+@contextlib.contextmanager
+def as_it_was() -> Iterator[None]:
+    """Whatever ends the context, the terminal is as before it: a signal may end prompt_toolkit while it cleans up."""
+    import termios
+
+    attributes = termios.tcgetattr(sys.stdin)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal was closed
+            termios.tcsetattr(sys.stdin, termios.TCSANOW, attributes)
+
+
+@contextlib.contextmanager
+def ended_by_signals(session: "PromptSession[str]") -> Iterator[Callable[[], None]]:
+    """Let a signal that ends the run first end the line that is typed; the signal's own handler runs after that.
+
+    That raises an exception, which can take a step of a task from asyncio's loop: it waits for such a task for ever.
+
+    Yields:
+        what is called once the line can be typed, for a signal that came before.
+    """
+    received: list[int] = []
+    before = {number: signal.getsignal(number) for number in ENDING if number != signal.SIGINT}  # Ctrl-C is a key
+    handlers: dict[int, Any] = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def leave() -> None:
+        if received and session.app.future is not None and not session.app.future.done():
+            session.app.exit(exception=KeyboardInterrupt)
+
+    def note(number: int, frame: object) -> None:
+        received.append(number)
+        if session.app.loop is not None:
+            session.app.loop.call_soon_threadsafe(leave)
+
+    for number in handlers:
+        signal.signal(number, note)
+    try:
+        yield leave
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in received:
+            handlers[number](number, None)
+
+
+def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[str]":
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.history import FileHistory
+    from prompt_toolkit.output import create_output
+    from prompt_toolkit.shortcuts import CompleteStyle
+
+    class UserHistory(FileHistory):
+        """Lines that were typed, with any characters; one that cannot be written is not remembered."""
+
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):
+                super().store_string(string.encode(errors="replace").decode())
+
+    class CommandCompleter(Completer):
+        """The first word of a line, and then what belongs to it."""
+
+        def get_completions(self, document: Document, complete_event: Any) -> Any:
+            first, space, rest = document.text_before_cursor.partition(" ")
+            if not space:
+                yield from matching(first, words) if first.startswith("/") else ()
+            elif words.get(first) is FILES:
+                yield from PathCompleter(expanduser=True).get_completions(Document(rest), complete_event)
+            else:
+                yield from matching(rest, words.get(first, ()))
+
+    def matching(begun: str, offered: Iterable[str]) -> Iterator[Completion]:
+        return (Completion(f"{word} ", -len(begun), word) for word in offered if word.startswith(begun))
+
+    return PromptSession(
+        PROMPT,
+        history=None if history is None else UserHistory(str(history)),
+        completer=CommandCompleter(),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,  # else empty lines below wait for a menu
+        interrupt_exception=Interrupted,
+        output=create_output(always_prefer_tty=True),
+    )
+
+
+def history_file() -> Path | None:
+    """The user's file of lines that were typed, which no other user can read; None where there cannot be one."""
+    path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.fchmod(handle, 0o600)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        terminal.note(f"{path}: cannot be written ({error.strerror}); lines are not remembered")
+        return None
+    return path
+
 
 KEYS = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
 

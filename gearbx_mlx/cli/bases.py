@@ -74,7 +74,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
     Warns:
         GearbxWarning: a file that is shorter than one such piece.
     """
-    from ..evaluation.text import read_documents  # few runs need it
+    from ..evaluation.predictions import read_documents  # few runs need it
 
     encoded = [tokenizer.encode(text) for text in read_documents(Path(file) if file else SHIPPED / "text.jsonl")]
     requests = [] if file else requests_of(tokenizer)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
 from ..decoding.modes import MODES, PAIR, SETTINGS, flags_of_mode
-from ..errors import GearbxError, about
+from ..errors import LARGEST_SHOWN, GearbxError, about
 from ..files.writing import check_writable
 from ..formats import (
     CODEBOOKS,
@@ -36,7 +36,8 @@ from ..gears.ladder import (
 )
 from ..kernels import ACTIVATIONS, DEVICES, KERNELS
 from ..routing.gates import DEFAULT_POLICY
-from ..settings import Settings, check_choice, flag, flag_of, parse_bytes
+from ..serving import DEFAULT_TIMEOUT
+from ..settings import Settings, check_choice, flag, flag_of, given, parse_bytes
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
@@ -550,3 +551,57 @@ def check_pair(settings: GearedSettings, further: Mapping[str, object] = Mapping
             raise GearbxError(f"{flag_of(name)} is for one model; leave it out with --small-model")
     own = {item.name: given[name] for name, item in flags_of_mode(PAIR).items() if name in given}
     SETTINGS[PAIR](**own)
+
+
+KEY = "OPENAI_API_KEY"
+
+
+@dataclass(frozen=True)
+class OtherServerSettings(Settings):
+    """A server, and the model to ask there; without one, the model is loaded here."""
+
+    title: ClassVar[str] = "another server"
+
+    server: str | None = flag(
+        None,
+        "URL of an API like OpenAI's, such as http://127.0.0.1:8080/v1, whose models are asked in place of --model.",
+        metavar="URL",
+        named=True,
+    )
+    server_model: str | None = flag(
+        None,
+        "The model's name there. For the command server two or more, with commas between, the first with the fewest "
+        "bits. Default: the only one",
+        metavar="NAME",
+        named=True,
+    )
+    server_api_key: str | None = flag(
+        None, f"Default: that of the environment, {KEY}", metavar="KEY", named=True, rare=True
+    )
+    server_timeout: float = flag(
+        DEFAULT_TIMEOUT,
+        "Seconds to wait for a whole answer, or for a stream's next token.",
+        least=0.01,
+        most=1e6,
+        rare=True,
+    )
+    vocab_size: int | None = flag(
+        None,
+        "Length of the model's logits, on which the upper bounds depend. Default: what the server says",
+        least=2,
+        most=LARGEST_SHOWN,
+    )
+
+    @property
+    def key(self) -> str | None:
+        return self.server_api_key if self.server_api_key is not None else os.environ.get(KEY) or None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The names between the commas."""
+        return tuple(name.strip() for name in (self.server_model or "").split(",") if name.strip())
+
+    def check_named(self) -> None:
+        """Raises GearbxError for a flag of a server that is not named."""
+        for name in given(self, OtherServerSettings()) if self.server is None else ():
+            raise GearbxError(f"{flag_of(name)} is for a server; name it with --server")

@@ -18,9 +18,8 @@ from typing import Any, NoReturn, cast
 from rich.console import Console
 
 from ..errors import GearbxError, OutputLost
-from ..ranks.meeting import MeetingRefused, meet
 from ..ranks.place import Place, begin, place_here
-from ..ranks.watch import RankWatch, RunEnded
+from ..ranks.watch import MeetingRefused, RankWatch, RunEnded, meet
 from . import signals, terminal
 from .flags import choose_device
 from .signals import Stderr
@@ -37,11 +36,14 @@ def command(name: str, extra: str = "") -> Callable[[], None]:
         extra: of the package, which the command needs.
     """
 
+    def parse() -> Any:
+        return import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings()
+
     def body_of(settings: Any) -> Callable[[Any], int | None]:
         with needing(extra, name):
             return cast(Callable[[Any], int | None], import_module(f"gearbx_mlx.{name}.run").run)
 
-    return lambda: start(name, lambda: import_module(f"gearbx_mlx.{name}").setup_arg_parser().settings(), body_of)
+    return partial(start, name, parse, body_of)
 
 
 @contextlib.contextmanager
@@ -74,10 +76,10 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
         body = body_of(settings)
         import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU before work begins
         with import_module("gearbx_mlx.kernels.device").wired_memory():
-            return signals.run_to_end(lambda: body(settings))
+            return signals.run_to_end(partial(body, settings))
 
     signals.end_at_once()
-    terminal.run(lambda: together(name, run))
+    terminal.run(partial(together, name, run))
 
 
 def call(command: str, function: str, settings: Any) -> Any:

@@ -12,9 +12,8 @@ from ..kernels.dispatch import STOCK
 from ..kernels.tuner import FAILED, Times
 from ..routing.pair import NAMES
 from ..settings import human_bytes
-from ..telemetry.report import UNDECIDED
 from ..telemetry.summary import Tally, kv_rows
-from ..telemetry.trace import gear_color
+from ..telemetry.trace import UNDECIDED, gear_color
 
 BETWEEN = " · "
 

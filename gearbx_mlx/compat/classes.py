@@ -1,19 +1,32 @@
-"""Classes of mlx-lm and MLX: known by their code, given other functions, and exchanged under a module.
+"""Names and classes of mlx-lm and MLX that no documentation promises.
 
+- Names that begin with an underscore, each behind a function of ours.
 - mlx-lm has many copies of the same class. They are known by the bytecode of their `__call__` (`code_of`).
 - Its models call functions by names in their modules. A subclass has the same code with other functions in their place
   (`calling`): nothing in mlx-lm is changed.
 - An `nn.Module` is a dictionary of arrays and modules with attributes beside it. So a module of one class becomes one
   of another over the same arrays (`as_class`), or for a while in its own place (`of_classes`), where gearboxes find it.
+- Some classes read the weight of a module in their own code, instead of calling it. The text of their functions says so
+  (`readers`). A function whose text is not to be had counts as one that reads the weight of every module that it names.
+- Some modules compile steps for themselves: such a step keeps the weights of the gear in which it first ran
+  (`CompiledSteps`).
 """
 
+import ast
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType
+import inspect
+import sys
+import textwrap
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+
+from ..errors import GearbxError
+from .versions import untested
 
 Code = tuple[Any, ...]
 ORIGIN = "mlx_lm_class"  # attribute of a class that stands for one of mlx-lm's: that class
@@ -107,3 +120,122 @@ def modules_of(model: nn.Module) -> Iterator[nn.Module]:
 def become(module: Any, kind: Any) -> None:
     """Make an object one of another class from now on: a subclass of its own, or that class again."""
     object.__setattr__(module, "__class__", kind)
+
+
+def frequencies_of(rope: Any) -> mx.array:
+    """Positions per radian of mlx-lm's Llama3RoPE, (dims / 2,)."""
+    return rope._freqs
+
+
+def generation_stream() -> Any:
+    """The stream on which mlx-lm generates, which it chooses when it is imported; None before."""
+    return getattr(sys.modules.get("mlx_lm.generate"), "generation_stream", None)
+
+
+def model_classes(config: dict) -> Any:
+    """The class of a model's type and that of its arguments. Raises whatever mlx-lm does for a type that it lacks."""
+    from mlx_lm.utils import _get_classes
+
+    return _get_classes(config)
+
+
+def own_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer of transformers inside of mlx-lm's wrapper."""
+    return getattr(tokenizer, "_tokenizer", tokenizer)
+
+
+# Methods that run before or beside generation.
+ELSEWHERE = {"__init__", "_extra_repr", "sanitize", "shard", "fuse", "from_base", "to_quantized", "to_lora"}
+ADAPTERS = "mlx_lm.tuner"  # whose layers are parts of adapters
+
+
+def readers(model: nn.Module) -> dict[str, str]:
+    """Path of a module to the name of a class whose code reads the module's `weight` instead of calling the module.
+
+    Such a module cannot be replaced by one with a packed weight.
+    """
+    modules = dict(model.named_modules())
+    read = {kind: weights_read_by(kind) for kind in {type(module) for module in modules.values()}}
+    found = {}
+    for path, module in modules.items():
+        for chain in read[type(module)]:
+            target = f"{path}.{chain}".lstrip(".")
+            if target in modules:
+                found[target] = type(module).__name__
+    return found
+
+
+def weights_read_by(kind: type[nn.Module]) -> set[str]:
+    """Paths, below a module, of the modules whose weights the code of its class reads."""
+    if kind.__module__.startswith(ADAPTERS):
+        return set()
+    functions = inspect.getmembers(kind, inspect.isfunction)
+    return {chain for name, function in functions if name not in ELSEWHERE for chain in chains(function)}
+
+
+def chains(function: FunctionType) -> Iterator[str]:
+    """The x.y of every self.x.y.weight in a function, and in functions within it."""
+    named = names_in(function.__code__)
+    if "weight" not in named:  # few functions know the name, and to read a text takes long
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        yield from named
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr == "weight":
+            *inner, first = reversed(ast.unparse(node.value).split("."))
+            if first == "self" and inner:
+                yield ".".join(reversed(inner))
+
+
+def names_in(code: CodeType) -> set[str]:
+    """The names that a function and those within it use."""
+    within = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return {*code.co_names}.union(*within)
+
+
+STEP = "_step"  # where mlx-lm's classes keep them: kimi_k3, on Metal
+COMPILED = type(mx.compile(lambda: None))
+
+
+class CompiledSteps:
+    """The compiled steps of a model, of each gear its own."""
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._modules = [module for module in model.modules() if STEP in vars(module)]
+        self._steps: dict[Hashable, list[Any]] = {}
+
+    def change(self, before: Hashable, gear: Hashable) -> None:
+        """Put the steps of a gear into the model: those that it had there, or none, so that they are compiled again.
+
+        Raises:
+            GearbxError: a version of mlx-lm that is not tested keeps steps in other places.
+        """
+        for path, module in self._model.named_modules() if untested() else ():
+            for name, value in vars(module).items():
+                if isinstance(value, COMPILED) and name != STEP:
+                    raise GearbxError(f"{path} keeps a compiled step of one gear as {name}: {untested()}")
+        self._steps[before] = [getattr(module, STEP) for module in self._modules]
+        self._put(self._steps.get(gear, [None] * len(self._modules)))
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """In the block there are none, and what is compiled in it is forgotten."""
+        steps = [getattr(module, STEP) for module in self._modules]
+        try:
+            self._put([None] * len(steps))
+            yield
+        finally:
+            self._put(steps)
+
+    def forget(self) -> None:
+        """Have all steps compiled again: gears have other layers from now on."""
+        self._steps.clear()
+        self._put([None] * len(self._modules))
+
+    def _put(self, steps: list[Any]) -> None:
+        for module, step in zip(self._modules, steps):
+            setattr(module, STEP, step)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..bit_selection.defaults import LAZY, STRICT, Floors
+from ..bit_selection import LAZY, STRICT, Floors
 from ..cli.flags import LayerSettings, device_flag
 from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command

@@ -4,27 +4,263 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub import HfApi
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from mlx.utils import tree_map_with_path
 
+from ..bit_selection import Floors
+from ..bit_selection.codebook_selection import select_bits, selection_as_dict, selection_lines
+from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
+from ..bit_selection.precision import fit as fit_precision
+from ..cli.bases import Base, answered, key_of, make_base, show_rounded, text_of
+from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
-from ..cli.terminal import counting, messages, note
-from ..conversion.model_card import AFFINE, CARD, Provenance, provenance, table_card, write_table
-from ..conversion.restoring import Restorer, original_of, write_original
+from ..cli.prompt import HARD, TRIVIAL, read_prompts
+from ..cli.terminal import counting, escaped, messages, note, progress_bar
+from ..conversion.converter import BASE_FILE, Converter, Plan
+from ..conversion.model_card import (
+    AFFINE,
+    CARD,
+    Provenance,
+    gear_sizes,
+    geared_card,
+    provenance,
+    share,
+    table_card,
+    write_table,
+)
+from ..conversion.original import (
+    REPORT,
+    OriginalFiles,
+    Restorer,
+    check_names,
+    copy_companions,
+    original_of,
+    weights_in,
+    write_config,
+    write_original,
+)
+from ..decoding.route import SHORT_PROMPTS
 from ..errors import GearbxError, about, one_line
-from ..files.writing import new_directory
-from ..formats import get_format
+from ..files.writing import new_directory, write_text
+from ..formats import CODES, get_format
+from ..gears.activations import DTYPES
 from ..gears.discovery import Layer, is_quantized
-from ..gears.manifest import ORIGINAL_FILE, RESTORE
+from ..gears.in_place import OwnCodes, own_codes
+from ..gears.ladder import EMBEDDINGS
+from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, RESTORE, Manifest
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
-from ..loading import DEMO_MODEL, find, gears_of, load
+from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from ..settings import human_bytes
-from . import ConvertSettings
-from .gears import write_gears
+from ..telemetry.summary import as_json
+from . import BudgetSettings, ConvertSettings
+
+Loads = Callable[..., tuple[nn.Module, Any]]
+"""Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
+
+
+def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Provenance) -> None:
+    """Fill the directory `work`.
+
+    Raises:
+        GearbxError: a model that cannot be read or cannot come back, or whose codes have one gear.
+        OSError: the directory cannot be written.
+    """
+    conversion, trusted = settings.conversion, settings.conversion.trust_remote_code
+    model, tokenizer = load_cast(source, conversion.dtype, trusted, lazy=True)
+    with about(model_name(conversion.model)):
+        codes = codes_to_keep(model, settings)
+    if get_format(settings.layout.chosen_format).ladders:
+        check_names(source)
+    copy_companions(source, work)
+    precision = None if conversion.manifest is None else precision_of(settings, conversion.manifest, model)
+    plan = plan_of(settings, precision)
+    if codes is not None:
+        gears = tuple(gear.bits for gear in codes.chosen(settings.layout.gears))
+        plan = replace(plan, format=CODES, gears=gears, group_size=codes.group_size, embeddings=EMBEDDINGS[1])
+    if settings.quality is not None:
+        original = partial(load_cast, source, conversion.dtype, trusted)
+        plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
+    base = None
+    if conversion.calibrate is not None:
+        original = partial(load_cast, source, conversion.dtype, trusted)
+        base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
+    converter = Converter(model, plan, work, base.layers if base else None)
+    try:
+        files = open_original(source) if get_format(plan.format).ladders else None
+        converter.wanted = {*files.hashes.values()} if files else set()
+        with counting("converting", converter.size, in_bytes=True) as advance:
+            for size in converter:
+                advance(size)
+        manifest = converter.finish(files.keep(converter.views, work) if files else None)
+    except RuntimeError as error:  # of MLX, reading what is not there any more
+        raise GearbxError(f"{source}: cannot be read ({one_line(error)}); download it again") from error
+    finally:
+        converter.close()
+    write_config(source, work, converter.quantization())
+    if precision is not None:
+        write_text(work / PRECISION, precision.as_json())
+    write_geared_card(converter, manifest, work, origin, files.size if files else None)
+
+
+def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
+    """The codes of a model that is quantized already, which its top gear keeps; None for another model.
+
+    Raises:
+        GearbxError: a flag for what is made of original weights; codes of which there is no lower gear.
+    """
+    codes, conversion = own_codes(model), settings.conversion
+    if codes is None:
+        return None
+    flags = {
+        "--dtype": conversion.dtype,
+        "--embeddings": conversion.embeddings,
+        "--calibrate": conversion.calibrate is not None,
+        "--manifest": conversion.manifest,
+        "the floors": settings.quality,
+    }
+    if len(ladder_of_codes(codes, settings.layout, flags)) == 1:
+        raise GearbxError(f"there is no lower gear to write; without conversion {codes.told()}")
+    return codes
+
+
+def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+    """Return the base: as an earlier run made and kept it, or made now.
+
+    Args:
+        file: of the text; "": what ships, with answers that a copy of the model writes.
+
+    Raises:
+        GearbxError: no text, or a layout whose lowest gear leaves no choice.
+    """
+    text, format = text_of(tokenizer, file), get_format(plan.format)
+    key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
+    base = key.find()
+    if base is None:
+        with progress_bar() as progress:
+            texts = list(text.texts)
+            if text.requests:
+                texts += answered(*original(lazy=False), text.requests, progress)
+            base = make_base(model, key, format, texts, progress)
+        show_rounded(base)
+    return base
+
+
+def open_original(source: Path) -> OriginalFiles:
+    """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
+        files = OriginalFiles(source, progress=advance)
+    _, lost = files.others
+    if lost and source != DEMO_MODEL:  # whose own files ship
+        note(f"--restore will not bring back {escaped(', '.join(lost))}, which mlx-lm does not read")
+    return files
+
+
+def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
+    """The precision manifest that is to lie beside the gears.
+
+    Raises:
+        GearbxError: it cannot be read, is another model's, or was measured with another format or group size.
+    """
+    manifest = read_precision(Path(file))
+    settings.layout.filled(manifest, f"{file} was measured with")
+    with about(file):
+        _, _, missing = fit_precision(manifest, model)
+    for path in missing:
+        note(f"{file}: has no {path}, which is capped last")
+    if manifest.gears:
+        note(f"{file}: its tables stay in the file; every layer has the bits of the gear")
+    return manifest
+
+
+def plan_of(settings: ConvertSettings, precision: PrecisionManifest | None) -> Plan:
+    """Return what to write, before the bits of every layer are found."""
+    return Plan(
+        **settings.layout.filled(precision, "the manifest was measured with"),
+        gears=tuple(gear.bits for gear in settings.ladder),
+        embeddings=settings.conversion.embeddings or EMBEDDINGS[0],
+    )
+
+
+def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work: Path) -> dict[str, int]:
+    """Return path to bits, as floors or a budget say, after writing a report into `work`."""
+    lazy = isinstance(quality, Floors)  # of layers that are read one by one, one is in memory at a time
+    model, tokenizer = original(lazy=lazy)
+    report: dict[str, Any] = {}
+    with progress_bar() as progress:
+        if isinstance(quality, BudgetSettings):
+            prompts = SHORT_PROMPTS + TRIVIAL + HARD if quality.prompts is None else read_prompts(Path(quality.prompts))
+            limits = Limits(quality.memory_budget, quality.target_bpw, reserve_for(quality, model))
+            found = fit_floors(model, tokenizer, plan.format, plan.manage, prompts, limits, progress)
+            selection, report["points"] = found.best.selection, point_rows(found)
+            messages.print(points_table(found))
+        else:
+            selection = select_bits(model, plan.format, plan.manage, quality, progress, give_up=True)
+    for line in selection_lines(selection):
+        note(line)
+    write_text(work / REPORT, as_json(selection_as_dict(selection) | report))
+    return dict(selection.bits)
+
+
+def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
+    """Bytes of a budget in memory that are for generation; prints what they are for."""
+    if budget.memory_budget is None:
+        return 0
+    given = budget.reserved()
+    if given is not None:
+        note(f"reserve: {human_bytes(given)} beside the weights, as given")
+        return given
+    reserve = measure_reserve(model)
+    cache, rest = human_bytes(reserve.cache), human_bytes(reserve.activations)
+    note(
+        f"reserve: {cache} for keys and values of {reserve.tokens} tokens, {rest} for activations; --reserve changes it"
+    )
+    return reserve.bytes
+
+
+def load_cast(source: Path, dtype: str | None, trusted: bool, lazy: bool) -> tuple[nn.Module, Any]:
+    """Model and tokenizer, with the weights in a type, as mlx_lm.convert casts them; None: in their own."""
+    model, tokenizer = load(source, lazy=lazy, trust_remote_code=trusted)
+    if dtype is not None:
+        wanted = getattr(model, "cast_predicate", lambda name: True)
+
+        def cast(name: str, array: mx.array) -> mx.array:
+            return array.astype(DTYPES[dtype]) if wanted(name) and mx.issubdtype(array.dtype, mx.floating) else array
+
+        model.update(tree_map_with_path(cast, model.parameters()))
+    return model, tokenizer
+
+
+def write_geared_card(
+    converter: Converter, manifest: Manifest, work: Path, origin: Provenance, original: int | None
+) -> None:
+    """Write the model card, and print the sizes of the files.
+
+    Args:
+        original: bytes of the original's weights, if they can come back.
+    """
+    sizes = {name: place.size for file in converter.files.values() for name, place in file.places.items()}
+    gears = gear_sizes(manifest, sizes)
+    names = [BASE_FILE, GEARS_FILE] if original is None else [BASE_FILE, GEARS_FILE, ORIGINAL_FILE]
+    files = {name: (work / name).stat().st_size for name in names}
+    (work / CARD).write_text(geared_card(manifest, gears, files, origin, original), encoding="utf-8")
+    base, others, *kept = map(human_bytes, files.values())
+    runs = "which mlx-lm runs" if manifest.stock else "which mlx-lm does not run: it does not know the format"
+    note(f"base {base}, {runs}; other gears {others}")
+    for path, reason in converter.larger.items():
+        note(f"{path}: stays dense, since it {reason}")
+    if original is not None:
+        total = sum(files.values())
+        note(f"original: {kept[0]} beside its parameters; together {human_bytes(total)}, {share(total, original)}")
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
@@ -94,9 +330,6 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
     conversion = settings.conversion
     out = destination(conversion.mlx_path)
     check_repository(conversion.upload_repo)
-    half = out.with_name(out.name + ".incomplete")
-    if half.is_dir():
-        note(f"{half}: half a conversion by an earlier version, which nothing goes on with; remove it")
     if conversion.restore is None:
         fill = filling_gears(settings, out)
     else:

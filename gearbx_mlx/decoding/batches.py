@@ -27,7 +27,7 @@ from mlx_lm.generate import GenerationBatch
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..compat.arrays import OwnRandomState
-from ..compat.batches import GearedPrompts, GearedTokens, StagedGenerator
+from ..compat.loops import GearedPrompts, GearedTokens, StagedGenerator
 from ..errors import GearbxError, one_line
 from ..files.model_directory import context_length
 from ..gears.gearbox import Gearbox, Observer

@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
-from ..compat.caches import counted, offset_of
+from ..compat.loops import counted, offset_of
 from ..errors import GearbxError
 from ..formats.kv_cache import KVGears, NestedKVCache, group_for
 from ..gears.gearbox import Gearbox, Observer

@@ -23,7 +23,7 @@ from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..compat.arrays import dtype_name
-from ..compat.names import generation_stream
+from ..compat.classes import generation_stream
 from ..errors import GearbxError, GearbxWarning
 from ..gears.gearbox import Gearbox, Observer, attached
 from ..gears.in_place import own_codes, without_gears

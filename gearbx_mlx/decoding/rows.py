@@ -27,9 +27,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ChunkedKVCache, RotatingKVCache
 
 from ..compat.arrays import dtype_name
-from ..compat.caches import cut_window
 from ..compat.classes import modules_of, of_classes
 from ..compat.latent_attention import has_latent_attention, one_token_class
+from ..compat.loops import cut_window
 from ..compat.versions import is_tested
 from ..errors import GearbxWarning
 from ..formats.block import KeptParts, PassParts, pass_logits, pass_parts

@@ -19,20 +19,22 @@ from ..decoding.mode import thresholds_for
 from ..decoding.modes import made
 from ..decoding.route import Route
 from ..errors import GearbxError
-from ..evaluation.metrics import quality
 from ..evaluation.predictions import (
     KickdownPolicy,
     Policy,
     Recording,
     RoutePolicy,
     TextPrediction,
+    check_windows,
     driven,
     joined,
+    quality,
     read_at_once,
+    read_documents,
     read_per_token,
     record,
+    windows_of,
 )
-from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
 from ..files.writing import make_directory, write_text
 from ..gears.discovery import vocabulary
@@ -40,9 +42,8 @@ from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
 from ..routing.gates import Monitor
-from ..telemetry.report import get_pyplot, save
 from ..telemetry.summary import as_json, finite
-from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE
+from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
 from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 2

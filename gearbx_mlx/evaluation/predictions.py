@@ -1,23 +1,143 @@
 """A model's predictions along a text, in one gear or in a mode that shifts, and how far they are from the top gear's.
 
-A text is read on a real KV cache, which keeps the entries that a low gear writes.
+A text is read on a real KV cache, which keeps the entries that a low gear writes. The figures are llama.cpp's:
+perplexity and its ratio, mean, median and far quantiles of KL, same top token. KL is in nats, entropy in bits.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+from msgspec import Struct
 
 from ..decoding.caches import Snapshot
+from ..decoding.mode import check_known
+from ..errors import GearbxError
+from ..files.reading import json_lines, read_text
+from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 from ..routing.gates import RUN_AHEAD, Gate, Monitor
-from .metrics import entropy_of_logprobs, kl_divergence, log_softmax
+
+GIVE = "give UTF-8 text or JSON Lines"
+PROMPT = "Question: {question}\nAnswer:"
+
+
+class TextRow(Struct, frozen=True):
+    """A line of JSON Lines."""
+
+    text: str | None = None
+    question: str | None = None
+    answer: str | None = None
+
+
+def read_documents(path: Path) -> list[str]:
+    """A text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
+
+    Raises:
+        GearbxError: a file that cannot be read, is empty, or has a line that is not such an object.
+    """
+    if path.suffix in (".jsonl", ".json"):
+        return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
+    text = read_text(path, "text", GIVE)
+    if not text.strip():
+        raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as in GSM8K")
+    return [text]
+
+
+def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[str, str]]:
+    """The objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
+
+    Raises:
+        GearbxError: as read_documents; `fields` are those that each line must have.
+    """
+    choices = [fields] if fields else [("text",), ("question", "answer")]
+    rows = []
+    for number, row in json_lines(path, read_text(path, "text", GIVE), TextRow, GIVE):
+        filled = {name for name in TextRow.__struct_fields__ if (getattr(row, name) or "").strip()}
+        names = next((names for names in choices if filled.issuperset(names)), None)
+        if names is None:
+            shown = " or ".join(" and ".join(repr(name) for name in names) for names in choices)
+            raise GearbxError(f"{path}, line {number}: no field {shown} with text in it")
+        rows.append({name: getattr(row, name) for name in names})
+    if not rows:
+        raise GearbxError(f"{path}: is empty; give one JSON object per line, as in GSM8K")
+    return rows
+
+
+def windows_of(
+    tokenizer: Any, documents: list[str], context: int, tokens: int, name: str, prompt: int = 0
+) -> list[list[int]]:
+    """Windows of tokens, with `tokens` predictions in all, or as many as the text has.
+
+    A single document is cut into windows that follow each other; several documents are one window each, cut to the
+    context. Where the tokenizer puts a token before a text, every window begins with it.
+
+    Args:
+        context: the most tokens in a window.
+        name: of the text, for the error.
+        prompt: how many tokens at the beginning of each window are read, and not predicted.
+
+    Raises:
+        GearbxError: a single text that is shorter than a window, or nothing to predict.
+    """
+    if context < 2:
+        raise GearbxError(f"a context of {context} tokens predicts nothing; give 2 or more")
+    encoded = [encode(tokenizer, document) for document in documents]
+    if len(encoded) == 1:
+        if len(encoded[0]) < context:
+            raise GearbxError(
+                f"{name}: {len(encoded[0])} tokens are fewer than a window of {context}; "
+                f"give more text, or --context {max(len(encoded[0]), 2)}"
+            )
+        encoded = stretches(encoded[0], context, beginning(tokenizer))
+    windows, left = [], tokens
+    for sequence in encoded:
+        window = sequence[: min(context, prompt + left + 1)]
+        if len(window) > prompt + 1:
+            windows.append(window)
+            left -= len(window) - prompt - 1
+        if left <= 0:
+            break
+    if not windows:
+        raise GearbxError(f"{name}: no document has {prompt + 2} tokens, and fewer predict nothing; give more text")
+    return windows
+
+
+def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str) -> None:
+    """Raises GearbxError for a token that the model does not know: its tokenizer is not the model's.
+
+    Args:
+        name: of the text.
+    """
+    check_known(name, [token for window in windows for token in window], vocabulary(model))
+
+
+def encode(tokenizer: Any, document: str) -> list[int]:
+    """Tokens of a text. It may be longer than the model's context, since it will be cut."""
+    return list(tokenizer.encode(document, verbose=False))
+
+
+def beginning(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer puts before a text."""
+    token = getattr(tokenizer, "bos_token_id", None)
+    return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
+
+
+def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
+    """A text cut into windows of at most `context` tokens, each with the tokens of `begin` before it."""
+    body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
+    size = context - len(begin)
+    return [begin + body[start : start + size] for start in range(0, len(body), size)]
+
 
 AT_ONCE = 16  # tokens in a pass: as many as native kernels take
 
@@ -235,3 +355,59 @@ def read_per_token(gearbox: Gearbox, used: Sequence[Gear], recording: Recording)
     of_gears = np.array([costs.get(gear.bits, (0, 0)) for gear in gearbox.ladder]).T
     weight_bytes, bits = (float((recording.passes @ each).mean()) for each in of_gears)
     return weight_bytes, bits
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the last axis, float64."""
+    z = np.asarray(logits, np.float64)
+    z = z - z.max(axis=-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(axis=-1, keepdims=True))
+
+
+def kl_divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q) = sum p (log p - log q) in nats, from log-probabilities of shape (..., V); at least 0."""
+    possible = np.isfinite(p)  # a token that p never says adds nothing
+    difference = np.subtract(p, q, out=np.zeros(np.broadcast_shapes(p.shape, q.shape)), where=possible)
+    return np.maximum((np.exp(p) * difference).sum(axis=-1), 0.0)
+
+
+def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
+    """H = -sum p log2 p in bits over the last axis, float64, from log-probabilities of shape (..., V).
+
+    `decoding.sampling.entropy_bits` is the same on MLX, from logits as well.
+    """
+    finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
+    return np.maximum(-(np.exp(logprobs) * finite).sum(axis=-1) / math.log(2), 0.0)
+
+
+def quality(
+    nll: np.ndarray, kl: np.ndarray, kl_reverse: np.ndarray, agree: np.ndarray, reference_nll: np.ndarray
+) -> dict[str, float]:
+    """The figures of a policy over n tokens; {} for none. Every argument has shape (n,).
+
+    Args:
+        nll, reference_nll: negative log-likelihoods (nats) under the policy and under the reference.
+        kl, kl_reverse: KL of the reference from the policy, and back (nats).
+        agree: whether both have the same most likely token.
+    """
+    if not len(nll):
+        return {}
+    return {
+        "perplexity": float(np.exp(nll.mean())),
+        "perplexity_ratio": float(np.exp((nll - reference_nll).mean())),
+        **spread("kl", kl),
+        **spread("kl_reverse", kl_reverse),
+        "top1_agreement": float(agree.mean()),
+    }
+
+
+def spread(name: str, values: np.ndarray) -> dict[str, float]:
+    """Mean, median, 99th and 99.9th percentile, maximum."""
+    median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999))
+    return {
+        f"{name}_mean": float(values.mean()),
+        f"{name}_median": float(median),
+        f"{name}_p99": float(p99),
+        f"{name}_p999": float(p999),
+        f"{name}_max": float(values.max()),
+    }

@@ -4,15 +4,16 @@ mlx-lm builds as many layers as config.json asks for, and the libraries do not s
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from msgspec import Meta, Struct
 from safetensors import SafetensorError, safe_open
 
 from ..errors import GearbxError, one_line
-from .reading import parse_python_json, read_as, shown, typed, unreadable
+from .reading import parse_json, parse_python_json, read_as, shown, typed, unreadable
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -110,3 +111,52 @@ def check_json(directory: Path) -> None:
 def parse_object(text: str) -> dict[str, Any]:
     """The content of a JSON object, as Python's json writes it. Raises GearbxError for anything else."""
     return typed(parse_python_json(text), dict[str, Any])
+
+
+ARRAYS, SETTINGS = "adapters.safetensors", "adapter_config.json"
+REMEDY = "give the directory that mlx_lm.lora wrote"
+if TYPE_CHECKING:
+    Kind = str
+else:
+    Kind = Literal["lora", "dora", "full"]
+
+
+class Lora(Struct, frozen=True):
+    """rank: r. scale: of the product. keys: names of the adapted layers; None: all that mlx-lm can adapt."""
+
+    rank: Annotated[int, Meta(ge=1, le=2**16)]
+    scale: float
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    keys: Sequence[str] | None = None
+
+
+class Adapter(Struct, frozen=True):
+    """The settings of an adapter. num_layers: blocks that it changes, counted from the last one; -1 and 0: all."""
+
+    fine_tune_type: Kind = "lora"
+    num_layers: Annotated[int, Meta(ge=-1, le=2**16)] = -1
+    lora_parameters: Lora | None = None
+
+    def __post_init__(self) -> None:
+        if self.fine_tune_type != "full" and self.lora_parameters is None:
+            raise GearbxError("lora_parameters is missing")
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """The settings of an adapter, whose files are complete.
+
+    Raises:
+        GearbxError: no such directory, a pipe or a device in it, files that are missing or damaged.
+    """
+    try:
+        if not directory.is_dir():
+            what = "is a file" if directory.exists() else "the adapter path does not exist"
+            raise GearbxError(f"{directory}: {what}; {REMEDY}")
+        for name in (ARRAYS, SETTINGS):
+            if not os.path.lexists(directory / name):
+                raise GearbxError(f"{directory}: no {name} there; {REMEDY}")
+        count_arrays(directory, ARRAYS)
+    except OSError as error:
+        raise unreadable(directory, error) from error
+    what = "the settings of an adapter"
+    return read_as(directory / SETTINGS, lambda text: typed(parse_json(text), Adapter), what, REMEDY)

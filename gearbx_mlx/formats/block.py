@@ -23,8 +23,8 @@ from mlx_lm.models import gemma3_text, llama, phi3, qwen2, qwen3
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from ..compat.caches import entries, set_entries
 from ..compat.classes import ORIGIN, Code, code_of, standing_for
+from ..compat.loops import entries, set_entries
 from ..kernels.dispatch import NATIVE, WHOLE_BLOCKS, block_kernels
 from .fused import (
     NativeGeGLU,

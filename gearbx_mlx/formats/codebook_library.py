@@ -21,8 +21,18 @@ from ..errors import GearbxError
 from ..kernels.bit_planes import pack_mlx_codes
 from . import CodebookOptions
 from .base import Arrays, Bits, Shape, StoredArray, StoredArrays, row_blocks
-from .codebook import ENTRY_SIZE, CodebookFormat, bulk
-from .codebook_fitting import DEFAULTS, Outliers, SortedRows, find_all, lloyd, nearest, take_out
+from .codebook import (
+    DEFAULTS,
+    ENTRY_SIZE,
+    CodebookFormat,
+    Outliers,
+    SortedRows,
+    bulk,
+    find_all,
+    lloyd,
+    nearest,
+    take_out,
+)
 
 BITS = (2, 3, 4)
 LIBRARY, GROUP = DEFAULTS.library, DEFAULTS.group  # those of the kernels

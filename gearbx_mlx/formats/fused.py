@@ -14,8 +14,7 @@ from mlx_lm.models.cache import BatchKVCache
 from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.models.switch_layers import SwiGLU
 
-from ..compat.classes import calling
-from ..compat.names import frequencies_of
+from ..compat.classes import calling, frequencies_of
 from ..kernels import dispatch
 from ..kernels.dispatch import ATTENTION, GATES, NORMS, OPERATIONS, POSITIONS
 from .kv_cache import NestedKVCache

@@ -31,7 +31,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from ..compat.caches import entries
+from ..compat.loops import entries
 from ..errors import GearbxError
 from ..kernels import dispatch
 from ..kernels.bit_planes import fit

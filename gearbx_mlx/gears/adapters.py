@@ -19,7 +19,7 @@ from msgspec import to_builtins
 
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, about, one_line
-from ..files.adapter import ARRAYS, Adapter
+from ..files.model_directory import ARRAYS, Adapter
 from ..formats.holders import OWN, held_name, inner_name
 
 Modules = Mapping[str, nn.Module]

@@ -21,7 +21,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..compat.arrays import dtype_name
-from ..compat.read_weights import readers
+from ..compat.classes import readers
 from ..errors import GearbxError
 from ..formats import DEFAULT_FORMAT, OF_MLX, get_format
 from ..formats.base import Format, Reconstructed, whole_groups

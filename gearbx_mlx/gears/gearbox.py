@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..compat.compiled_steps import CompiledSteps
+from ..compat.classes import CompiledSteps
 from ..compat.versions import warn_if_untested
 from ..errors import GearbxError
 from ..formats.base import Format
@@ -31,14 +31,12 @@ from .cost import (
     experts_of,
     kernels_of,
     token_bytes,
-    used_share,
     warn_of_unknown_routing,
     whole_model_speedup,
 )
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
-from .large_pages import large_pages
 from .layout import (
     Layout,
     check_tables,
@@ -48,7 +46,7 @@ from .layout import (
     managed_layers,
     use_kernels,
 )
-from .offload import Resident
+from .offload import Resident, large_pages
 from .ownership import ATTACHED, own, why_unsaveable
 from .saved import saved_gears
 from .sharding import WeightPart, dense_shape, sharding_of
@@ -465,14 +463,6 @@ class Gearbox:
     def _size(self, layer: Layer) -> int:
         """Bytes of a number of a layer, as the checkpoint stores it."""
         return self.storage[layer.path].size
-
-    def disk_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """The part of `weight_bytes_per_token` that is read from the disk at every pass: with residency stream."""
-        modules, read = layers_of(self.model), 0.0
-        for layer in self.layers:
-            share = used_share(layer.path, modules, positions)
-            read += share * self.source.disk_bytes(layer, self.bits_of(layer, gear))
-        return round(read)
 
     def predicted_speedup(self, gear: Gear) -> float:
         """Decoding speed in a gear against the ladder's top gear, if time is bytes of weights (GEARBX 15)."""

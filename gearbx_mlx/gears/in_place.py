@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..compat.read_weights import readers
+from ..compat.classes import readers
 from ..errors import GearbxError
 from .adapters import layers_of
 from .discovery import Layer, Predicate, discover, get_predicate, is_quantized, natural_order, tied_head

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import mlx.core as mx
 
-from ..compat.names import generation_stream
+from ..compat.classes import generation_stream
 from ..errors import GearbxError
 from . import DEVICES
 

@@ -24,8 +24,8 @@ import platformdirs
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
+from ..files.user_cache import NAME
 from ..files.writing import write_text
-from .library_cache import NAME
 from .metal import source_text
 
 FILE = "proven.json"

@@ -38,6 +38,7 @@ from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
 from ..files.writing import write_text
 from .compiler import SOURCES, processor_key
+from .cpu import NAME
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
@@ -51,7 +52,6 @@ from .dispatch import (
     is_tuning,
     size_class,
 )
-from .library_cache import NAME
 from .metal import MAX_VECTORS, metal_folder
 
 Key = TypeVar("Key")

@@ -16,8 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from ..compat.classes import modules_of
-from ..compat.names import generation_stream
+from ..compat.classes import generation_stream, modules_of
 from ..errors import GearbxError
 
 

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..bit_selection.defaults import ACCURACY_THRESHOLD
+from ..bit_selection import ACCURACY_THRESHOLD
 from ..cli.flags import CalibrationTextSettings, ModelSettings, StorageSettings
 from ..cli.parser import parser_of
 from ..cli.start import command

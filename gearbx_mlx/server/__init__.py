@@ -13,10 +13,10 @@ from ..cli.flags import (
     LayoutSettings,
     ModeFlags,
     ModelSettings,
+    OtherServerSettings,
     batch_policy_flag,
     check_pair,
 )
-from ..cli.others import OtherServerSettings
 from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import GearbxError, about

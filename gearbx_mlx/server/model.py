@@ -21,11 +21,10 @@ from ..gears.gearbox import Gearbox, Observer
 from ..loading import DEMO_MODEL, find
 from ..routing.pair import NAMES
 from ..serving.app import server_application
-from ..serving.listening import Server
 from ..serving.provider import GearedProvider, Served
 from ..serving.requests import Options
 from ..serving.scheduler import Scheduler, join_to_the_end
-from ..serving.web import Guard
+from ..serving.web import Guard, Server
 from . import ServerSettings
 
 SHIFTING = ("route", "kickdown", "lossless", "static")

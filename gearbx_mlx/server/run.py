@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from ..cli import terminal
-from ..cli.others import OtherServerSettings
+from ..cli.flags import OtherServerSettings
 from ..errors import GearbxError
 from ..serving import ASSUMED_VOCABULARY, is_loopback
-from ..serving.listening import Escaping, Server
 from ..serving.others import Other, RoutedModels, routed_application
-from ..serving.web import Guard, host_name
+from ..serving.web import Escaping, Guard, Server, host_name
 from . import ServerSettings
 
 API_KEY = "GEARBX_API_KEY"

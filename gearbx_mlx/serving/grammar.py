@@ -23,7 +23,7 @@ from llguidance.hf import from_tokenizer
 from pydantic import Field, StrictBool
 from pydantic.dataclasses import dataclass
 
-from ..compat.names import own_tokenizer
+from ..compat.classes import own_tokenizer
 from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 

@@ -22,7 +22,7 @@ from mlx_lm.processors import load_processor
 from mlx_lm.server import ModelProvider
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
-from ..compat.names import own_tokenizer
+from ..compat.classes import own_tokenizer
 from ..compat.templates import TemplateError
 from ..decoding.governor import Governor
 from ..decoding.mode import Mode, is_read_again

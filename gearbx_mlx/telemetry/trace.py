@@ -2,16 +2,21 @@
 
 The colours ascend in lightness, so that they differ in grey and for every colour blindness, and have a contrast of at
 least 3 against white, black and the grey of dark terminals.
+
+Pictures of a trace need matplotlib, the extra `plots`. If a record has bounds, as with a server that shows a few
+log-probabilities, `entropy_low` and `entropy_high` stand in the place of `entropy`.
 """
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from ..errors import OutputLost
+from ..errors import GearbxError, OutputLost
 from ..files.writing import replacing
 
 ANCHORS = ((90, 100, 211), (168, 105, 164), (229, 118, 3))
@@ -115,3 +120,207 @@ class TraceWriter:
             self._stack.close()  # as if all had ended well
         else:
             self._stack.__exit__(kind, error, trace)
+
+
+UNDECIDED = "undecided"  # stands for a gear where entropies between the bounds lead to different ones
+BOUNDS = ("low", "high")
+
+
+def interval(record: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """The bounds of a field; twice its value where that is known."""
+    if name in record:
+        return record[name], record[name]
+    low, high = (record[f"{name}_{bound}"] for bound in BOUNDS)
+    return low, high
+
+
+def middle(record: Mapping[str, Any], name: str) -> float:
+    """The middle between the bounds of a field, or its value."""
+    return sum(interval(record, name)) / 2
+
+
+@dataclass
+class IntervalTally:
+    """What adds up over the tokens of a run; `gear_tokens` names every gear and UNDECIDED, also with 0."""
+
+    gear_tokens: dict[str, int]
+    tokens: int = 0
+    sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    shifts: list[int] = field(default_factory=lambda: [0, 0])
+
+    @classmethod
+    def of(cls, gears: Sequence[str]) -> "IntervalTally":
+        return cls(dict.fromkeys([*gears, UNDECIDED], 0))
+
+    def add(self, record: Mapping[str, Any], before: Mapping[str, Any] | None) -> None:
+        """Take a record, and the one before it after the same prompt."""
+        self.tokens += 1
+        self.gear_tokens[record["gear"]] += 1
+        for i, value in enumerate(interval(record, "entropy")):
+            self.sums[i] += value
+        for i, bound in enumerate(BOUNDS):
+            self.shifts[i] += before is not None and record[f"gear_{bound}"] != before[f"gear_{bound}"]
+
+    def summary(self) -> dict[str, Any]:
+        """Fields of a summary."""
+        tokens = max(1, self.tokens)
+        return {
+            "tokens": self.tokens,
+            "gear_tokens": self.gear_tokens,
+            "undecided_share": self.gear_tokens[UNDECIDED] / tokens,
+            **{f"shifts_{bound}": self.shifts[i] for i, bound in enumerate(BOUNDS)},
+            **{f"mean_entropy_{bound}_bits": self.sums[i] / tokens for i, bound in enumerate(BOUNDS)},
+        }
+
+
+LONGEST_TRACE = 400  # tokens: beyond that a picture of single tokens shows nothing
+MOST_BARS = 40
+NARROWEST = 0.05  # bits: values that differ by rounding alone have no 50 bins between them
+GREY = "0.6"  # of tokens without a gear
+PICTURES = ("entropy_trace.png", "entropy_histogram.png", "gear_shares.png")
+OUTSIDE: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+
+
+def get_pyplot() -> Any:
+    """matplotlib's pyplot, which draws to files. Raises GearbxError where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise GearbxError("pictures need matplotlib; install it with: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path, dpi: int = 110) -> None:
+    """Write a figure as png or svg, by the end of the path's name, and close it. Equal figures are equal bytes.
+
+    Raises:
+        GearbxError: the file cannot be written.
+    """
+    pyplot, kind = get_pyplot(), path.suffix[1:]
+    with replacing(path) as file, pyplot.rc_context({"svg.hashsalt": "gearbx-mlx"}):
+        figure.savefig(file, dpi=dpi, format=kind, metadata={"Date": None} if kind == "svg" else None)
+    pyplot.close(figure)
+
+
+def draw_report(
+    records: Sequence[dict[str, Any]],
+    gears: Sequence[str],
+    thresholds: Sequence[float],
+    directory: Path,
+) -> list[Path]:
+    """Draw the entropy trace, the histogram and the shares per prompt.
+
+    Args:
+        records: trace records, each with the number of its `prompt`; entropies may be intervals, drawn as bands.
+        gears: names, lowest first.
+        thresholds: bits, between the gears.
+        directory: exists; PICTURES are the names of the files in it.
+    """
+    pyplot = get_pyplot()
+    colors = {name: gear_color(i, len(gears)) for i, name in enumerate(gears)}
+    if any(entry["gear"] == UNDECIDED for entry in records):
+        colors[UNDECIDED] = GREY
+    paths = []
+    for name, draw, height in zip(PICTURES, (draw_trace, draw_histogram, draw_shares), (4.0, 4.5, 4.5)):
+        figure, axes = pyplot.subplots(figsize=(10, height), layout="constrained")
+        draw(axes, records, colors, thresholds)
+        axes.spines[["top", "right"]].set_visible(False)
+        paths.append(directory / name)
+        save(figure, paths[-1], dpi=120)
+    return paths
+
+
+def draw_trace(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """Draw a marker per token, in colour and shape of its gear, and the rolling mean; a line begins a new prompt."""
+    shown = records[:LONGEST_TRACE]
+    axes.plot(*zip(*mean_line(shown)), color="0.35", linewidth=1, label="rolling mean", zorder=1)
+    if not all("entropy" in entry for entry in shown):
+        draw_bounds(axes, shown, colors)
+    for place, (entry, before) in enumerate(zip(shown[1:], shown), 1):
+        if entry["prompt"] != before["prompt"]:
+            axes.axvline(place - 0.5, color="0.85", linewidth=0.8, zorder=0)
+    for i, (name, color) in enumerate(colors.items()):
+        places = [place for place, entry in enumerate(shown) if entry["gear"] == name]
+        heights = [middle(shown[place], "entropy") for place in places]
+        # A white rim keeps markers apart that lie on each other.
+        axes.scatter(
+            places, heights, s=30, marker=gear_marker(i), color=color, label=name, edgecolors="white", linewidths=0.5
+        )
+    mark_thresholds(axes.axhline, thresholds)
+    more = f" (first {len(shown)} of {len(records)} tokens)" if len(records) > len(shown) else ""
+    axes.set(xlabel="token; a grey line begins a new prompt", ylabel="entropy, bits", title=f"Entropy and gear{more}")
+    axes.legend(**OUTSIDE)
+
+
+def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> None:
+    """Draw the bounds of each entropy as a line through its marker, and those of the rolling mean as a band."""
+    sides = [mean_line(records, side) for side in (min, max)]
+    places, lows = zip(*sides[0])
+    axes.fill_between(places, lows, [high for _, high in sides[1]], color="0.88", linewidth=0, zorder=0)
+    lows, highs = zip(*(interval(entry, "entropy") for entry in records))
+    axes.vlines(range(len(records)), lows, highs, colors=[colors[entry["gear"]] for entry in records], linewidth=1)
+
+
+def mean_line(
+    records: Sequence[dict], side: Callable[[tuple[float, float]], float] = statistics.mean
+) -> list[tuple[float, float]]:
+    """The rolling mean over the tokens, with a gap where a new prompt begins. side: of its bounds; their middle."""
+    line: list[tuple[float, float]] = []
+    for place, entry in enumerate(records):
+        if place and entry["prompt"] != records[place - 1]["prompt"]:
+            line.append((place - 0.5, float("nan")))
+        line.append((place, side(interval(entry, "mean_entropy"))))
+    return line
+
+
+def draw_histogram(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """Draw how often each rolling mean occurs, which the gate compares with its thresholds, stacked by gear."""
+    values = [[middle(entry, "mean_entropy") for entry in records if entry["gear"] == name] for name in colors]
+    least, most = min(map(min, filter(None, values))), max(map(max, filter(None, values)))
+    axes.hist(
+        values,
+        bins=50,
+        range=(least, max(most, least + NARROWEST)),
+        stacked=True,
+        color=list(colors.values()),
+        label=list(colors),
+        edgecolor="white",
+        linewidth=0.5,
+    )
+    mark_thresholds(axes.axvline, thresholds)
+    exact = all("mean_entropy" in entry for entry in records)
+    axes.set(
+        xlabel="rolling mean of the entropy, bits" if exact else "rolling mean, middle between its bounds, bits",
+        ylabel="tokens",
+        title="Where the thresholds cut (they act two tokens later)",
+    )
+    axes.legend(**OUTSIDE)
+
+
+def draw_shares(axes: Any, records: Sequence[dict], colors: dict[str, str], thresholds: Sequence[float]) -> None:
+    """Draw a bar per prompt, divided by gear."""
+    prompts = sorted({entry["prompt"] for entry in records})[:MOST_BARS]
+    gears = {prompt: [entry["gear"] for entry in records if entry["prompt"] == prompt] for prompt in prompts}
+    bottom = [0.0] * len(prompts)
+    for name, color in colors.items():
+        shares = [100 * found.count(name) / len(found) for found in gears.values()]
+        axes.bar(
+            [str(p + 1) for p in prompts],
+            shares,
+            bottom=bottom,
+            color=color,
+            label=name,
+            edgecolor="white",
+            linewidth=1,
+        )
+        bottom = [b + s for b, s in zip(bottom, shares)]
+    axes.set(xlabel="prompt", ylabel="share of tokens, %", title="Gears by prompt", ylim=(0, 100))
+    axes.legend(**OUTSIDE)
+
+
+def mark_thresholds(line: Any, thresholds: Sequence[float]) -> None:
+    for threshold in thresholds:
+        line(threshold, color="0.2", linestyle="--", linewidth=1)

@@ -27,7 +27,7 @@ from gearbx_mlx.decoding.response import GearResponse
 from gearbx_mlx.decoding.route import Route, Static
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.errors import GearbxError
-from gearbx_mlx.evaluation.text import PROMPT, read_rows
+from gearbx_mlx.evaluation.predictions import PROMPT, read_rows
 from gearbx_mlx.files.reading import Count, json_lines, read_json, read_text
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Ladder

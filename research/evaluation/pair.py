@@ -20,12 +20,11 @@ import numpy as np
 from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.evaluate.run import three_digits
-from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax, quality
-from gearbx_mlx.evaluation.predictions import Recording
+from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax, quality
 from gearbx_mlx.files.reading import Count
 from gearbx_mlx.routing.gates import Gate, OneGear, Reading
 from gearbx_mlx.routing.pair import LARGE, NAMES, SMALL, first_model, pair_gate, pair_monitor, parameter_ratio
-from gearbx_mlx.telemetry.report import get_pyplot, save
+from gearbx_mlx.telemetry.trace import get_pyplot, save
 
 from .answers import COLUMNS as SCORES
 from .answers import Attempt, Prompt, Task, judged, score, until_finished

@@ -11,8 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from gearbx_mlx.evaluation.metrics import entropy_of_logprobs, kl_divergence, log_softmax
-from gearbx_mlx.evaluation.predictions import Policy, Recording, RoutePolicy
+from gearbx_mlx.evaluation.predictions import (
+    Policy,
+    Recording,
+    RoutePolicy,
+    entropy_of_logprobs,
+    kl_divergence,
+    log_softmax,
+)
 from gearbx_mlx.gears.ladder import Gear
 from gearbx_mlx.routing.calibration import share_thresholds
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate

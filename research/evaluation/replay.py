@@ -18,8 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.policy import MOST_DRAFTED
 from gearbx_mlx.decoding.rows import Rows, Verifier
-from gearbx_mlx.evaluation.metrics import log_softmax
-from gearbx_mlx.evaluation.predictions import Begun, Recording, TextPrediction, logprobs_of, next_logprobs
+from gearbx_mlx.evaluation.predictions import Begun, Recording, TextPrediction, log_softmax, logprobs_of, next_logprobs
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
 

@@ -14,12 +14,10 @@ import numpy as np
 from pages import table
 
 from gearbx_mlx.evaluate.run import three_digits
-from gearbx_mlx.evaluation.metrics import quality
-from gearbx_mlx.evaluation.predictions import Recording, read_per_token
+from gearbx_mlx.evaluation.predictions import Recording, quality, read_per_token
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
-from gearbx_mlx.telemetry.report import get_pyplot, save
-from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION
+from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION, get_pyplot, save
 
 from .policies import COUNTED, SHIFTING, PolicyRow
 from .replay import Reference

@@ -15,8 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from gearbx_mlx.compat.arrays import dtype_name
-from gearbx_mlx.evaluation.metrics import quality
-from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, record
+from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, quality, record
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from gearbx_mlx.evaluation.metrics import quality
+from gearbx_mlx.evaluation.predictions import quality
 
 EDGES = (0.25, 0.5, 0.75, 0.95)  # of the reference's top probability
 LEAST_BLOCKS = 32

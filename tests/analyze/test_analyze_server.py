@@ -16,7 +16,7 @@ from gearbx_mlx.decoding.route import TelemetryOnly
 from gearbx_mlx.decoding.sampling import entropy_bits
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.bounds import SINGLE, bits
-from gearbx_mlx.telemetry.report import PICTURES
+from gearbx_mlx.telemetry.trace import PICTURES
 
 PROMPTS = "Tom has 5 apples and buys 7 more. How many does he have?\nOnce upon a time there was a king.\n"
 PAIR = [math.log(0.9), math.log(0.05)]

@@ -9,6 +9,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.bit_selection import Floors
 from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import (
     LayerQualities,
@@ -19,7 +20,6 @@ from gearbx_mlx.bit_selection.codebook_selection import (
     select,
     some_experts,
 )
-from gearbx_mlx.bit_selection.defaults import Floors
 from gearbx_mlx.bit_selection.h_process import (
     GarbageCheck,
     Limits,

@@ -8,7 +8,7 @@ import pytest
 from conftest import ARCHITECTURES, VOCABULARY, save_model, tiny_model
 from refusals import assert_refused
 
-from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx import Gearbox
 from gearbx_mlx.bit_selection.sensitivity import Cost, ExactSensitivity, first_order
 from gearbx_mlx.files.journal import Journal
 
@@ -91,11 +91,6 @@ class TestJournal:
         journal.add("other", 3)
         assert Journal(file, {"model": "a"}).parts == {"layer": [1.0, 2.0], "other": 3}
 
-    def test_of_other_inputs_is_refused(self, tmp_path):
-        Journal(tmp_path / "journal", {"bits": [3, 4]})
-        with pytest.raises(GearbxError, match=r"bits \[3, 4\], and now it is \[4\]; choose another --out"):
-            Journal(tmp_path / "journal", {"bits": [4]})
-
 
 class TestFast:
     def test_is_mlx_lms_estimate_and_leaves_the_model(self):
@@ -121,30 +116,6 @@ class TestCommand:
         assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
         assert "of the multiplications of 24 x 3 full passes" in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
-
-    @pytest.mark.slow
-    def test_goes_on_where_it_was_killed(self, command, tmp_path, monkeypatch):
-        out, own, measured = tmp_path / "m.json", ExactSensitivity.measure, []
-
-        def until(most):
-            def measure(self, layer, bits):
-                if len(measured) == most:
-                    raise KeyboardInterrupt
-                measured.append(layer.path)
-                return own(self, layer, bits)
-
-            monkeypatch.setattr(ExactSensitivity, "measure", measure)
-
-        until(8)  # two layers at three widths, and a part of a third
-        assert command("sensitivity", *SMALL, "--out", out).status == 130
-        assert [path.name for path in tmp_path.iterdir()] == ["m.json.journal"]
-        done, measured[:] = {*measured[:6]}, []
-        until(-1)
-        assert command("sensitivity", *SMALL, "--out", out).status == 0
-        assert len(measured) == 3 * (24 - 2)
-        assert not done & {*measured}
-        assert len(json.loads(out.read_text())["layers"]) == 24
-        assert [path.name for path in tmp_path.iterdir()] == ["m.json"]
 
     @pytest.mark.parametrize("flags", [(), ("--fast",)])
     def test_refuses_a_format_that_has_certain_gears_alone(self, command, tmp_path, flags):

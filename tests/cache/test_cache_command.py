@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from gearbx_mlx.kernels.library_cache import UNUSED, CachedLibrary
+from gearbx_mlx.kernels.cpu import UNUSED, CachedLibrary
 
 LIBRARY = "_gearbx_cpu-aa-bb.so"
 

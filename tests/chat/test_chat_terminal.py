@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pseudo_terminal import PseudoTerminal
 
-from gearbx_mlx.chat.lines import history_file
+from gearbx_mlx.chat.run import history_file
 from gearbx_mlx.loading import DEMO_MODEL
 
 pytestmark = pytest.mark.processes

@@ -30,8 +30,8 @@ from mlx_lm.models.rope_utils import Llama3RoPE
 from mlx_lm.server import ResponseGenerator
 
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Lossless, Route, Static, load, stream_generate
-from gearbx_mlx.compat import arrays, batches, caches, classes, latent_attention, loops, names, read_weights, versions
-from gearbx_mlx.compat.compiled_steps import COMPILED, CompiledSteps
+from gearbx_mlx.compat import arrays, classes, latent_attention, loops, versions
+from gearbx_mlx.compat.classes import COMPILED, CompiledSteps
 from gearbx_mlx.compat.loops import stream_generate as stream_of
 from gearbx_mlx.compat.server import Computing
 from gearbx_mlx.decoding.rows import Rows, Verifier
@@ -168,9 +168,9 @@ class TestCaches:
     def test_the_entries_of_a_batch_are_counted_by_idx(self):
         cache = BatchKVCache([1, 0])
         cache.update_and_fetch(mx.zeros((2, 1, 3, 4)), mx.zeros((2, 1, 3, 4)))
-        assert caches.entries(cache) == cache._idx == 3
-        assert caches.counted(cache) == 3
-        caches.set_entries(cache, 2)
+        assert loops.entries(cache) == cache._idx == 3
+        assert loops.counted(cache) == 3
+        loops.set_entries(cache, 2)
         assert cache.offset.tolist() == [1, 2]
 
     def test_a_window_that_is_cut_goes_on_as_one_that_never_had_more(self):
@@ -178,7 +178,7 @@ class TestCaches:
         longer, shorter = RotatingKVCache(max_size=8), RotatingKVCache(max_size=8)
         longer.update_and_fetch(keys, keys)
         shorter.update_and_fetch(keys[..., :4, :], keys[..., :4, :])
-        caches.cut_window(longer, 2)
+        loops.cut_window(longer, 2)
         for _ in range(6):
             new = mx.random.normal((1, 1, 1, 4))
             assert mx.array_equal(longer.update_and_fetch(new, new)[0], shorter.update_and_fetch(new, new)[0])
@@ -187,7 +187,7 @@ class TestCaches:
     def test_a_batch_counts_its_tokens_by_another_name_than_offset(self):
         cache = KVCache()
         cache.update_and_fetch(mx.zeros((1, 1, 3, 4)), mx.zeros((1, 1, 3, 4)))
-        assert caches.offset_of(cache) == 3
+        assert loops.offset_of(cache) == 3
 
 
 class TestBatches:
@@ -210,7 +210,7 @@ class TestBatches:
 
     def test_a_sequence_is_given_out_up_to_its_end(self, demo):
         generator = Route().batch_generator(demo.model, demo.tokenizer, gearbox=Gearbox(demo.model, "16"))
-        assert isinstance(generator, batches.StagedGenerator)
+        assert isinstance(generator, loops.StagedGenerator)
         generator.insert([[1, 2, 3]], max_tokens=[2])
         seen = []
         while not seen or seen[-1].finish_reason is None:
@@ -283,13 +283,13 @@ class Reader(nn.Module):
 
 class TestWeightsThatAreRead:
     def test_they_are_found_in_the_text_of_a_class(self):
-        assert read_weights.weights_read_by(Reader) == {"proj", "experts.gate"}
+        assert classes.weights_read_by(Reader) == {"proj", "experts.gate"}
 
     def test_without_a_text_every_name_counts(self):
         made = {}
         exec("def call(self, x):\n    return x @ self.proj.weight.T", made)
         kind = type("Made", (nn.Module,), {"__call__": made["call"]})
-        assert "proj" in read_weights.weights_read_by(kind)
+        assert "proj" in classes.weights_read_by(kind)
 
 
 class TestCompiledSteps:
@@ -300,10 +300,10 @@ class TestCompiledSteps:
 class TestNames:
     def test_mlx_lm_has_them(self, demo):
         rope = Llama3RoPE(8, scaling_config={"factor": 8.0, "rope_type": "llama3"})
-        assert names.frequencies_of(rope).shape == (4,)
-        assert names.generation_stream().device == mx.default_device()
-        assert names.model_classes({"model_type": "llama"})[0] is llama.Model
-        assert names.own_tokenizer(demo.tokenizer) is not demo.tokenizer
+        assert classes.frequencies_of(rope).shape == (4,)
+        assert classes.generation_stream().device == mx.default_device()
+        assert classes.model_classes({"model_type": "llama"})[0] is llama.Model
+        assert classes.own_tokenizer(demo.tokenizer) is not demo.tokenizer
 
     def test_the_server_of_mlx_lm_begins_a_thread_that_its_subclass_computes_in(self):
         computed = Event()
@@ -347,7 +347,7 @@ def test_nothing_else_reaches_inside_of_others():
     package = ROOT / "gearbx_mlx"
     files = {path.relative_to(package).as_posix(): reaches_inside(path) for path in package.rglob("*.py")}
     assert {name: found for name, found in files.items() if found and not name.startswith("compat/")} == {}
-    assert files["compat/names.py"] == ["_get_classes"]
+    assert files["compat/classes.py"] == ["_get_classes"]
 
 
 class TestNewerVersions:

@@ -272,7 +272,7 @@ def geared(checkpoint, tmp_path) -> Path:
 KILLED = """
 import itertools, os, signal, sys
 from gearbx_mlx.conversion.converter import Converter
-from gearbx_mlx.conversion.restoring import Restorer
+from gearbx_mlx.conversion.original import Restorer
 from gearbx_mlx.convert import main
 
 name, last = sys.argv.pop(1), int(sys.argv.pop(1))

@@ -32,25 +32,3 @@ def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monke
     done = command("calibrate", "--model", tmp_path / "q", "--mode", "kickdown", "-m", 3, "--ignore-chat-template")
     assert done.status == 2
     assert "quantized already" in done.err
-
-
-@pytest.mark.slow
-def test_text_is_that_of_the_top_gear(command):
-    outputs = [
-        command("generate", "-m", 40, "--temp", 0.8, "--seed", 5, "--gears", "3,16", "--mode", mode).out
-        for mode in ("static", "lossless")
-    ]
-    assert outputs[0] == outputs[1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("--mode", "lossless", "--draft-length", 16), "--draft-length is 16"),
-        (("--mode", "kickdown", "--draft-length", 3), "--draft-length is for --mode lossless"),
-    ],
-)
-def test_mistakes_get_one_line(command, arguments, says):
-    done = command("generate", "-m", 3, *arguments)
-    assert done.status == 2
-    assert says in done.err.replace("\n", " ")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from gearbx_mlx.evaluation import metrics
+from gearbx_mlx.evaluation import predictions
 from research.evaluation import statistics
 
 LOGITS = arrays(np.float64, (5, 7), elements=st.floats(-60, 60))
@@ -22,25 +22,27 @@ def log(*probabilities: float) -> np.ndarray:
 class TestDivergence:
     def test_by_hand(self):
         # 1/2 log(1/2 / 1/4) + 1/4 log(1/4 / 1/2) + 0 = 1/4 log 2
-        assert metrics.kl_divergence(log(0.5, 0.25, 0.25), log(0.25, 0.5, 0.25)) == pytest.approx(0.25 * math.log(2))
+        assert predictions.kl_divergence(log(0.5, 0.25, 0.25), log(0.25, 0.5, 0.25)) == pytest.approx(
+            0.25 * math.log(2)
+        )
 
     def test_what_the_reference_never_says_adds_nothing(self):
-        assert metrics.kl_divergence(log(1.0, 0.0), log(0.5, 0.5)) == pytest.approx(math.log(2))
-        assert metrics.kl_divergence(log(1.0, 0.0), log(1.0, 0.0)) == 0
+        assert predictions.kl_divergence(log(1.0, 0.0), log(0.5, 0.5)) == pytest.approx(math.log(2))
+        assert predictions.kl_divergence(log(1.0, 0.0), log(1.0, 0.0)) == 0
 
     def test_what_the_policy_never_says_is_infinitely_far(self):
-        assert metrics.kl_divergence(log(0.5, 0.5), log(1.0, 0.0)) == math.inf
+        assert predictions.kl_divergence(log(0.5, 0.5), log(1.0, 0.0)) == math.inf
 
     @given(LOGITS, LOGITS)
     def test_it_is_never_negative_and_zero_for_the_same(self, a, b):
-        p, q = metrics.log_softmax(a), metrics.log_softmax(b)
-        assert (metrics.kl_divergence(p, q) >= 0).all()
-        assert (metrics.kl_divergence(p, p) == 0).all()
+        p, q = predictions.log_softmax(a), predictions.log_softmax(b)
+        assert (predictions.kl_divergence(p, q) >= 0).all()
+        assert (predictions.kl_divergence(p, p) == 0).all()
 
     def test_entropy_in_bits(self):
-        assert metrics.entropy_of_logprobs(log(0.25, 0.25, 0.25, 0.25)) == pytest.approx(2)
-        assert metrics.entropy_of_logprobs(log(0.5, 0.25, 0.25, 0.0)) == pytest.approx(1.5)
-        assert metrics.entropy_of_logprobs(log(1.0, 0.0)) == 0
+        assert predictions.entropy_of_logprobs(log(0.25, 0.25, 0.25, 0.25)) == pytest.approx(2)
+        assert predictions.entropy_of_logprobs(log(0.5, 0.25, 0.25, 0.0)) == pytest.approx(1.5)
+        assert predictions.entropy_of_logprobs(log(1.0, 0.0)) == 0
 
 
 def tokens(kl: list[float], agree: list[bool], nll: list[float] | None = None) -> dict[str, np.ndarray]:
@@ -57,7 +59,7 @@ def tokens(kl: list[float], agree: list[bool], nll: list[float] | None = None) -
 
 class TestQuality:
     def test_by_hand(self):
-        result = metrics.quality(**tokens([0.0, 0.1, 0.2, 0.7], [True, True, False, True], [1.0, 1.0, 2.0, 4.0]))
+        result = predictions.quality(**tokens([0.0, 0.1, 0.2, 0.7], [True, True, False, True], [1.0, 1.0, 2.0, 4.0]))
         assert result["perplexity"] == pytest.approx(math.exp(2))
         assert result["perplexity_ratio"] == pytest.approx(math.exp(1))
         assert result["kl_mean"] == pytest.approx(0.25)
@@ -67,7 +69,7 @@ class TestQuality:
         assert result["top1_agreement"] == 0.75
 
     def test_far_quantiles(self):
-        result = metrics.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
+        result = predictions.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
         assert result["kl_p99"] == pytest.approx(0.99)
         assert result["kl_p999"] == pytest.approx(0.999)
 

@@ -16,7 +16,7 @@ from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection.precision import read_precision
 from gearbx_mlx.bit_selection.sensitivity import MeasuredLayer
 from gearbx_mlx.cli.prompt import read_prompts
-from gearbx_mlx.evaluation.text import read_documents, read_rows
+from gearbx_mlx.evaluation.predictions import read_documents, read_rows
 from gearbx_mlx.files import reading
 from gearbx_mlx.files.journal import Journal
 from gearbx_mlx.files.model_directory import context_length

@@ -13,19 +13,24 @@ from mlx.utils import tree_flatten
 
 from gearbx_mlx import Gearbox, GearbxError, Lossless
 from gearbx_mlx.formats import CodebookOptions, codebook, codebook_library, get_format
-from gearbx_mlx.formats.codebook import LAYOUT, Codebook, nbytes, pack_codebook_codes, row_bytes, unpack_codebook_codes
-from gearbx_mlx.formats.codebook_fitting import (
+from gearbx_mlx.formats.codebook import (
     DEFAULTS,
+    LAYOUT,
     ROUNDS,
     STEP,
+    Codebook,
     Outliers,
     SortedRows,
     find,
     find_all,
     lloyd,
     lloyd_round,
+    nbytes,
     nearest,
+    pack_codebook_codes,
+    row_bytes,
     take_out,
+    unpack_codebook_codes,
 )
 from gearbx_mlx.formats.codebook_library import LIBRARY, CodebookLibrary
 

@@ -26,7 +26,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, Observer, convert, load
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.cost import break_even_tokens, needed_memory, read_files, whole_model_speedup
-from gearbx_mlx.gears.large_pages import glibc, large_pages, system_has_them
+from gearbx_mlx.gears.offload import glibc, large_pages, system_has_them
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.device import wired_memory
 from gearbx_mlx.loading import DEMO_MODEL
@@ -144,7 +144,7 @@ import re, sys
 from pathlib import Path
 import mlx.core as mx
 import numpy as np
-from gearbx_mlx.gears.large_pages import large_pages
+from gearbx_mlx.gears.offload import large_pages
 
 mx.set_default_device(mx.cpu)
 

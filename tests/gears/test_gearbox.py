@@ -4,12 +4,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import pytest
-from conftest import ARCHITECTURES, PROMPT, linear_layers, on_disk, same_weights, tiny_model, weights_of
+from conftest import PROMPT, on_disk, same_weights, tiny_model, weights_of
 
 from gearbx_mlx import Gearbox, GearbxError, Ladder
 from gearbx_mlx.formats.planes import Affine
 from gearbx_mlx.gears import gearbox as gearbox_module
-from gearbx_mlx.gears.discovery import natural_order
 from gearbx_mlx.gears.offload import idle_parameters
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -49,14 +48,6 @@ class TestLadder:
 
 
 class TestDiscovery:
-    @pytest.mark.some(4)
-    @pytest.mark.parametrize("architecture", ARCHITECTURES)
-    def test_manages_every_linear_layer_of_every_architecture(self, architecture):
-        model = tiny_model(architecture)
-        gearbox = Gearbox(model)
-        assert [layer.path for layer in gearbox.layers] == sorted(linear_layers(model), key=natural_order)
-        assert gearbox.unmanaged == {}
-
     def test_a_predicate_chooses_layers_and_their_lowest_bits(self, tiny):
         gearbox = Gearbox(tiny, manage=lambda path, module: {"bits": 8} if path.endswith("v_proj") else "mlp" in path)
         low, _mid, _high = gearbox.ladder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from gearbx_mlx.cli.others import OtherServerSettings
+from gearbx_mlx.cli.flags import OtherServerSettings
 from gearbx_mlx.server.run import serving_others
 from gearbx_mlx.serving.web import Guard
 

@@ -12,7 +12,7 @@ from conftest import PROMPT, tiny_model
 from gearbx_mlx import Gearbox, GearbxError, GearbxWarning
 from gearbx_mlx.kernels import compiler, cpu, tuner
 from gearbx_mlx.kernels.compiler import CompileTarget
-from gearbx_mlx.kernels.library_cache import BUILDING_LOCK
+from gearbx_mlx.kernels.cpu import BUILDING_LOCK
 
 
 @pytest.fixture
@@ -345,7 +345,7 @@ class TestSharedCache:
 PROGRAM = """#include <sched.h>
 #include <cstdio>
 #include <cstdlib>
-#include "cores.h"
+#include "pool.h"
 static int cores;
 extern "C" int sched_getaffinity(pid_t, size_t, cpu_set_t* allowed) noexcept {
   CPU_ZERO(allowed);

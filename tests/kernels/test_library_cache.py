@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from gearbx_mlx import GearbxWarning
-from gearbx_mlx.kernels import compiler, cpu, library_cache
-from gearbx_mlx.kernels.library_cache import BUILDING_LOCK, remove_abandoned
+from gearbx_mlx.kernels import compiler, cpu
+from gearbx_mlx.kernels.cpu import BUILDING_LOCK, remove_abandoned
 
 NO_BODY = 65534  # a user that owns nothing here
 
@@ -282,7 +282,7 @@ PREFIX = "gearbx-mlx-kernels-"
 USE_ONE = """
 import sys
 from pathlib import Path
-from gearbx_mlx.kernels.library_cache import process_directory
+from gearbx_mlx.kernels.cpu import process_directory
 
 with process_directory(Path(sys.argv[1]), sys.argv[2]) as directory:
     (directory / "kernels.o").touch()
@@ -361,10 +361,10 @@ def test_those_of_other_users_stay(tmp_path):
 def test_opening_the_cache_removes_both_kinds(start, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = library_cache.open_cache()
-    for process, _ in (start(cache, library_cache.BUILDING), start(tmp_path, library_cache.PRIVATE)):
+    cache = cpu.open_cache()
+    for process, _ in (start(cache, cpu.BUILDING), start(tmp_path, cpu.PRIVATE)):
         killed(process)
-    assert library_cache.open_cache() == cache
-    library_cache.remove_abandoned_private()
+    assert cpu.open_cache() == cache
+    cpu.remove_abandoned_private()
     assert list(tmp_path.iterdir()) == [cache]
     assert list(cache.iterdir()) == []

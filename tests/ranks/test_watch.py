@@ -10,7 +10,7 @@ import pytest
 from ranks import free_addresses
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.ranks import meeting, watch
+from gearbx_mlx.ranks import watch
 from gearbx_mlx.ranks.agreement import difference
 from gearbx_mlx.ranks.place import Place
 from gearbx_mlx.ranks.watch import LONGEST, Channel, RankWatch, connect, listen
@@ -222,8 +222,8 @@ class TestMeeting:
 
         def one(place):
             try:
-                found[place.rank] = meeting.meet(place)
-            except (GearbxError, meeting.MeetingRefused) as error:
+                found[place.rank] = watch.meet(place)
+            except (GearbxError, watch.MeetingRefused) as error:
                 found[place.rank] = error
 
         threads = [threading.Thread(target=one, args=(place,)) for place in places]
@@ -256,7 +256,7 @@ class TestMeeting:
         first = self.place(0)
         found = self.meet(first, Place(1, 2, "ring", (first.addresses[0], self.place(1).addresses[1])))
         assert str(found[0]) == "rank 1: has another hostfile, of 2 ranks; give all ranks the same one"
-        assert isinstance(found[1], meeting.MeetingRefused)
+        assert isinstance(found[1], watch.MeetingRefused)
 
     def test_a_number_that_is_there_twice(self):
         first = self.place(0, size=3)
@@ -267,7 +267,7 @@ class TestMeeting:
     def test_the_wait_is_a_number_of_seconds(self, monkeypatch, text):
         monkeypatch.setenv("GEARBX_RANKS_WAIT", text)
         with pytest.raises(GearbxError, match="GEARBX_RANKS_WAIT is"):
-            meeting.patience()
+            watch.patience()
 
     def test_an_address_in_use(self):
         with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(GearbxError, match="cannot be used"):

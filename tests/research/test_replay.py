@@ -8,7 +8,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.kickdown import GearedModel
-from gearbx_mlx.evaluation import metrics, text
+from gearbx_mlx.evaluation import predictions
 from gearbx_mlx.evaluation.predictions import (
     KickdownPolicy,
     Recording,
@@ -94,7 +94,7 @@ class TestReplay:
         """GearedModel and its policy give the same figures, and that of two gears is the policy of the studies."""
 
         def entropy(place: int, q: np.ndarray) -> float:
-            return float(metrics.entropy_of_logprobs(metrics.log_softmax(q)))
+            return float(predictions.entropy_of_logprobs(predictions.log_softmax(q)))
 
         box = Gearbox(tiny_model(), "2,4,16", group_size=32, kernels="mlx")
         found = [entropy(0, s.logprobs) for s in driven(box, WINDOWS[:1], StaticPolicy(box.ladder[0]))]
@@ -105,7 +105,7 @@ class TestReplay:
         for token, step in zip(WINDOWS[0], steps):
             logits = np.array(model(mx.array([[token]]), cache=cache)[0, 0])
             assert list(model.step.passes) == list(step.passes)
-            np.testing.assert_allclose(metrics.log_softmax(logits), step.logprobs, atol=1e-6)
+            np.testing.assert_allclose(predictions.log_softmax(logits), step.logprobs, atol=1e-6)
         assert 0 < sum(step.passes[1] for step in steps) < len(steps)
         pair = Gearbox(tiny_model(), "2,16", group_size=32, kernels="mlx")
         one, other = (
@@ -123,17 +123,17 @@ class TestWindows:
             return [0, *map(ord, document)]
 
     def test_a_text_is_cut_and_every_window_begins_like_a_text(self):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
+        windows = predictions.windows_of(self.Tokenizer(), ["abcdefg"], 4, 100, "t")
         assert windows == [[0, *b"abc"], [0, *b"def"], [0, *b"g"]]
 
     def test_documents_are_windows_of_their_own(self):
-        assert text.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
+        assert predictions.windows_of(self.Tokenizer(), ["abcdefg", "x"], 4, 100, "t") == [[0, *b"abc"], [0, *b"x"]]
 
     @pytest.mark.parametrize("tokens", [1, 3, 4, 7])
     def test_the_limit_is_kept_exactly(self, tokens):
-        windows = text.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
+        windows = predictions.windows_of(self.Tokenizer(), ["abcdefghijkl"], 4, tokens, "t")
         assert sum(len(window) - 1 for window in windows) == tokens
 
     def test_a_text_shorter_than_a_window(self):
         with pytest.raises(ValueError, match=r"t: 4 tokens are fewer than a window of 8.*--context 4"):
-            text.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")
+            predictions.windows_of(self.Tokenizer(), ["abc"], 8, 100, "t")

@@ -6,8 +6,8 @@ import pytest
 
 from gearbx_mlx.formats import groupwise
 from gearbx_mlx.formats.rowwise import pack_symmetric_codes
-from gearbx_mlx.kernels import cpu
-from research.threads import emulated, w4a8
+from research.conservation import compiled
+from research.threads import SCALAR_SOURCE, emulated, scalar, w4a8
 
 
 @pytest.fixture(scope="module")
@@ -23,26 +23,14 @@ def product():
 
 
 class TestBaselines:
-    def test_one_weight_after_the_other(self, product):
-        if cpu.native() is None:
-            pytest.skip(cpu.why_not())
+    def test_one_weight_after_the_other(self, product, tmp_path):
         packed, scales, x, expected = product
-        assert np.allclose(cpu.native().scalar_groupwise(x, packed, scales), expected, rtol=1e-5, atol=1e-5)
+        library = compiled(tmp_path, SCALAR_SOURCE)
+        assert np.allclose(scalar(library, *map(np.array, (packed, scales, x))), expected, rtol=1e-5, atol=1e-5)
 
     def test_whole_matrices(self, product):
         packed, scales, x, expected = product
         assert np.allclose(emulated(*map(np.array, (packed, scales, x))), expected, rtol=1e-5, atol=1e-5)
-
-    @pytest.mark.parametrize("part", [0, 1, 2])
-    def test_arrays_that_do_not_fit_are_refused(self, product, part):
-        if cpu.native() is None:
-            pytest.skip(cpu.why_not())
-        packed, scales, x, _ = product
-        arrays = [x, packed, scales]
-        arrays[part] = arrays[part][:-1] + 0
-        mx.eval(arrays)
-        with pytest.raises(ValueError, match="in groups of 32"):
-            cpu.native().scalar_groupwise(*arrays)
 
 
 @pytest.mark.slow

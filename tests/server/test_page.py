@@ -12,8 +12,7 @@ from http_server import in_the_making
 from page_in_browser import CONTRASTS, PLACES, QUESTION, Page, chromium, chunk
 
 from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.listening import Server
-from gearbx_mlx.serving.web import Gatekeeper, Guard, application, front
+from gearbx_mlx.serving.web import Gatekeeper, Guard, Server, application, front
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser

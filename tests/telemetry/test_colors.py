@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gearbx_mlx.telemetry.report import draw_trace, get_pyplot
-from gearbx_mlx.telemetry.trace import gear_color
+from gearbx_mlx.telemetry.trace import draw_trace, gear_color, get_pyplot
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 BLINDNESS = {

@@ -1,8 +1,7 @@
 // Attention as an operation of MLX's graph.
 
 #include "attention_inputs.h"
-#include "kv_pack.h"
-#include "kv_planes_inputs.h"
+#include "kv_planes.h"
 #include "pool.h"
 
 namespace gearbx {

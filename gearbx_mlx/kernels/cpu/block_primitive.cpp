@@ -1,15 +1,95 @@
 // Transformer blocks as operations of MLX's graph: one for a whole block, or two, with a KV cache of any kind between.
 
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 
 #include "attention_inputs.h"
 #include "block_program.h"
-#include "kv_planes_inputs.h"
+#include "exact_form.h"
+#include "graph.h"
 #include "mlx/stream.h"
-#include "watched.h"
 
 namespace gearbx {
 namespace {
+
+// Norms and linear layers as parts of a block, and blocks of them.
+
+// The linear layer whose matrix `matrix_of` makes once it is known that these arrays can be read in place.
+template <class MatrixOf>
+nb::capsule linear_part(const std::vector<mx::array>& arrays, const std::optional<mx::array>& bias,
+                        const MatrixOf& matrix_of) {
+  LinearPart made;
+  for (const mx::array& a : arrays) note(a, made.memory);
+  made.value.matrix = matrix_of();
+  if (bias) {
+    require(bias->ndim() == 1 && bias->shape(0) == made.value.rows(), "a bias must have a number for each row");
+    made.value.bias = note(*bias, made.memory).data<void>();
+    made.value.bias_type = type_of(*bias);
+  }
+  return in_capsule(LINEAR, std::move(made));
+}
+
+nb::capsule stack_part(const std::vector<mx::array>& weights, const mx::array& scales,
+                       const std::vector<mx::array>& biases, const std::vector<int>& widths, int group, int rest,
+                       int x_bits, const std::optional<mx::array>& bias) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  StackForm form(widths, group, rest, x_bits, scales);
+  const auto x = mx::broadcast_to(mx::array(0.0f), {1, form.columns(scales)}, s);
+  const auto inputs = form.inputs(x, weights, scales, biases, 2, s);
+  return linear_part({inputs.begin() + 1, inputs.end()}, bias, [&] { return form.matrix(inputs); });
+}
+
+nb::capsule symmetric_part(const mx::array& weight, const mx::array& scales, int inputs, int bits, int x_bits,
+                           const std::optional<mx::array>& bias) {
+  check_symmetric(weight, scales, inputs, bits, x_bits);
+  return linear_part({weight, scales}, bias, [&] { return symmetric_of(weight, scales, inputs, bits, x_bits); });
+}
+
+nb::capsule dense_part(const mx::array& weight, const std::optional<mx::array>& bias, int x_bits) {
+  require(weight.ndim() == 2, "weights must be a matrix");
+  check_x_bits(x_bits);
+  return linear_part({weight}, bias, [&] { return dense_of(weight, x_bits); });
+}
+
+nb::capsule exact_part(const mx::array& codes, const mx::array& scales, const mx::array& biases,
+                       const mx::array& low, const mx::array& high, const mx::array& offsets, int group,
+                       const std::optional<mx::array>& bias, int x_bits) {
+  const ExactForm form(group, x_bits, scales, low);
+  const auto s = mx::default_stream(mx::Device::cpu);
+  const auto inputs = form.inputs(codes, scales, biases, low, high, offsets, 2, s);
+  return linear_part(inputs, bias, [&] { return form.matrix(inputs, 0); });
+}
+
+nb::capsule norm_part(const mx::array& weight, float eps, bool plus_one) {
+  require(weight.ndim() == 1, "the weight of a norm must be a vector");
+  NormPart made;
+  made.value = {note(weight, made.memory).data<void>(), type_of(weight), eps, plus_one};
+  return in_capsule(NORM, std::move(made));
+}
+
+nb::capsule make_block(nb::capsule before_attention, std::vector<nb::capsule> projections, nb::capsule output,
+                       nb::capsule before_mlp, std::vector<nb::capsule> gates, nb::capsule down,
+                       std::optional<nb::capsule> after_attention, std::optional<nb::capsule> after_mlp,
+                       std::optional<nb::capsule> of_queries, std::optional<nb::capsule> of_keys, int heads,
+                       int key_heads, const mx::array& frequencies, bool gelu, bool traditional, float rotation_scale,
+                       float scale) {
+  const BlockParts parts = {before_attention, projections, output,     before_mlp, gates,
+                            down,             after_attention, after_mlp, of_queries, of_keys};
+  const Sizes sizes = {heads, key_heads, gelu, traditional, rotation_scale, scale};
+  return in_capsule<Program>(BLOCK, std::make_shared<const BlockProgram>(parts, sizes, frequencies));
+}
+
+nb::capsule make_chain(const std::vector<nb::capsule>& blocks, const std::optional<nb::capsule>& norm) {
+  require(!blocks.empty(), "a chain has at least one block");
+  auto chain = std::make_shared<Chain>();
+  for (const nb::capsule& block : blocks) chain->blocks.push_back(from_capsule<Program>(BLOCK, block));
+  for (const Program& block : chain->blocks)
+    require(block->block().inputs() == chain->inputs(), "blocks differ in width");
+  if (norm) chain->norm = from_capsule<NormPart>(NORM, *norm);
+  return in_capsule<std::shared_ptr<const Chain>>(CHAIN, std::move(chain));
+}
+
+// Blocks as operations.
 
 constexpr char KEPT[] = "gearbx_kept";
 
@@ -265,10 +345,144 @@ mx::array run_rest(const nb::capsule& block_program, const nb::capsule& kept, co
   return mx::array(x.shape(), mx::float32, operation, std::move(inputs));
 }
 
+// A block is put together once for the modules and arrays of a layer; a shift, an adapter or a user may put others in
+// their places. To look at all of them takes Python a tenth of a millisecond for each token, and this microseconds.
+
+constexpr char WATCHED[] = "gearbx_watched";
+
+// What a block takes from the attributes of its modules.
+constexpr const char* SETTINGS[] = {"eps",   "dims",    "base",       "scale", "traditional",
+                                    "n_heads", "n_kv_heads", "bits", "group_size", "x_bits"};
+
+// What a module had when this was made: its settings, its items, and theirs. Nothing but settings is kept alive: an
+// object is looked at only after the one that has it was found where it was.
+class Watched {
+ public:
+  explicit Watched(nb::handle root) { add(root, -1, nb::none()); }
+
+  bool is_same(nb::handle root) const {
+    std::vector<nb::handle> now(seen_.size());
+    for (size_t i = 0; i < seen_.size(); i++) {
+      const Seen& was = seen_[i];
+      now[i] = i == 0 ? root : item(now[static_cast<size_t>(was.owner)], was);
+      if (now[i].ptr() != was.object || Py_TYPE(now[i].ptr()) != was.type) return false;
+      if (was.is_array && !was.array.is_same(now[i])) return false;
+      if (was.count >= 0 && size(now[i]) != was.count) return false;
+      if (was.attributes >= 0 && !has_settings(now[i], was)) return false;
+    }
+    return true;
+  }
+
+  bool has_tracer() const { return has_tracer_; }
+
+ private:
+  // Where the numbers of an array are, and how they are read.
+  struct Array {
+    const void* first = nullptr;  // none: it is still to be computed
+    mx::Shape shape;
+    mx::Strides strides;
+
+    Array() = default;
+    explicit Array(nb::handle h) {
+      const mx::array& a = *nb::inst_ptr<mx::array>(h);
+      if (!a.is_available()) return;
+      first = a.data<char>();
+      shape = a.shape();
+      strides = a.strides();
+    }
+    bool is_same(nb::handle h) const {
+      const mx::array& a = *nb::inst_ptr<mx::array>(h);
+      const bool there = a.is_available();
+      return there == (first != nullptr) &&
+             (!there || (first == a.data<char>() && shape == a.shape() && strides == a.strides()));
+    }
+  };
+
+  struct Seen {
+    int owner;       // number of the object that has it
+    nb::object key;  // name or number there
+    PyObject* object;
+    PyTypeObject* type;
+    bool is_array = false;
+    Array array = {};
+    Py_ssize_t count = -1, attributes = -1;  // of items; of attributes beside them, -1 where there are none
+    std::vector<std::pair<nb::object, nb::object>> settings = {};  // name and value
+  };
+
+  static Py_ssize_t size(nb::handle h) { return PyDict_Check(h.ptr()) ? PyDict_Size(h.ptr()) : PyList_Size(h.ptr()); }
+
+  static nb::handle item(nb::handle owner, const Seen& seen) {
+    if (PyDict_Check(owner.ptr())) return PyDict_GetItem(owner.ptr(), seen.key.ptr());
+    const auto index = nb::cast<Py_ssize_t>(seen.key);
+    return index < PyList_GET_SIZE(owner.ptr()) ? PyList_GET_ITEM(owner.ptr(), index) : nullptr;
+  }
+
+  static nb::object attributes_of(nb::handle object) {
+    static PyObject* const name = PyUnicode_InternFromString("__dict__");
+    return nb::steal(PyObject_GetAttr(object.ptr(), name));
+  }
+
+  static bool has_settings(nb::handle object, const Seen& was) {
+    const nb::object attributes = attributes_of(object);
+    if (PyDict_GET_SIZE(attributes.ptr()) != was.attributes) return false;  // else none was added
+    for (const auto& [name, value] : was.settings) {
+      const nb::handle now = PyDict_GetItem(attributes.ptr(), name.ptr());
+      if (now.ptr() != value.ptr() && (!now || !now.equal(value))) return false;
+    }
+    return true;
+  }
+
+  static void note_settings(nb::handle object, Seen& seen) {
+    if (!nb::hasattr(object, "__dict__")) return;  // a dictionary, and no module
+    const nb::object attributes = attributes_of(object);
+    seen.attributes = PyDict_GET_SIZE(attributes.ptr());
+    for (const char* setting : SETTINGS) {
+      const nb::object name = nb::steal(PyUnicode_InternFromString(setting));
+      if (PyObject* value = PyDict_GetItem(attributes.ptr(), name.ptr()))
+        seen.settings.emplace_back(name, nb::borrow(value));
+    }
+  }
+
+  void add(nb::handle object, int owner, nb::object key) {
+    const int number = static_cast<int>(seen_.size());
+    Seen seen = {owner, std::move(key), object.ptr(), Py_TYPE(object.ptr())};
+    const bool is_dict = PyDict_Check(object.ptr()), is_list = PyList_Check(object.ptr());
+    if (nb::isinstance<mx::array>(object)) {
+      seen.is_array = true;
+      seen.array = Array(object);
+      has_tracer_ = has_tracer_ || nb::inst_ptr<mx::array>(object)->is_tracer();
+    } else if (is_dict || is_list) {
+      seen.count = size(object);
+      if (is_dict) note_settings(object, seen);
+    }
+    seen_.push_back(std::move(seen));
+    if (is_dict)
+      for (auto [name, value] : nb::borrow<nb::dict>(object)) add(value, number, nb::borrow(name));
+    if (is_list)
+      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(object.ptr()); i++)
+        add(PyList_GET_ITEM(object.ptr(), i), number, nb::cast(i));
+  }
+
+  std::vector<Seen> seen_;
+  bool has_tracer_ = false;
+};
+
 }  // namespace
 
 void bind_blocks(nb::module_& m) {
-  bind_block_parts(m);
+  m.def("stack_part", &stack_part, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a, "rest"_a, "x_bits"_a,
+        "bias"_a = nb::none());
+  m.def("symmetric_part", &symmetric_part, "weight"_a, "scales"_a, "inputs"_a, "bits"_a, "x_bits"_a,
+        "bias"_a = nb::none());
+  m.def("dense_part", &dense_part, "weight"_a, "bias"_a = nb::none(), "x_bits"_a = 0);
+  m.def("exact_part", &exact_part, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "group"_a,
+        "bias"_a = nb::none(), "x_bits"_a = 0);
+  m.def("norm_part", &norm_part, "weight"_a, "eps"_a, "plus_one"_a = false);
+  m.def("block", &make_block, nb::kw_only(), "before_attention"_a, "projections"_a, "output"_a, "before_mlp"_a,
+        "gates"_a, "down"_a, "after_attention"_a.none(), "after_mlp"_a.none(), "of_queries"_a.none(),
+        "of_keys"_a.none(), "heads"_a, "key_heads"_a, "frequencies"_a, "gelu"_a, "traditional"_a, "rotation_scale"_a,
+        "scale"_a);
+  m.def("chain", &make_chain, "blocks"_a, "norm"_a = nb::none());
   bind_passes(m);
   m.def("run_blocks", &run_blocks, "chain"_a, "x"_a, "keys"_a, "values"_a, "offset"_a, "causal"_a,
         "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
@@ -278,6 +492,14 @@ void bind_blocks(nb::module_& m) {
         "mask"_a = nb::none(), "padding"_a = nb::none(), "key_planes"_a = Arrays(), "value_planes"_a = Arrays(),
         "packed"_a = 0, "group"_a = 0);
   bind_watched(m);
+}
+
+void bind_watched(nb::module_& m) {
+  m.def("watched", [](nb::handle module) { return in_capsule(WATCHED, Watched(module)); }, "module"_a);
+  m.def("has_tracer", [](nb::handle module) { return Watched(module).has_tracer(); }, "module"_a);
+  m.def("is_same", [](const nb::capsule& watched, nb::handle module) {
+    return from_capsule<Watched>(WATCHED, watched).is_same(module);
+  }, "watched"_a, "module"_a);
 }
 
 }  // namespace gearbx

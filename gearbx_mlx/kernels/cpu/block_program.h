@@ -5,7 +5,6 @@
 #include <optional>
 
 #include "block.h"
-#include "capsules.h"
 #include "graph.h"
 
 namespace gearbx {
@@ -141,9 +140,6 @@ struct Chain {
 };
 
 constexpr char CHAIN[] = "gearbx_chain";
-
-// Adds what makes parts and blocks to the module (block_parts_primitive.cpp).
-void bind_block_parts(nb::module_& m);
 
 // Adds passes over a few tokens (pass_primitive.cpp).
 void bind_passes(nb::module_& m);

@@ -1,7 +1,7 @@
 // Products over codebooks as operations of MLX's graph.
 
 #include "codebook.h"
-#include "experts.h"
+#include "graph.h"
 
 namespace gearbx {
 namespace {

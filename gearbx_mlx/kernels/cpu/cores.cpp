@@ -1,4 +1,4 @@
-#include "cores.h"
+#include "pool.h"
 
 #if defined(__APPLE__)
 #include <sys/sysctl.h>

@@ -1,6 +1,6 @@
 // The encoder of format `exact`. It runs once for a weight, so that it is plain C++ on all threads.
 
-#include "exact_encode.h"
+#include "exact.h"
 
 #include <cmath>
 #include <cstring>

@@ -1,7 +1,11 @@
 // Products over exact weights, and the weights themselves, as operations of MLX's graph.
 
+#include <nanobind/stl/tuple.h>
+
+#include "exact.h"
 #include "exact_form.h"
-#include "experts.h"
+#include "graph.h"
+#include "split_codes.h"
 
 namespace gearbx {
 namespace {
@@ -101,6 +105,128 @@ mx::array exact_decode(const mx::array& codes, const mx::array& scales, const mx
   return mx::array(shape, mx::bfloat16, std::make_shared<ExactDecode>(s, form), std::move(inputs));
 }
 
+// What makes packed weights, for Python: the encoder of format `exact`, and what makes planes. They are no operations
+// of MLX's graph: they take evaluated arrays, and compute at once. The number of bytes that the encoder writes is known
+// when it is done; and what planes are made of can be given up at once.
+
+void require_evaluated(const mx::array& a, mx::Dtype dtype, const mx::Shape& shape, const char* what) {
+  require(a.dtype() == dtype && a.shape() == shape, what);
+  require(a.is_available() && a.flags().row_contiguous, "arrays must be evaluated and contiguous");
+}
+
+mx::array allocated(mx::Shape shape, mx::Dtype dtype) {
+  size_t bytes = dtype.size();
+  for (int length : shape) bytes *= static_cast<size_t>(length);
+  return mx::array(mx::allocator::malloc(bytes), std::move(shape), dtype);
+}
+
+// values: (O, I) uint16. Returns kept, low, high and offsets, as in exact.h.
+std::tuple<mx::array, mx::array, mx::array, mx::array> exact_encode(const mx::array& values, const mx::array& codes,
+                                                                    const mx::array& scales, const mx::array& biases,
+                                                                    int group) {
+  require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
+  require(values.ndim() == 2 && values.size() > 0 && values.shape(1) % group == 0, "values must be rows of groups");
+  const int rows = values.shape(0), columns = values.shape(1);
+  const mx::Shape groups = {rows, columns / group};
+  require_evaluated(values, mx::uint16, {rows, columns}, "values must be the bits of bf16 weights");
+  require_evaluated(codes, mx::uint32, {rows, columns / 8}, "packed codes do not fit the values");
+  require_evaluated(scales, mx::uint16, groups, "there must be a scale for each group");
+  require_evaluated(biases, mx::uint16, groups, "there must be a bias for each group");
+  const auto* packed = reinterpret_cast<const uint8_t*>(codes.data<uint32_t>());
+  const gearbx_exact_source m = {rows,   columns, group, values.data<uint16_t>(), packed, scales.data<uint16_t>(),
+                                 biases.data<uint16_t>()};
+  auto kept = allocated(groups, mx::uint8), offsets = allocated({rows + 1}, mx::uint32);
+  auto low = allocated({rows, columns}, mx::uint8);
+  uint32_t* begins = offsets.data<uint32_t>();
+  begins[0] = 0;
+  gearbx_exact_examine(&m, kept.data<uint8_t>(), low.data<uint8_t>(), begins + 1);
+  for (int r = 0; r < rows; r++) begins[r + 1] += begins[r];
+  const int count = static_cast<int>(begins[rows]);
+  auto high = allocated({count > 0 ? count : 1}, mx::uint8);
+  high.data<uint8_t>()[0] = 0;
+  gearbx_exact_write_high(&m, kept.data<uint8_t>(), begins, high.data<uint8_t>());
+  return {kept, low, high, offsets};
+}
+
+// Planes of these widths for rows of so many times 32 columns, which `job` fills: (..., O, I * width / 32), or panels.
+std::vector<mx::array> planes_by(gearbx_splitting job, mx::Shape shape, const std::vector<int>& widths, bool in_panels) {
+  int together = 0;
+  for (int width : widths) {
+    require(width >= 1 && width <= 8, "planes must have 1 to 8 bits");
+    together += width;
+  }
+  require(together >= 1 && together <= 8 && together == job.bits, "planes must have the bits of a code together");
+  const int height = gearbx_panel_rows(), blocks = static_cast<int>(job.columns / 32);
+  require(!in_panels || (shape.size() == 2 && shape[0] % height == 0), "panels must be whole");
+  std::vector<mx::array> planes;
+  std::vector<uint32_t*> words;
+  for (int width : widths) {
+    shape.back() = blocks * width;
+    planes.push_back(allocated(in_panels ? mx::Shape{shape[0] / height, blocks * width, height} : shape, mx::uint32));
+    words.push_back(planes.back().data<uint32_t>());
+  }
+  job.planes = static_cast<int>(widths.size());
+  job.widths = widths.data();
+  job.panel_rows = in_panels ? height : 0;
+  job.words = words.data();
+  gearbx_split_codes(&job);
+  return planes;
+}
+
+// codes: (..., O, I * bits / 32) uint32. Returns the planes.
+std::vector<mx::array> split_codes(const mx::array& codes, int bits, const std::vector<int>& widths, bool in_panels) {
+  require(bits >= 1 && bits <= 8, "codes must have 1 to 8 bits");
+  require(codes.ndim() >= 2 && codes.size() > 0 && codes.shape(-1) % bits == 0, "codes must be rows of whole words");
+  require_evaluated(codes, mx::uint32, codes.shape(), "codes must be uint32");
+  gearbx_splitting job = {};
+  job.columns = 32L * (codes.shape(-1) / bits);
+  job.rows = static_cast<int64_t>(codes.size()) / codes.shape(-1);
+  job.bits = bits;
+  job.codes = reinterpret_cast<const uint8_t*>(codes.data<uint32_t>());
+  return planes_by(job, codes.shape(), widths, in_panels);
+}
+
+// The shape (..., O, I / group) of what each group of a weight has.
+mx::Shape groups_of(const mx::array& weight, int group) {
+  require(group == 32 || group == 64 || group == 128, "the group size must be 32, 64 or 128");
+  require(weight.ndim() >= 2 && weight.size() > 0 && weight.shape(-1) % group == 0, "weights must be rows of groups");
+  require_evaluated(weight, weight.dtype(), weight.shape(), "weights must be floating");
+  auto groups = weight.shape();
+  groups.back() /= group;
+  return groups;
+}
+
+// weight: (..., O, I). Returns the smallest and the largest of each group, float32.
+std::tuple<mx::array, mx::array> group_ends(const mx::array& weight, int group) {
+  const auto shape = groups_of(weight, group);
+  auto low = allocated(shape, mx::float32), high = allocated(shape, mx::float32);
+  gearbx_group_ends(weight.data<void>(), type_of(weight), static_cast<int64_t>(low.size()), group, low.data<float>(),
+                    high.data<float>());
+  return {low, high};
+}
+
+// weight: (..., O, I); steps, offsets: (..., O, I / group) float32. Returns the planes of the codes, and steps and offsets,
+// which are fitted to the codes or not.
+std::tuple<std::vector<mx::array>, mx::array, mx::array> quantize(const mx::array& weight, const mx::array& steps,
+                                                                  const mx::array& offsets, const std::vector<int>& widths,
+                                                                  int group, bool fit, float least) {
+  const auto groups = groups_of(weight, group);
+  require_evaluated(steps, mx::float32, groups, "there must be a step for each group");
+  require_evaluated(offsets, mx::float32, groups, "there must be an offset for each group");
+  auto made_steps = allocated(groups, mx::float32), made_offsets = allocated(groups, mx::float32);
+  std::copy_n(steps.data<float>(), steps.size(), made_steps.data<float>());
+  std::copy_n(offsets.data<float>(), offsets.size(), made_offsets.data<float>());
+  const gearbx_grid grid = {weight.data<void>(),        type_of(weight), group, fit, least, made_steps.data<float>(),
+                            made_offsets.data<float>()};
+  gearbx_splitting job = {};
+  job.columns = weight.shape(-1);
+  job.rows = static_cast<int64_t>(weight.size()) / weight.shape(-1);
+  for (int width : widths) job.bits += width;
+  job.grid = &grid;
+  auto planes = planes_by(job, weight.shape(), widths, false);
+  return {planes, made_steps, made_offsets};
+}
+
 }  // namespace
 
 void bind_exact(nb::module_& m) {
@@ -109,6 +235,13 @@ void bind_exact(nb::module_& m) {
   m.def("exact_experts", &exact_experts, "x"_a, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a,
         "group"_a, "indices"_a, "x_bits"_a = 0);
   m.def("exact_decode", &exact_decode, "codes"_a, "scales"_a, "biases"_a, "low"_a, "high"_a, "offsets"_a, "group"_a);
+}
+
+void bind_exact_encode(nb::module_& m) {
+  m.def("exact_encode", &exact_encode, "values"_a, "codes"_a, "scales"_a, "biases"_a, "group"_a);
+  m.def("split_codes", &split_codes, "codes"_a, "bits"_a, "widths"_a, "in_panels"_a);
+  m.def("group_ends", &group_ends, "weight"_a, "group"_a);
+  m.def("quantize", &quantize, "weight"_a, "steps"_a, "offsets"_a, "widths"_a, "group"_a, "fit"_a, "least"_a);
 }
 
 }  // namespace gearbx

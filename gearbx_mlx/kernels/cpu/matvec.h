@@ -83,11 +83,6 @@ int64_t gearbx_sampled(const float* logits, int64_t count, const gearbx_sampling
 // The sum of 32-bit words, modulo 2^32, on all threads, to measure how fast memory is read.
 uint32_t gearbx_read_sum(const uint32_t* words, int64_t count);
 
-// y (rows) = groupwise codes of 4 bits, two in a byte (rows, 16 groups), times x (32 groups), without vector
-// instructions on one thread, as a baseline. scales (rows, groups).
-void gearbx_scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups, const float* x,
-                             float* y);
-
 // The rows of a panel (gearbx_stack): as many as this processor multiplies side by side.
 int gearbx_panel_rows(void);
 

@@ -98,6 +98,69 @@ mx::array dense_matvec(const mx::array& x, const mx::array& weight, int x_bits) 
                 {in_float32(x, s), in_rows(weight, s)});
 }
 
+// Products of mixtures of experts: mx::gather_mm and mx::gather_qmm for single vectors.
+
+class StackExperts : public Experts {
+ public:
+  StackExperts(mx::Stream s, std::vector<int32_t> vectors, StackForm form)
+      : Experts(s, std::move(vectors)), form_(std::move(form)) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    multiply(inputs, outputs[0], form_.matrix(inputs), gearbx_stack_experts);
+  }
+
+  const char* name() const override { return "GearbxStackExperts"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const StackExperts&>(other);
+    return form_ == o.form_ && vectors_ == o.vectors_;
+  }
+
+ private:
+  StackForm form_;
+};
+
+class DenseExperts : public Experts {
+ public:
+  DenseExperts(mx::Stream s, std::vector<int32_t> vectors, int x_bits)
+      : Experts(s, std::move(vectors)), x_bits_(x_bits) {}
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    multiply(inputs, outputs[0], dense_of(inputs[1], x_bits_), gearbx_dense_experts);
+  }
+
+  const char* name() const override { return "GearbxDenseExperts"; }
+  bool is_equivalent(const mx::Primitive& other) const override {
+    const auto& o = static_cast<const DenseExperts&>(other);
+    return vectors_ == o.vectors_ && x_bits_ == o.x_bits_;
+  }
+
+ private:
+  int x_bits_;
+};
+
+mx::array stack_experts(const mx::array& x, const std::vector<mx::array>& weights, const mx::array& scales,
+                        const std::vector<mx::array>& biases, const std::vector<int>& widths, int group,
+                        int rest, mx::array indices, int x_bits) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  StackForm form = {widths, group, rest, x_bits};
+  auto inputs = form.inputs(x, weights, scales, biases, 3, s);
+  const auto pairs = broadcast(x, indices, s);
+  inputs.push_back(indices);
+  return finish(x, pairs, scales.shape(1), std::make_shared<StackExperts>(s, vectors_of_pairs(x, pairs), form),
+                std::move(inputs));
+}
+
+mx::array dense_experts(const mx::array& x, const mx::array& weight, mx::array indices, int x_bits) {
+  const auto s = mx::default_stream(mx::Device::cpu);
+  require(weight.ndim() == 3, "weights must be a matrix for each expert");
+  type_of(weight);
+  check_x_bits(x_bits);
+  check_x(x, weight.shape(2));
+  const auto pairs = broadcast(x, indices, s);
+  return finish(x, pairs, weight.shape(1), std::make_shared<DenseExperts>(s, vectors_of_pairs(x, pairs), x_bits),
+                {in_float32(x, s), in_rows(weight, s), indices});
+}
+
 typedef void (*OfRows)(const float* x, int64_t rows, int64_t count, float* y);
 
 // What a function reads off each row of logits or log-probabilities.
@@ -171,20 +234,6 @@ uint32_t read_sum(const mx::array& words) {
   return gearbx_read_sum(words.data<uint32_t>(), static_cast<int64_t>(words.size()));
 }
 
-// As read_sum; all evaluated and contiguous. weight: groupwise codes (rows, bytes); scales (rows, groups); x (inputs,).
-std::vector<float> scalar_groupwise(const mx::array& x, const mx::array& weight, const mx::array& scales) {
-  for (const auto& a : {x, weight, scales})
-    require(a.is_available() && a.flags().row_contiguous, "arrays must be evaluated and contiguous");
-  require(x.dtype() == mx::float32 && weight.dtype() == mx::uint8 && scales.dtype() == mx::float32 &&
-              weight.ndim() == 2 && scales.ndim() == 2 && weight.shape(0) == scales.shape(0) &&
-              weight.shape(1) == 16 * scales.shape(1) && static_cast<int64_t>(x.size()) == 32L * scales.shape(1),
-          "there must be float32 activations and scales, and bytes of codes in groups of 32");
-  std::vector<float> y(static_cast<size_t>(weight.shape(0)));
-  gearbx_scalar_groupwise(weight.data<uint8_t>(), scales.data<float>(), weight.shape(0), scales.shape(1),
-                          x.data<float>(), y.data());
-  return y;
-}
-
 }  // namespace
 }  // namespace gearbx
 
@@ -198,7 +247,9 @@ NB_MODULE(_gearbx_cpu, m) {
   m.def("logsumexp", &reading<gearbx_logsumexp, 1>, "logits"_a);
   m.def("choices", &reading<gearbx_choices, 5>, "logits"_a);
   m.def("sampled", &sampled_token_of, "logprobs"_a, "key"_a, "temp"_a, "top_p"_a, "min_p"_a, "top_k"_a);
-  bind_experts(m);
+  m.def("stack_experts", &stack_experts, "x"_a, "weights"_a, "scales"_a, "biases"_a, "widths"_a, "group"_a,
+        "rest"_a, "indices"_a, "x_bits"_a = 0);
+  m.def("dense_experts", &dense_experts, "x"_a, "weight"_a, "indices"_a, "x_bits"_a = 0);
   bind_codebooks(m);
   bind_exact_encode(m);
   bind_exact(m);
@@ -206,7 +257,6 @@ NB_MODULE(_gearbx_cpu, m) {
   bind_fused(m);
   bind_blocks(m);
   m.def("read_sum", &read_sum, "words"_a);
-  m.def("scalar_groupwise", &scalar_groupwise, "x"_a, "weight"_a, "scales"_a);
   m.def("panel_rows", &gearbx_panel_rows);
   m.def("rounds_to_bf16", [] { return gearbx_rounds_to_bf16() != 0; });
   m.def("threads", &gearbx_threads);

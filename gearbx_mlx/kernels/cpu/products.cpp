@@ -6,10 +6,9 @@
 #include <cstring>
 #include <vector>
 
-#include "chunks.h"
 #include "codebook.h"
 #include "exact.h"
-#include "integer.h"
+#include "split.h"
 
 namespace gearbx {
 namespace {

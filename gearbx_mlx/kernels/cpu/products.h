@@ -37,4 +37,12 @@ void gearbx_dense_experts(const gearbx_dense* first, const gearbx_pairs* pairs, 
 
 #ifdef __cplusplus
 }
+
+namespace gearbx {
+
+// Each y (vectors, rows of its matrix) = x times the transposed matrix, for any number of vectors. Activations are
+// rounded once for neighbours of equal columns, groups and order of codes. All of them have x_bits.
+void integer_products(const gearbx_stack* const* matrices, int count, const float* x, int64_t vectors, float* const* y);
+
+}  // namespace gearbx
 #endif

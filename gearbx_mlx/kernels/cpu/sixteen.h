@@ -1,5 +1,5 @@
 // Sixteen float32 side by side, which is what products over rows of floats add up: one register of AVX-512, or an even
-// and an odd vector of eight. Both give the same bits. Dense rows by AVX2 add up eight (activations.h).
+// and an odd vector of eight. Both give the same bits. Dense rows by AVX2 add up eight (tile.h).
 
 #pragma once
 

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <vector>
 
-#include "kv_pack.h"
+#include "kv_planes.h"
 #include "matvec.h"
 
 using namespace gearbx;

@@ -1,7 +1,7 @@
 // Groupwise codes times one vector, one weight after the other on one thread: what vector kernels are compared with, as
 // in AION's Table 2. Compilers are not to make vectors of it.
 
-#include "matvec.h"
+#include <cstdint>
 
 #if defined(__clang__)
 #define NO_VECTORS
@@ -11,7 +11,6 @@
 #define NO_VECTORS_IN_LOOP
 #endif
 
-namespace gearbx {
 namespace {
 
 constexpr int GROUP_BYTES = 16;  // of 32 codes
@@ -27,11 +26,10 @@ NO_VECTORS float product_of_group(const uint8_t* codes, const float* x) {
 }
 
 }  // namespace
-}  // namespace gearbx
 
-extern "C" void gearbx_scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups,
-                                        const float* x, float* y) {
-  using namespace gearbx;
+// y (rows) = codes of 4 bits, two in a byte (rows, 16 groups), times x (32 groups). scales (rows, groups).
+extern "C" void scalar_groupwise(const uint8_t* codes, const float* scales, int64_t rows, int64_t groups,
+                                 const float* x, float* y) {
   for (int64_t row = 0; row < rows; row++) {
     float total = 0;
     for (int64_t g = row * groups; g < (row + 1) * groups; g++)
