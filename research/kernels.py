@@ -34,6 +34,7 @@ from gearbx_mlx.formats.exact import encode
 from gearbx_mlx.formats.planes import split
 from gearbx_mlx.kernels import metal
 from gearbx_mlx.kernels.bit_planes import planes_matmul
+from gearbx_mlx.kernels.dispatch import NATIVE as OURS
 from gearbx_mlx.kernels.dispatch import always, on_cpu
 from gearbx_mlx.kernels.products import (
     codebook_product,
@@ -153,7 +154,7 @@ def copied(part: Any) -> Any:
 def dense_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """Weights as they are. On a CPU MLX widens half-precision ones whole at every use, which is nothing to compare."""
     for dtype in (mx.bfloat16, mx.float16, mx.float32):
-        products: dict[str, Product] = {NATIVE: dense_product, METAL: dense_product}
+        products: dict[str, Product] = {NATIVE: dense_product, METAL: on_metal(dense_product)}
         if dtype == mx.bfloat16:
             products |= rounded(dense_product)
         if dtype == mx.float32 or not on_cpu():
@@ -208,7 +209,8 @@ def packed_product(x: mx.array, arrays: dict[str, mx.array], bits: int, **how: A
 
 def exact_cases(weight: mx.array, total: int, paths: Sequence[str]) -> Iterator[ProductCase]:
     """bfloat16 weights that contain their low gear."""
-    products: dict[str, Product] = {NATIVE: exact_product, METAL: exact_product} | rounded(exact_product)
+    ours: dict[str, Product] = {NATIVE: exact_product, METAL: on_metal(exact_product)}
+    products = ours | rounded(exact_product)
     matrix = encode(weight.astype(mx.bfloat16), GROUP)
     yield from cases_of("exact", 16, matrix, total, products, paths)
 
@@ -217,6 +219,11 @@ def variants_of(product: Product) -> dict[str, Product]:
     """The paths of a product of x and a matrix: on a CPU, and each variant with Metal."""
     variants = {f"{METAL} {name}": functools.partial(product, chosen=always(name)) for name in metal.VARIANTS}
     return {NATIVE: product, **variants}
+
+
+def on_metal(product: Product) -> Product:
+    """The product by our Metal kernel, of which there is one variant."""
+    return functools.partial(product, chosen=always(OURS))
 
 
 def rounded(product: Product) -> dict[str, Product]:

@@ -68,7 +68,7 @@ GAIN, LOSS = 1.05, 0.97  # times mlx-lm's speed: what is between them is neither
 
 
 @dataclass(frozen=True)
-class Way:
+class TimedWay:
     """A way to write a text.
 
     Attributes:
@@ -228,13 +228,13 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(array): array for _, array in tree_flatten(model.parameters())})
 
 
-def make_ways(loaded: Loaded, report: MacReport) -> list[Way]:
+def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
     """Return all ways that memory has room for, and note the others; one model's arrays serve all of them."""
     base, tokenizer = twin(loaded.model), loaded.tokenizer
-    whole, found = held([base]), list[Way]()
+    whole, found = held([base]), list[TimedWay]()
 
     def add(name: str, write: Callable[[str, list[int], int], Iterator[Any]], weights: int) -> None:
-        found.append(Way(name, write, weights))
+        found.append(TimedWay(name, write, weights))
 
     def fits(bits: int, *names: str) -> bool:
         needed = whole * bits // 16
@@ -316,7 +316,7 @@ def ours(geared: Geared, mode: Mode | None, typed: str, prompt: list[int], most:
 
 
 def write_series(
-    settings: MacBenchmark, ways: Sequence[Way], loaded: Loaded, report: MacReport, watch: Watch, out: Path
+    settings: MacBenchmark, ways: Sequence[TimedWay], loaded: Loaded, report: MacReport, watch: Watch, out: Path
 ) -> None:
     """Write series of texts until the next one would end too late; the file has every turn that is complete.
 
@@ -343,7 +343,7 @@ def write_series(
             return
 
 
-def keep_whole_turns(report: MacReport, ways: Sequence[Way]) -> None:
+def keep_whole_turns(report: MacReport, ways: Sequence[TimedWay]) -> None:
     """Leave out texts of a turn that was interrupted: only what was written close together is compared."""
     names = {way.name for way in ways}
     turns: dict[tuple[int, str], set[str]] = {}
@@ -352,7 +352,7 @@ def keep_whole_turns(report: MacReport, ways: Sequence[Way]) -> None:
     report.texts = [text for text in report.texts if turns[text.series, text.prompt] == names]
 
 
-def warm_up(ways: Sequence[Way], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
+def warm_up(ways: Sequence[TimedWay], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
     """Write some tokens in each way that do not count."""
     name, prompt = next(iter(prompts.items()))
     with progress_bar() as progress:
@@ -362,7 +362,7 @@ def warm_up(ways: Sequence[Way], prompts: Mapping[str, list[int]], most: int, re
 
 
 def write_turn(
-    ways: Sequence[Way], series: int, name: str, prompt: list[int], most: int, report: MacReport
+    ways: Sequence[TimedWay], series: int, name: str, prompt: list[int], most: int, report: MacReport
 ) -> Iterator[None]:
     """Write a text in each way, mlx-lm alone first, the others forwards and backwards by turns."""
     alone, *others = ways
@@ -389,7 +389,7 @@ def noting_failure(report: MacReport, name: str) -> Iterator[None]:
         report.failed[name] = one_line(error)
 
 
-def timed_text(way: Way, series: int, name: str, prompt: list[int], most: int) -> tuple[MacText, list[int]]:
+def timed_text(way: TimedWay, series: int, name: str, prompt: list[int], most: int) -> tuple[MacText, list[int]]:
     """Write a text, and return what it took, and its tokens."""
     mx.reset_peak_memory()
     before, rounds = mx.get_active_memory(), 0
