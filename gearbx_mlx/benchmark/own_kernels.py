@@ -93,7 +93,7 @@ def native_linear(weight: mx.array) -> Native:
     """Return a layer with a weight as it is."""
     layer = nn.Linear(1, 1, bias=False)
     layer.weight = weight
-    return with_kernels(layer, native=True)  # type: ignore[return-value]
+    return with_kernels(layer, native=True)
 
 
 def stored_as(format: str, layer: Any, bits: int, ladder: Ladder, dtype: mx.Dtype) -> Native:
