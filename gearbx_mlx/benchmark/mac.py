@@ -157,7 +157,7 @@ def run(settings: MacBenchmark) -> int:
     if on_cpu():
         note("MLX computes on the CPU here: these figures say nothing of a GPU")
     loaded = load_original(settings.model)
-    report = begun(out, new_report(settings, loaded))
+    report = resumed(out, new_report(settings, loaded))
     try:
         with make_watch([], True, False) as watch:
             if settings.own_kernels:
@@ -257,7 +257,7 @@ def make_ways(loaded: Loaded, report: MacReport) -> list[TimedWay]:
         for tokens, name in BY_DRAFT_MODEL.items():
             how = {"draft_model": draft, "num_draft_tokens": tokens}
             add(name, partial(by_mlx_lm, base, tokenizer, **how), held([base, draft]))
-    for bits, name in reversed(ONE_GEAR.items()):
+    for bits, name in reversed(ONE_GEAR.items()):  # the largest first, which most people would take
         if fits(bits, name):
             settings = as_typed(loaded.decision.settings.model.model, Ladder((bits,)), mode="static")
             geared = in_gears(loaded, settings, twin(base))
@@ -349,7 +349,8 @@ def keep_whole_turns(report: MacReport, ways: Sequence[TimedWay]) -> None:
     turns: dict[tuple[int, str], set[str]] = {}
     for text in report.texts:
         turns.setdefault((text.series, text.prompt), set()).add(text.way)
-    report.texts = [text for text in report.texts if turns[text.series, text.prompt] == names]
+    whole = {turn for turn, there in turns.items() if there | report.failed.keys() >= names}
+    report.texts = [text for text in report.texts if (text.series, text.prompt) in whole]
 
 
 def warm_up(ways: Sequence[TimedWay], prompts: Mapping[str, list[int]], most: int, report: MacReport) -> None:
@@ -436,7 +437,7 @@ def new_report(settings: MacBenchmark, loaded: Loaded) -> MacReport:
     return MacReport(facts, time.strftime("%Y-%m-%d"), dtype, int(memory or available_memory()), mx.device_info())
 
 
-def begun(file: Path, report: MacReport) -> MacReport:
+def resumed(file: Path, report: MacReport) -> MacReport:
     """Return the report with the texts of a file that a run of the same kind left unfinished; say why not of others."""
     if not file.is_file():
         return report
@@ -453,7 +454,7 @@ def begun(file: Path, report: MacReport) -> MacReport:
             return report
     if not before.complete:
         note(f"{file}: goes on after {len(before.texts)} texts of an interrupted run")
-        report.texts, report.state = before.texts, before.state
+        report.texts, report.state, report.failed = before.texts, before.state, before.failed
     return report
 
 
@@ -464,10 +465,11 @@ def save(file: Path, report: MacReport) -> None:
 
 def summarise(report: MacReport) -> None:
     """Fill in what follows from the texts: a row for each way, the verdict, and the line for an issue."""
-    alone = {(text.series, text.prompt): text for text in report.texts if text.way == ALONE}
+    timed = [text for text in report.texts if text.tokens > 1]
+    alone = {(text.series, text.prompt): text for text in timed if text.way == ALONE}
     report.ways = []
     for name in ORDER:
-        texts = [text for text in report.texts if text.way == name and text.tokens > 1]
+        texts = [text for text in timed if text.way == name and (text.series, text.prompt) in alone]
         if texts:
             report.ways.append(way_row(name, texts, [alone[text.series, text.prompt] for text in texts]))
     rows = {row["way"]: row for row in report.ways}
