@@ -424,7 +424,7 @@ def timed_text(way: TimedWay, series: int, name: str, prompt: list[int], most: i
 def new_report(settings: MacBenchmark, loaded: Loaded) -> MacReport:
     """Return a report of this machine and model, without texts."""
     facts = MacFacts(
-        machine=f"{machine_name()}, macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else machine_name(),
+        machine=f"{machine_name()} {platform.mac_ver()[0]}".rstrip(),
         mlx=version("mlx"),
         mlx_lm=version("mlx-lm"),
         gearbx_mlx=__version__,
