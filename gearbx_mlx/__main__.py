@@ -21,7 +21,7 @@ COMMANDS = {
     "evaluate": "measure what shifting buys, against chance and the static gears",
     "sensitivity": "measure what the precision of each layer costs",
     "allocate": "find bits for every layer from these measurements",
-    "benchmark": "time kernels, gears and routing on this machine",
+    "benchmark": "time gears on this machine, and beside mlx-lm on a Mac",
     "server": "serve a model in gears, to clients of OpenAI's API",
     "cache": "show the size of what is kept for later runs, or remove it",
     "lm_eval": "run lm-eval's tasks on a model in gears",

@@ -87,6 +87,7 @@ GONE: dict[str, str] = {
     "evaluate -m": ANSWERS,
     "evaluate --small-model": "run python -m research pair-sweep in a clone of the repository",
     "--answers-only": "run python -m research pair-sweep in a clone of the repository",
+    "benchmark metal": "use benchmark mac --own-kernels",
     "benchmark kernels": "run python -m research kernels in a clone of the repository",
     "benchmark token": "run python -m research token in a clone of the repository",
     "benchmark server": "run python -m research server in a clone of the repository",

@@ -24,8 +24,6 @@ import mlx.core as mx
 import numpy as np
 from rich.progress import track
 
-from gearbx_mlx.benchmark import MatrixBenchmark
-from gearbx_mlx.benchmark.kernels import cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
 from gearbx_mlx.benchmark.measuring import (
     GIBIBYTE,
     INT8,
@@ -47,6 +45,7 @@ from gearbx_mlx.telemetry.trace import OUTSIDE, gear_color, get_pyplot, save
 
 from . import ROOT
 from .conservation import compiled
+from .kernels import MatrixSizes, cases_of, cases_of_stack, dense_cases, groupwise_cases, time_case
 from .studies import Found, study, table_here
 
 Trial = dict[str, Any]
@@ -64,7 +63,7 @@ def threads(
         megabytes: of weights, read in a trial.
         most: threads. If not given, one for each core.
     """
-    measured = trials_on_threads("threads", MatrixBenchmark(trials, rows=rows, cols=cols, megabytes=megabytes), most)
+    measured = trials_on_threads("threads", MatrixSizes(trials, rows, cols, megabytes), most)
     by_bits = {count: [{row["bits"]: row for row in trial} for trial in found] for count, found in measured.items()}
     found = [
         thread_row(count, bits, trials_of, by_bits[1]) for bits in by_bits[1][0] for count, trials_of in by_bits.items()
@@ -84,7 +83,7 @@ def span(values: list[float]) -> str:
     return " to ".join(f"{value:.2f}" for value in values)
 
 
-def trials_on_threads(what: str, sizes: MatrixBenchmark, most: int | None) -> dict[int, list[Any]]:
+def trials_on_threads(what: str, sizes: MatrixSizes, most: int | None) -> dict[int, list[Any]]:
     """Number of threads to what was measured in each trial, each in a process of its own.
 
     Raises:
@@ -114,7 +113,7 @@ def counts(most: int) -> list[int]:
     return sorted({n for n in (1, 2, 3, *(2**i for i in range(2, 9)), most) if n <= most})
 
 
-def trial_of(what: str, sizes: MatrixBenchmark, threads: int) -> Any:
+def trial_of(what: str, sizes: MatrixSizes, threads: int) -> Any:
     """What one trial measures: this module in a process with this number of threads, and one for numpy."""
     command = [sys.executable, "-m", __name__, what, *map(str, (sizes.rows, sizes.cols, sizes.megabytes))]
     environment = os.environ | {"GEARBX_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -188,7 +187,7 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
         megabytes: of weights, read in a trial.
         most: threads. If not given, one for each core.
     """
-    sizes = MatrixBenchmark(trials, rows=rows, cols=cols, megabytes=megabytes)
+    sizes = MatrixSizes(trials, rows, cols, megabytes)
     measured = trials_on_threads("w4a8", sizes, most)
     found = w4a8_rows(measured, sizes)
     lines = [
@@ -202,7 +201,7 @@ def w4a8(rows: int = 4096, cols: int = 4096, megabytes: int = 256, trials: int =
     return Found({"w4a8": table_here(head, lines)}, found, {"w4a8.png": partial(draw_w4a8, found)})
 
 
-def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixBenchmark) -> Rows:
+def w4a8_rows(trials: dict[int, list[Trial]], sizes: MatrixSizes) -> Rows:
     """A row for each implementation and number of threads: medians over trials.
 
     `times_float32`: over float32 on as many threads, in the same trial, with its `spread`. `bytes`: of the matrix.

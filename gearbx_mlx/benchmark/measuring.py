@@ -3,14 +3,17 @@
 On a GPU nothing asks for the CPU's kernels, which would need a C++ compiler.
 """
 
+import contextlib
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -68,6 +71,46 @@ def timed(work: Callable[[], Any]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+@dataclass
+class Reads:
+    """How often Python read arrays, and the seconds that it waited for them."""
+
+    count: int = 0
+    seconds: float = 0.0
+    nested: bool = False
+
+
+READING = ("item", "tolist", "__array__", "__bool__", "__float__", "__int__", "__index__")
+
+
+@contextlib.contextmanager
+def counting_reads() -> Iterator[Reads]:
+    """Count within it how often Python waits for the device: whatever makes numbers of arrays, or evaluates them."""
+    reads = Reads()
+
+    def counted(function: Callable[..., Any], always: bool) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if reads.nested or not (always or any(isinstance(each, mx.array) for each in arguments)):
+                return function(*arguments, **keywords)
+            reads.nested, start = True, time.perf_counter()
+            try:
+                return function(*arguments, **keywords)
+            finally:
+                reads.nested = False
+                reads.count += 1
+                reads.seconds += time.perf_counter() - start
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, names in ((np, ("array", "asarray")), (mx.array, READING), (mx, ("eval", "synchronize"))):
+            for name in names:
+                if hasattr(owner, name):
+                    stack.callback(setattr, owner, name, getattr(owner, name))
+                    setattr(owner, name, counted(getattr(owner, name), owner is mx))
+        yield reads
 
 
 def cpu_module() -> Any:

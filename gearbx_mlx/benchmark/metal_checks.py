@@ -1,6 +1,6 @@
-"""What `benchmark metal` checks: products, attention and rotary positions, each beside its definition.
+"""What `benchmark mac --own-kernels` checks without a model: products, attention, positions, beside their definitions.
 
-Of a product a check demands its values, and each row's bits in any company. `benchmark kernels` times products.
+Of a product a check demands its values, and each row's bits in any company. own_kernels.py times products.
 """
 
 import itertools
@@ -37,7 +37,6 @@ from ..kernels.products import (
     symmetric_experts,
     symmetric_product,
 )
-from .kernels import codes_of
 from .measuring import METAL
 
 AFFINE = (2, 3, 4, 5, 6, 8)
@@ -89,6 +88,11 @@ def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
 def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
     """The first `bits` of the `of` bits of MLX's own weights."""
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
+
+
+def codes_of(codes: mx.array, scales: mx.array, bits: int, width: int) -> SymmetricCodes:
+    """Quantized codes, packed."""
+    return SymmetricCodes(rowwise.pack_symmetric_codes(codes, bits), scales, bits, width)
 
 
 def symmetric_kernel(bits: int, grouped: bool = False) -> MetalProduct:

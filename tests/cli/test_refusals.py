@@ -141,7 +141,10 @@ REFUSED = [
     (f"benchmark decode --trials {10**30}", "give 1 to 100000"),
     ("benchmark decode --shape 65536x100000", "--shape 65536x100000 needs at least"),
     (f"benchmark decode --model DEMO --gears 4,16 --context {10**15}", "needs at least"),
-    *((f"benchmark {name}", f"benchmark {name} is gone since gearbx-mlx {SINCE}") for name in ("kernels", "server")),
+    *(
+        (f"benchmark {name}", f"benchmark {name} is gone since gearbx-mlx {SINCE}")
+        for name in ("kernels", "metal", "server")
+    ),
     ("convert --restore x --gears 4", "--restore"),
     ("convert --restore x --verify x", "--restore"),
     ("convert --mlx-path unmade --format codebook:sigma=0.5", "--format: sigma of codebooks is 0.5; give 1 to 100"),

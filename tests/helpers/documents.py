@@ -31,6 +31,7 @@ PARSED_ONLY = {  # pages that say how their figures were measured
     "docs/codebook.md": "models and texts that do not ship",
     "docs/evidence.md": "models and texts that do not ship, and hours",
     "docs/chat.md": "a chat waits for what is typed",
+    "docs/mac.md": "ten minutes on a Mac",
     "docs/performance.md": "minutes of timing",
     "docs/server.md": SERVES,
     "research/evidence.md": "models and texts that do not ship, and hours",

@@ -56,6 +56,29 @@ def test_a_step_fails_where_the_readme_has_lost_its_command(tmp_path):
         assert subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path).returncode == 1
 
 
+def test_the_macs_workflow_uploads_what_it_measured():
+    files = re.findall(r"--json (\S+)", commands(MACOS))
+    assert {"mac.json", "mac_own_kernels.json"} <= {*files}
+    uploads = [
+        step for step in yaml.safe_load(MACOS.read_text(encoding="utf-8"))["jobs"]["macos"]["steps"] if "with" in step
+    ]
+    assert uploads[-1]["with"]["path"] == "*.json"
+    assert all(Path(file).match("*.json") and Path(file).parent == Path() for file in files)
+
+
+def test_the_tests_that_the_macs_workflow_names_are_there():
+    files = re.findall(r"tests/\S+\.py", commands(MACOS))
+    assert files
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert any("on_metal" in (ROOT / file).read_text(encoding="utf-8") for file in files)
+
+
+def test_what_needs_a_gpu_runs_where_it_computes():
+    for step in steps(MACOS):
+        if "benchmark mac" in step["run"] and "--device cpu" not in step["run"]:
+            assert "steps.gpu.outputs.computes == 'yes'" in step["if"]
+
+
 def test_the_benchmarks_of_the_workflow_parse(monkeypatch):
     lines = re.findall(r"\.venv/bin/gearbx_mlx (benchmark .*)", commands(MACOS))
     assert lines

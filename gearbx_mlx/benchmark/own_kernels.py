@@ -1,0 +1,209 @@
+"""Our Metal kernels here, for the shapes of a model: do they compile, are they right, and which are faster than MLX's.
+
+What is right is kept for this machine (kernels/proven.py) with its time beside MLX's, and nothing else of ours runs
+unasked. metal_checks.py has the checks that need no model.
+"""
+
+import statistics
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..cli.terminal import counting, progress_bar
+from ..errors import one_line
+from ..formats import get_format
+from ..formats.native import Native, with_kernels
+from ..gears.kernel_choices import products
+from ..gears.ladder import DEFAULT_GROUP_SIZE, DENSE, WHOLE, WHOLE_LADDER, Ladder
+from ..kernels import proven
+from ..kernels.dispatch import MLX, STOCK, Kind
+from ..kernels.exact import decode
+from ..kernels.metal_exact import decode_launch
+from ..kernels.tuner import FAILED, Product, compare, differences, measure, tolerance
+from .metal_checks import all_kernels, examine, mixture_checks, operation_checks, product_checks
+
+Rows = list[dict[str, Any]]
+
+CHECKED_VECTORS = (1, 2, 4, 8)
+VECTORS = (1, 2, 3, 4, 5, 8, 16)  # of a verification of up to four drafted tokens, and of text that is looked up
+MOST_WEIGHTS = 2**26  # of a shape, from several layers: more than caches hold, and encoded in some seconds
+TEXT_OF = {"weights as they are": proven.DENSE, "4 bits": proven.MATVEC, WHOLE: proven.EXACT}
+
+
+class Layers(NamedTuple):
+    """Layers of one shape, stored in one way, a name of TEXT_OF; dtype: of the activations."""
+
+    stored: str
+    layers: list[Native]
+    dtype: mx.Dtype
+
+    @property
+    def kind(self) -> Kind:
+        kind = self.layers[0].kind()
+        assert kind is not None
+        return kind
+
+
+def check_all() -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel: how many comparisons, the largest difference, and a sentence for each fault."""
+    kernels = all_kernels(DEFAULT_GROUP_SIZE)
+    checks = {kernel.name: product_checks(kernel, CHECKED_VECTORS) for kernel in kernels}
+    checks |= mixture_checks(kernels, CHECKED_VECTORS) | operation_checks(CHECKED_VECTORS)
+    with progress_bar() as progress:
+        for name, some in progress.track([*checks.items()], description="kernels checked"):
+            try:
+                yield examine(name, some)
+            except (RuntimeError, ValueError) as error:  # the check itself cannot be made
+                yield {"what": name, "checked": 0, "largest_error": 0.0, "wrong": [f"{name}: {one_line(error)}"]}
+
+
+def prove_all(model: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield a row for each product of the model's shapes, and keep what is right on this machine."""
+    proven.drop(TEXT_OF[WHOLE], proven.decoder_key(DEFAULT_GROUP_SIZE))  # so that MLX's operations encode
+    decodes = True
+    with counting("kernels timed", None) as advance:
+        for layers in layers_of_shapes(model):
+            if layers.stored == WHOLE and decodes:
+                row = prove_decoding(layers)
+                decodes = not row["wrong"]  # one proof is for all shapes
+                yield row
+            for vectors in VECTORS:
+                yield from prove_products(layers, vectors)
+                advance()
+
+
+def layers_of_shapes(model: nn.Module) -> Iterator[Layers]:
+    """Yield layers for each shape of linear layers of a model: as they are, in 4 bits, and in format exact."""
+    alike: dict[tuple[Any, ...], list[mx.array]] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding) and module.weight.shape[-1] % DEFAULT_GROUP_SIZE == 0:
+            alike.setdefault((module.weight.shape, module.weight.dtype), []).append(module.weight)
+    for (shape, dtype), weights in alike.items():
+        some = weights[: max(1, MOST_WEIGHTS // (shape[0] * shape[1]))]
+        dense = [native_linear(weight) for weight in some]
+        yield Layers("weights as they are", dense, dtype)
+        yield Layers("4 bits", [stored_as("planes", layer, 4, Ladder((4,)), dtype) for layer in dense], dtype)
+        if dtype == mx.bfloat16:
+            yield Layers(
+                WHOLE, [stored_as(WHOLE, layer, DENSE, Ladder.parse(WHOLE_LADDER), dtype) for layer in dense], dtype
+            )
+
+
+def native_linear(weight: mx.array) -> Native:
+    """Return a layer with a weight as it is."""
+    layer = nn.Linear(1, 1, bias=False)
+    layer.weight = weight
+    return with_kernels(layer, native=True)
+
+
+def stored_as(format: str, layer: Any, bits: int, ladder: Ladder, dtype: mx.Dtype) -> Native:
+    """Return the gear of a layer in a format."""
+    widths = tuple(gear.bits for gear in ladder)
+    made: Native = get_format(format).modules(layer, bits, widths, DEFAULT_GROUP_SIZE, dtype)[bits]
+    mx.eval(made.parameters())  # type: ignore[attr-defined]
+    return made
+
+
+def prove_products(layers: Layers, vectors: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each of our kernels for products of so many vectors."""
+    kind, dtype = layers.kind, layers.dtype
+    members = [weakref.ref(layer) for layer in layers.layers]
+    x = mx.random.normal((vectors, kind.shape[-1]), key=mx.random.key(vectors)).astype(dtype)
+    by_mlx = products(kind, members, MLX)
+    for candidate in kind.candidates(vectors, dtype, ours_alone=True):
+        if candidate not in STOCK:
+            key = proven.product_key(kind.form, kind.shape, dtype, vectors, candidate)
+            found = {MLX: by_mlx, candidate: products(kind, members, candidate)}
+            wrong = product_fault(found, candidate, x)
+            times = {} if wrong else measure(found, x)
+            seconds = [times.get(name, FAILED) for name in (candidate, MLX)]
+            yield kept(layers, key, vectors, candidate, wrong or not_timed(seconds), *seconds)
+
+
+def not_timed(seconds: Sequence[float]) -> str:
+    return "cannot be timed" if FAILED in seconds else ""
+
+
+def product_fault(found: Mapping[str, Sequence[Product]], candidate: str, x: mx.array) -> str:
+    """Return what is wrong with our products; "" where they are MLX's, and a row has the same bits alone."""
+    apart = differences(found, x).get(candidate, FAILED)
+    if apart == FAILED:
+        return "does not run, or is no number"
+    if apart > tolerance(x.dtype, x.shape[-1], 0):
+        return f"differs from MLX's by {apart:.2g} times its size"
+    product = found[candidate][0]
+    try:
+        same = mx.array_equal(product(x)[:1], product(x[:1])).item()
+    except RuntimeError as error:  # of the kernel for one row
+        return one_line(error)
+    return "" if same else "a row among others has other bits"
+
+
+def prove_decoding(layers: Layers) -> dict[str, Any]:
+    """Return a row for the kernel that decodes whole weights of format exact, of which all bits have to be right."""
+    module: Any = layers.layers[0]
+    matrix = module.matrix
+    wrong, ours, by_mlx = "", FAILED, FAILED
+    try:
+        if mx.array_equal(decode_launch(matrix).run(), decode(matrix)).item():
+            makes = {"ours": lambda: [decode_launch(matrix).run()], MLX: lambda: [decode(matrix)]}
+            times = compare(makes)
+            ours, by_mlx = (statistics.median(times[name]) for name in makes)
+        else:
+            wrong = "a weight has other bits"
+    except RuntimeError as error:
+        wrong = one_line(error)
+    return kept(layers, proven.decoder_key(DEFAULT_GROUP_SIZE), 0, "decoding", wrong, ours, by_mlx)
+
+
+def kept(
+    layers: Layers, key: str, vectors: int, candidate: str, wrong: str, ours: float, by_mlx: float
+) -> dict[str, Any]:
+    """Keep what was found of a kernel for this machine, and return it as a row."""
+    text = TEXT_OF[layers.stored]
+    if wrong:
+        proven.drop(text, key)
+    else:
+        proven.keep(text, key, ours, by_mlx)
+    return {
+        "stored": layers.stored,
+        "shape": list(layers.kind.shape),
+        "vectors": vectors,
+        "kernel": candidate,
+        "seconds": ours,
+        "seconds_of_mlx": by_mlx,
+        "won": not wrong and proven.won(text, key),
+        "wrong": wrong,
+    }
+
+
+def in_short(rows: Rows) -> list[dict[str, str]]:
+    """Return a line for each way to store weights and number of vectors: how often ours won, and by how much."""
+    found = []
+    for (stored, vectors), some in grouped(rows).items():
+        shapes: dict[tuple[int, ...], list[float]] = {}
+        for row in some:
+            ratio = 0.0 if row["wrong"] else row["seconds_of_mlx"] / row["seconds"]
+            shapes.setdefault(tuple(row["shape"]), []).append(ratio)
+        best = [max(ratios) for ratios in shapes.values()]
+        line = {
+            "own kernels": stored,
+            "vectors": str(vectors) if vectors else "decoding",
+            "of MLX's speed": f"{statistics.median(best):.2f} ({min(best):.2f}-{max(best):.2f})",
+            "shapes won": f"{sum(any(row['won'] for row in some if tuple(row['shape']) == shape) for shape in shapes)}",
+            "of": str(len(shapes)),
+            "wrong": str(sum(bool(row["wrong"]) for row in some)),
+        }
+        found.append(line)
+    return found
+
+
+def grouped(rows: Rows) -> dict[tuple[str, int], Rows]:
+    """Return rows by how weights are stored, and by the number of vectors."""
+    found: dict[tuple[str, int], Rows] = {}
+    for row in sorted(rows, key=lambda row: (row["stored"], row["vectors"])):
+        found.setdefault((row["stored"], row["vectors"]), []).append(row)
+    return found

@@ -1,0 +1,256 @@
+"""benchmark mac with a tiny random model on a CPU: what it writes, compares, refuses and keeps. Nothing of speed."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from conftest import save_model, tiny_model
+
+from gearbx_mlx.benchmark import mac as subject
+from gearbx_mlx.benchmark.measuring import counting_reads
+from gearbx_mlx.kernels import metal
+
+pytestmark = pytest.mark.usefixtures("compiled")
+
+WAYS = list(subject.ORDER)
+SHORT = ["--tokens", 6, "--minutes", 0]
+
+
+@pytest.fixture(scope="module")
+def tiny_directory(tmp_path_factory) -> Path:
+    """A random model of bfloat16 with the demo model's tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    save_model(tiny_model(dtype=mx.bfloat16, vocab_size=4096, max_position_embeddings=512), directory)
+    return directory
+
+
+@pytest.fixture
+def bench(command, monkeypatch, tmp_path, tiny_directory):
+    """The command with the tiny model, in a directory of its own, with short texts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subject, "WARM_UP", 2)
+    return lambda *flags: command("benchmark", "mac", "--model", tiny_directory, *SHORT, *flags)
+
+
+def written() -> dict:
+    return json.loads(Path("mac.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_one_page_and_one_file(bench, tiny_directory):
+    done = bench()
+    assert done.status == 0, done.out + done.err
+    report = written()
+    assert report["complete"]
+    assert report["failed"] == report["left_out"] == {}
+    assert [row["way"] for row in report["ways"]] == WAYS
+    assert {(text["series"], text["prompt"]) for text in report["texts"]} == {(0, name) for name in subject.PROMPTS}
+    rows = {row["way"]: row for row in report["ways"]}
+    alone = rows[subject.ALONE]
+    assert (alone["ratio"], alone["spread"], alone["tokens_a_round"]) == (1.0, [1.0, 1.0], 1.0)
+    assert alone["reads_a_round"] == 1.0
+    assert (alone["same"], alone["agreed"]) == (3, 6)
+    for row in rows.values():
+        assert row["tokens_per_second"] > 0
+        assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
+        assert 0 <= row["host_share"] <= 1
+        assert row["first_seconds"] > 0
+    own = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
+    assert own <= alone["memory_bytes"] < rows[subject.BY_DRAFT_MODEL[2]]["memory_bytes"]
+    assert rows[subject.ONE_GEAR[4]]["memory_bytes"] < rows[subject.ONE_GEAR[8]]["memory_bytes"]
+    lines = done.out.splitlines()
+    assert [way for way in WAYS if f"| {way} " not in done.out] == []
+    assert report["facts"]["machine"] in lines[0]
+    assert lines[-1] == report["line"]
+    assert len(report["verdict"]) == 3
+    assert " ".join(report["verdict"]) in done.out
+    assert "these figures say nothing of a GPU" in done.err
+
+
+def text(way: str, seconds: float, series: int = 0, **change: object) -> subject.MacText:
+    plain = {"tokens": 11, "first_seconds": 0.5, "rounds": 10, "reads": 10, "waited": seconds / 2, "memory": 100}
+    return subject.MacText(series=series, prompt="prose", way=way, seconds=seconds, **(plain | change))
+
+
+def report_of(*texts: subject.MacText) -> subject.MacReport:
+    facts = subject.MacFacts("a Mac", "1", "2", "3", "a model", "00", 11)
+    report = subject.MacReport(facts, "2026-11-28", "bfloat16", 2**34, {}, texts=list(texts))
+    subject.summarise(report)
+    return report
+
+
+def test_a_way_is_compared_with_the_text_of_the_same_turn():
+    texts = [text(subject.ALONE, 1.0), text(subject.AS_TYPED, 0.5, rounds=4, reads=5, waited=0.1, same=True, agreed=11)]
+    texts += [text(subject.ALONE, 4.0, 1), text(subject.AS_TYPED, 2.5, 1, rounds=6, reads=6, waited=0.2, agreed=3)]
+    alone, row = report_of(*texts).ways
+    assert row["spread"] == [1.6, 2.0]
+    assert row["ratio"] == pytest.approx(1.8)
+    assert row["tokens_a_round"] == 2.0
+    assert row["reads_a_round"] == 1.1
+    assert row["host_share"] == pytest.approx(0.9)
+    assert (row["same"], row["texts"], row["agreed"]) == (1, 2, 3)
+    assert subject.shown_row(row)["same text"] == "1 of 2, else 3+ alike"
+    assert alone["host_share"] == 0.5
+
+
+@pytest.mark.parametrize(("seconds", "word"), [(0.8, "gains"), (1.0, "neither gains nor loses"), (1.1, "loses")])
+def test_the_verdict_follows_from_the_figures(seconds, word):
+    report = report_of(
+        text(subject.ALONE, 1.0),
+        text(subject.AS_TYPED, seconds, same=True),
+        text(subject.FIXED[1], 0.9),
+        text(subject.FIXED[3], 0.7),
+        text(subject.BY_DRAFT_MODEL[2], 1.25),
+        text(subject.ONE_GEAR[8], 0.625),
+    )
+    first, second, third = report.verdict
+    assert f"a model {word}: {1 / seconds:.2f}" in first
+    assert "with mlx-lm's text in 1 of 1" in first
+    assert second == "Of drafts of a fixed number of tokens, the best are ours 1.43 with 3 and mlx-lm's 0.80 with 2."
+    assert third == "One gear, with a text of its own, has 8 bits 1.60 times mlx-lm's speed."
+    assert f"as typed {1 / seconds:.2f} | drafts 1:1.11 3:1.43 | draft model 2:0.80 | bits 8:1.60" in report.line
+
+
+def test_reads_are_counted_once_with_the_time_that_they_wait():
+    array = mx.arange(4)
+    with counting_reads() as reads:
+        mx.eval(array + 1)
+        (array + 2).tolist()
+        assert (array[0] + 3).item() == 3
+        len([1, 2])
+    assert reads.count == 3
+    assert reads.seconds > 0
+    (array + 4).tolist()
+    assert reads.count == 3
+
+
+@pytest.mark.slow
+class TestInterrupted:
+    """Ctrl-C keeps what was measured, and the same command goes on there."""
+
+    @pytest.fixture
+    def interrupted(self, bench, monkeypatch):
+        """Write some texts and interrupt."""
+        timed, count = subject.timed_text, []
+
+        def until(*arguments):
+            count.append(arguments)
+            if len(count) == len(WAYS) + len(WAYS) + 3:  # warmed up, a turn, and two of the next
+                raise KeyboardInterrupt
+            return timed(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(subject, "timed_text", until)
+            return bench()
+
+    def test_what_was_measured_is_kept(self, interrupted):
+        assert interrupted.status == 130
+        report = written()
+        assert not report["complete"]
+        assert len(report["texts"]) == len(WAYS) + 2
+        assert [row["texts"] for row in report["ways"]] == [2, 2] + [1] * (len(WAYS) - 2)
+        assert f"| {subject.ALONE} " in interrupted.out
+        assert "interrupted" in report["line"]
+
+    def test_it_goes_on_with_turns_that_are_whole(self, interrupted, bench):
+        first = written()["texts"][: len(WAYS)]
+        done = bench()
+        assert f"goes on after {len(WAYS) + 2} texts" in done.err
+        report = written()
+        assert report["complete"]
+        assert report["texts"][: len(WAYS)] == first
+        assert len(report["texts"]) == 3 * len(WAYS)
+
+    @pytest.mark.parametrize("name", ["machine", "mlx", "contents"])
+    def test_a_file_of_another_machine_is_not_used(self, interrupted, bench, name):
+        report = written()
+        report["facts"][name] = "another one"
+        Path("mac.json").write_text(json.dumps(report))
+        done = bench()
+        assert f"mac.json: measured with {name} another one, and here it is" in done.err
+        assert "it is not used" in done.err
+        assert len(written()["texts"]) == 3 * len(WAYS)
+
+    def test_a_file_of_another_kind_is_not_used(self, bench):
+        Path("mac.json").write_text('{"rows": []}')
+        done = bench()
+        assert done.status == 0
+        assert "mac.json" in done.err
+        assert "it is not used" in done.err
+
+
+@pytest.mark.slow
+def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
+    whole = subject.by_mlx_lm
+
+    def broken(*arguments, **how):
+        if how:
+            raise ValueError("Speculative decoding requires\na trimmable prompt cache")
+        yield from whole(*arguments)
+
+    monkeypatch.setattr(subject, "by_mlx_lm", broken)
+    done = bench()
+    assert done.status == 1
+    assert {*written()["failed"]} == {*subject.BY_DRAFT_MODEL.values()}
+    name = subject.BY_DRAFT_MODEL[2]
+    assert f"failed: {name}: Speculative decoding requires a trimmable prompt cache" in done.out
+    assert [row["way"] for row in written()["ways"]] == [way for way in WAYS if way not in written()["failed"]]
+
+
+@pytest.mark.slow
+def test_what_memory_has_no_room_for_is_left_out(bench, monkeypatch, tiny_directory):
+    size = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
+    monkeypatch.setattr(subject, "most_memory", lambda: size)
+    done = bench()
+    assert done.status == 0, done.err
+    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR.values()}
+    assert "left out: one gear of 8 bits: it needs" in done.out
+
+
+class TestRefused:
+    """Bad input is one line and status 2, before a text is written."""
+
+    def refused(self, done: SimpleNamespace) -> str:
+        assert done.status == 2
+        assert done.out == ""
+        assert not Path("mac.json").exists()
+        return done.err.splitlines()[-1]
+
+    @pytest.mark.skipif(metal.available(), reason="Metal is here")
+    def test_own_kernels_without_metal(self, bench):
+        assert "Metal" in self.refused(bench("--own-kernels"))
+
+    @pytest.mark.skipif(mx.is_available(mx.Device(mx.gpu)), reason="MLX has a GPU here")
+    def test_a_gpu_that_is_not_there(self, bench):
+        assert "MLX has no such device here" in self.refused(bench("--device", "gpu"))
+
+    def test_a_model_that_is_too_large(self, bench, monkeypatch):
+        monkeypatch.setattr(subject, "most_memory", lambda: 1000)
+        said = self.refused(bench())
+        assert "needs about" in said
+        assert "at most 1 kB here" in said
+
+    def test_a_quantized_model(self, bench, command, tmp_path):
+        converted = command("convert", "--mlx-path", tmp_path / "geared", "--gears", "4,8")
+        assert converted.status == 0, converted.err
+        said = self.refused(command("benchmark", "mac", "--model", tmp_path / "geared"))
+        assert "give the original" in said
+
+    def test_a_hub_name_without_a_network(self, command, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        said = self.refused(command("benchmark", "mac", "--model", "mlx-community/no-such-model"))
+        assert "mlx-community/no-such-model" in said
+
+    @pytest.mark.parametrize(
+        ("flags", "said"),
+        [
+            (["--tokens", "1"], "--tokens is 1"),
+            (["--minutes", "-1"], "--minutes is -1"),
+            (["--json", "/nowhere/x"], "/nowhere"),
+        ],
+    )
+    def test_flags(self, bench, flags, said):
+        assert said in self.refused(bench(*flags))

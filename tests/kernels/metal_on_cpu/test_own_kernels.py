@@ -1,0 +1,155 @@
+"""benchmark mac --own-kernels with launches on the CPU: every kernel is checked, and what is right is kept."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import tiny_model
+
+from gearbx_mlx.benchmark import metal_checks
+from gearbx_mlx.benchmark import own_kernels as subject
+from gearbx_mlx.kernels import metal, proven, tuner
+from gearbx_mlx.kernels.metal import Prepared
+
+pytestmark = [pytest.mark.slow, pytest.mark.clang]
+
+
+@pytest.fixture
+def short(launches, monkeypatch):
+    """One type to check, few keys, one number of vectors; gives the launches."""
+    monkeypatch.setattr(metal_checks, "DTYPES", (mx.float32,))
+    monkeypatch.setattr(metal_checks, "WIDTHS", (32, 64))
+    monkeypatch.setattr(metal_checks, "KEYS", (37,))
+    monkeypatch.setattr(subject, "CHECKED_VECTORS", (1,))
+    monkeypatch.setattr(subject, "VECTORS", (2,))
+    monkeypatch.setattr(subject, "tolerance", lambda *_: 0.2)  # MLX's products on a CPU add up in bfloat16
+    monkeypatch.setattr(tuner, "MOST_CALLS", 1)  # the harness computes while a graph is built, and its clock is 0
+    return launches
+
+
+def only(monkeypatch, *which: str) -> None:
+    """Keep only these kernels."""
+    kernels = subject.all_kernels
+
+    def some(group_size: int) -> list:
+        return [kernel for kernel in kernels(group_size) if kernel.name in which]
+
+    monkeypatch.setattr(subject, "all_kernels", some)
+    for every_check in (subject.operation_checks, subject.mixture_checks):
+
+        def named(*arguments, every=every_check) -> dict:
+            return {name: one for name, one in every(*arguments).items() if name in which}
+
+        monkeypatch.setattr(subject, every_check.__name__, named)
+
+
+def test_checks_every_kernel(short):
+    rows = list(subject.check_all())
+    assert [row["wrong"] for row in rows if row["wrong"]] == []
+    assert all(row["checked"] and 0 < row["largest_error"] <= 1 for row in rows)
+    layouts = {launch.spec.layout.name for launch in short if hasattr(launch.spec, "layout")}
+    wanted = {f"planes_{bits}_g64_b1_r0" for bits in (2, 3, 4, 5, 6, 8)}
+    wanted |= {"planes_4_4_g64_b2_r0", "planes_4_1_1_2_g64_b4_r0"}
+    wanted |= {f"planes_{bits}_g64_b1_r{of - bits}" for bits, of in ((4, 8), (5, 8), (4, 6))}
+    wanted |= {f"rowwise_{bits}" for bits in (8, 6, 4, 2)} | {"groupwise"}
+    wanted |= {"exact_g64"}
+    wanted |= {f"codebook_{bits}" for bits in range(2, 7)} | {f"library_{bits}" for bits in (2, 3, 4)}
+    assert layouts == wanted
+    ragged = {launch.spec.variant.name for launch in short if getattr(launch.spec, "ragged", False)}
+    assert ragged == {*metal.VARIANTS}
+    texts = {launch.spec.text for launch in short}
+    assert texts == {"matvec", "exact", "dense", "attention", "attention_join", "rope"}
+    packed = {launch.spec.layout.name for launch in short if getattr(launch.spec, "experts", False)}
+    assert packed == {name for name in wanted if not name.startswith("exact")}
+
+
+def test_a_wrong_kernel_is_named(short, monkeypatch):
+    right = Prepared.__call__
+
+    def run(self: Prepared, *inputs: mx.array) -> mx.array:
+        name = self.spec.layout.name
+        if name == "rowwise_6" and self.spec.ragged:
+            return right(self, *inputs) * 1.01
+        if name == "groupwise":
+            raise RuntimeError("Metal's compiler says no")
+        if name == "rowwise_2" and self.spec.vectors == 2:
+            return right(self, *inputs) * (1 + 2.0**-20)
+        return right(self, *inputs)
+
+    monkeypatch.setattr(Prepared, "__call__", run)
+    monkeypatch.setattr(subject, "CHECKED_VECTORS", (2,))
+    only(monkeypatch, "rowwise 6", "rowwise 4", "rowwise 2", "groupwise 4", "experts of rowwise 6")
+    rows = list(subject.check_all())
+    wrong = [text for row in rows for text in row["wrong"]]
+    assert any("rowwise 6, 13x533, 2 vectors, float32, metal registers: off by 1" in text for text in wrong)
+    assert any("rowwise 2, 37x640, 2 vectors, float32, metal device, the first alone: off by" in text for text in wrong)
+    assert "groupwise 4, 37x640, 2 vectors, float32, metal device: Metal's compiler says no" in wrong
+    counts = {row["what"]: len(row["wrong"]) for row in rows}
+    assert counts == {"rowwise 6": 3, "rowwise 4": 0, "rowwise 2": 6, "groupwise 4": 12, "experts of rowwise 6": 3}
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    """Two linear layers of one shape, in bfloat16."""
+    layers = nn.Sequential(nn.Linear(128, 64, bias=False), nn.Linear(128, 64, bias=False))
+    layers.set_dtype(mx.bfloat16)
+    return layers
+
+
+def test_what_is_right_is_kept_for_each_way_to_store(short, model):
+    rows = list(subject.prove_all(model))
+    assert {(row["stored"], row["vectors"]) for row in rows} == {
+        ("weights as they are", 2),
+        ("4 bits", 2),
+        ("exact", 0),
+        ("exact", 2),
+    }
+    assert [row["wrong"] for row in rows if row["wrong"]] == []
+    kept = {name.split()[0]: proofs for name, proofs in proven.entries().items()}
+    assert {name: len(proofs) for name, proofs in kept.items()} == {"dense": 1, "matvec": 3, "exact": 2}
+    for row in rows:
+        assert row["won"] == (row["seconds"] * proven.MARGIN < row["seconds_of_mlx"])
+    assert proven.is_proven("exact", proven.decoder_key(64))
+
+
+def test_what_is_wrong_is_not_kept_any_more(short, model, monkeypatch):
+    list(subject.prove_all(model))
+    right = Prepared.__call__
+    monkeypatch.setattr(Prepared, "__call__", lambda self, *inputs: right(self, *inputs) * 1.5)
+    rows = list(subject.prove_all(model))
+    assert all(row["wrong"] and not row["won"] for row in rows)
+    assert {name: proofs for name, proofs in proven.entries().items() if proofs} == {}
+
+
+def test_what_a_compiler_refuses_is_named(short, model, monkeypatch):
+    def refused(self: Prepared, *inputs: mx.array) -> mx.array:
+        raise RuntimeError("[metal::Device] Unable to build metal library from source")
+
+    monkeypatch.setattr(Prepared, "__call__", refused)
+    rows = list(subject.prove_all(model))
+    assert all(row["wrong"] for row in rows)
+    assert proven.entries() == {} or not any(proven.entries().values())
+
+
+def test_the_shapes_are_those_of_a_model():
+    model = tiny_model(dtype=mx.bfloat16)
+    shapes = {tuple(layers.kind.shape) for layers in subject.layers_of_shapes(model)}
+    linear = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
+    assert linear <= shapes | {shape for shape in linear if shape[1] % 64}
+
+
+def test_a_line_says_how_often_ours_won():
+    plain = {"stored": "4 bits", "vectors": 2, "kernel": "registers", "wrong": "", "won": False}
+    rows = [
+        {**plain, "shape": [8, 64], "seconds": 2.0, "seconds_of_mlx": 1.0},
+        {**plain, "shape": [8, 64], "seconds": 0.5, "seconds_of_mlx": 1.0, "kernel": "device", "won": True},
+        {**plain, "shape": [16, 64], "seconds": 1.0, "seconds_of_mlx": 1.0, "wrong": "does not run"},
+    ]
+    (line,) = subject.in_short(rows)
+    assert line == {
+        "own kernels": "4 bits",
+        "vectors": "2",
+        "of MLX's speed": "1.00 (0.00-2.00)",
+        "shapes won": "1",
+        "of": "2",
+        "wrong": "1",
+    }
