@@ -59,7 +59,7 @@ Entries = dict[str, dict[str, Proof]]
 """A text and its hash to what it was proven for, to the proof."""
 
 
-class Stored(msgspec.Struct):
+class ProvenFile(msgspec.Struct):
     """The file: by machine."""
 
     machines: dict[str, Entries] = {}
@@ -168,12 +168,12 @@ def change(text: str, key: str, proof: Proof | None) -> None:
     entries_in.cache_clear()
 
 
-def stored() -> Stored:
+def stored() -> ProvenFile:
     """The file's content; nothing, where there is none or it is not what `keep` wrote."""
     if not file().is_file():
-        return Stored()
+        return ProvenFile()
     try:
-        return read_json(file(), Stored, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
+        return read_json(file(), ProvenFile, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
     except GearbxError as error:
         warnings.warn(str(error), GearbxWarning, stacklevel=3)
-        return Stored()
+        return ProvenFile()
