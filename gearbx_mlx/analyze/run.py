@@ -161,15 +161,15 @@ class RunHere(AnalyzedRun):
     speed: RunSpeed = field(default_factory=RunSpeed)
 
     def entries(self, number: int, prompt: AnalyzedPrompt) -> Iterator[dict[str, Any]]:
-        loaded, gearbox, last = self.geared.loaded, self.geared.gearbox, None
+        loaded, gearbox = self.geared.loaded, self.geared.gearbox
         mode = replace(self.mode, initial_gear=prompt.gear)
         responses = stream_generate(
             loaded.model, loaded.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=gearbox
         )
-        for index, last in enumerate(responses):
-            self.tally.add(last)
-            yield record(index, last, {"prompt": number})
-        self.speed.add(last)
+        for index, response in enumerate(responses):
+            self.tally.add(response)
+            yield record(index, response, {"prompt": number})
+        self.speed.add(responses)
 
 
 def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:

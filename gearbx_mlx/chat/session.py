@@ -17,6 +17,7 @@ from ..decoding.caches import KeptCache
 from ..decoding.response import GearResponse
 from ..errors import GearbxError
 from ..telemetry.summary import Tally
+from ..telemetry.trace import writer_of
 from . import ChatSettings
 from .models import ChatModel
 
@@ -120,18 +121,13 @@ class Session:
             GearbxError: a conversation beyond the model's context, or as `stream_generate`. The message is dropped.
         """
         answer = ChatAnswer(Tally.of(self.model.gears), [])
-        try:
-            with self._ctrl_c.answering():
-                try:
-                    self._read_and_write(message, answer)
-                except Interrupted:
-                    answer.ending = STOPPED
-                if answer.last is not None:
-                    self.conversation.add(message, answer.text)
-        except BaseException:
-            if answer.text:
-                print(flush=True)
-            raise
+        with self._out.whole(), self._ctrl_c.answering():
+            try:
+                self._read_and_write(message, answer)
+            except Interrupted:
+                answer.ending = STOPPED
+            if answer.last is not None:
+                self.conversation.add(message, answer.text)
         self._finish(answer)
 
     def _read_and_write(self, message: str, answer: ChatAnswer) -> None:
@@ -162,7 +158,7 @@ class Session:
                     answer.tokens.append(response.token)
                     answer.text += response.text
                     answer.last = response
-                    self._out.write(response.text, response.gear)
+                    self._out.write(response.text, writer_of(response))
                     if self._ctrl_c.asked and response.finish_reason is None:
                         answer.ending = STOPPED
                         break
@@ -179,6 +175,7 @@ class Session:
         if last is None:
             terminal.note("stopped before the answer began; the message is dropped")
             return
-        print(flush=True)
+        if not answer.text:
+            print(flush=True)
         ending = answer.ending or ("cut" if last.finish_reason == "length" else "")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)

@@ -126,7 +126,7 @@ class OutputSettings(Settings):
     verbose: str = flag(
         TOLD,
         "False: the text alone, when it is complete. all: before the text, each layer's bits and kernels, and why; "
-        "after it, which kernels were fastest; on stderr. Default: True",
+        "after it, every figure, and which kernels were fastest; on stderr. Default: True",
         metavar="True|False|all",
         parse=parse_verbose,
     )

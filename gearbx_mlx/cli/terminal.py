@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
 from ..settings import human_bytes
-from ..telemetry.trace import gear_color
+from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded
 
 SHORT = 2.0  # seconds: shorter work writes no line
@@ -68,10 +68,23 @@ WAITING = "another process compiles the CPU kernels: this one waits for it"
 messages = Console(stderr=True, highlight=False)
 on_error: Callable[[str, int], bool] | None = None
 """Called with an error and its exit status in place of showing it; False: show it."""
+_waiting: list[Text] | None = None  # what is said in the middle of a text; None: no text has begun
+
+
+def say(text: Text) -> None:
+    """Print a line on stderr; in the middle of a text, at its end."""
+    if _waiting is None:
+        messages.print(text, soft_wrap=True)
+    else:
+        _waiting.append(text)
 
 
 def note(text: str) -> None:
-    messages.print(Text(text, style="dim"), soft_wrap=True)
+    say(Text(text, style="dim"))
+
+
+def warn(message: object) -> None:
+    say(Text(f"warning: {message}", style="yellow"))
 
 
 def print_error(text: str, status: int = USER_ERROR) -> None:
@@ -99,6 +112,8 @@ def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Prog
         console: where to draw it in the place of stderr.
     """
     console = console or messages
+    if _waiting is not None:  # a bar would stand in the middle of a text
+        return Progress(console=console, disable=True)
     if not (console.is_interactive and console.file.isatty()):
         return ProgressLines(console, in_bytes)
     count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
@@ -116,9 +131,7 @@ def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[C
 
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Run a command and exit, with status 2 and one line for a user's mistake."""
-    warnings.showwarning = lambda message, *_: messages.print(
-        Text(f"warning: {message}", style="yellow"), soft_wrap=True
-    )
+    warnings.showwarning = lambda message, *_: warn(message)
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
     with guarded() as errors:
@@ -186,7 +199,7 @@ def compiling(files: int) -> Iterator[Callable[[], None]]:
 
 def spinner(text: str) -> AbstractContextManager:
     """A spinner turns on a terminal, and nothing elsewhere."""
-    return messages.status(text) if messages.is_terminal else nullcontext()
+    return messages.status(text) if messages.is_terminal and _waiting is None else nullcontext()
 
 
 def show_encoding() -> None:
@@ -197,7 +210,7 @@ def show_encoding() -> None:
 
 
 class TintedText:
-    """Writes text on stdout as it is made, each piece in the colour of its gear.
+    """Writes text on stdout as it is made, each piece in the colour of who wrote it (`writer_of`): a gear or LOOKUP.
 
     Args:
         gears: names of the ladder's gears, lowest first.
@@ -206,17 +219,50 @@ class TintedText:
 
     def __init__(self, gears: Sequence[str], tinted: bool = True):
         self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
+        self.styles[LOOKUP] = Style(color=LOOKUP_COLOR)
         console = Console()
         system = console.color_system if tinted and not console.no_color else None
         self.system = COLOR_SYSTEMS[system] if system else None
+        self._is_whole = False
 
-    def write(self, text: str, gear: str) -> None:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Keep what is said for the end of the text that is written inside, and end its last line."""
+        self._is_whole = True
+        try:
+            yield
+        except BaseException:
+            with suppress(OutputLost):  # the error that ended the text says more
+                self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        global _waiting
+        self._is_whole = False
+        if _waiting is None:
+            return
+        said, _waiting = _waiting, None
+        try:
+            print(flush=True)
+        finally:
+            for text in said:
+                say(text)
+
+    def write(self, text: str, writer: str) -> None:
+        self._begin(text)
         # Not through a console, which would expand the text's tabs and drop its control characters.
-        sys.stdout.write(self.tinted(text, gear))
+        sys.stdout.write(self.tinted(text, writer))
         sys.stdout.flush()
 
-    def tinted(self, text: str, gear: str) -> str:
-        return self.styles[gear].render(text, color_system=self.system) if self.system else text
+    def _begin(self, text: str) -> None:
+        """Let what is said wait from the first letter on."""
+        global _waiting
+        if text and self._is_whole and _waiting is None:
+            _waiting = []
+
+    def tinted(self, text: str, writer: str) -> str:
+        return self.styles[writer].render(text, color_system=self.system) if self.system else text
 
 
 class WrappedText(TintedText):
@@ -232,23 +278,25 @@ class WrappedText(TintedText):
 
     def begin(self) -> None:
         """Begin at the left edge."""
-        self._column, self._word = 0, list[tuple[str, str]]()  # of the line; letters of its last word, each with a gear
+        self._column = 0  # of the line
+        self._word = list[tuple[str, str]]()  # letters of its last word, each with who wrote it
 
-    def write(self, text: str, gear: str) -> None:
+    def write(self, text: str, writer: str) -> None:
         if not sys.stdout.isatty():
-            super().write(text, gear)
+            super().write(text, writer)
             return
+        self._begin(text)
         width = shutil.get_terminal_size().columns - 1  # behind the last column terminals differ in where they are
         written = line = ""
         for letter in text:
             moved = self._moved(letter, width)
             if moved is not None:
-                written += self.tinted(line, gear) + moved
+                written += self.tinted(line, writer) + moved
                 line = ""
             if moved is None or not letter.isspace():
                 line += letter
-                self._count(letter, gear)
-        sys.stdout.write(written + self.tinted(line, gear))
+                self._count(letter, writer)
+        sys.stdout.write(written + self.tinted(line, writer))
         sys.stdout.flush()
 
     def _moved(self, letter: str, width: int) -> str | None:
@@ -266,7 +314,7 @@ class WrappedText(TintedText):
     def _cells(self, letter: str) -> int:
         return 8 - self._column % 8 if letter == "\t" else cell_len(letter)
 
-    def _count(self, letter: str, gear: str) -> None:
+    def _count(self, letter: str, writer: str) -> None:
         if letter == "\n":
             self.begin()
             return
@@ -274,4 +322,4 @@ class WrappedText(TintedText):
         if letter.isspace():
             self._word = []
         else:
-            self._word.append((letter, gear))
+            self._word.append((letter, writer))

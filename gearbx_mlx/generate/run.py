@@ -42,7 +42,7 @@ from ..routing.gates import AUTO, ReadThresholds
 from ..routing.pair import NAMES
 from ..settings import flag_of
 from ..telemetry.summary import as_json
-from ..telemetry.trace import TraceWriter, record
+from ..telemetry.trace import TraceWriter, record, writer_of
 from . import GenerateSettings
 
 
@@ -79,16 +79,17 @@ def write_out(
     status = 0
     mx.reset_peak_memory()
     try:
-        with TraceWriter(trace) as writer:
+        with TraceWriter(trace) as writer, out.whole():
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
                 if output.told:
-                    out.write(response.text, response.gear)
+                    out.write(response.text, writer_of(response))
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
-    with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
-        print(text if not output.told else "", flush=True)
+    if not (output.told and text):
+        with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
+            print(text, flush=True)
     return status
 
 
@@ -241,7 +242,8 @@ def run(settings: GenerateSettings) -> int:
     result = responses.summary(loaded.name, settings.cache.draft_model)
     if geared.loaded.decision.mode_by:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
-    show_summary(result, summary_table(result, mode.rows(result)), settings.output.told, summary)
+    table = summary_table(result, mode.rows(result), settings.output.describes)
+    show_summary(result, table, settings.output.told, summary)
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
