@@ -18,6 +18,7 @@ from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..loading import DEMO_MODEL
 from ..routing.gates import AUTO
 from ..routing.pair import NAMES
@@ -69,6 +70,19 @@ class GearedChat:
         self.modes: Sequence[str] = [TELEMETRY_ONLY] if self._observes else SHIFTING
         self._mode, self._held, self._first = decision.mode, "", decision.mode.name
         self._check(decision.mode, settings.mode)
+
+    @property
+    def missing(self) -> str:
+        """What the mode of the next answer would have in a chat of its own, in words; "" where nothing is missing."""
+        decision = self._geared.loaded.decision
+        gears, usual = decision.ladder, Ladder.parse(DEFAULT_LADDER)
+        bits = [str(gear.bits) for gear in usual if gear.bits not in {each.bits for each in gears}]
+        if self._held or self._mode.name not in (ROUTE, KICKDOWN) or not (decision.drafts and bits):
+            return ""
+        return (
+            f" between {' and '.join(str(gear.bits) for gear in gears)} bits alone: this chat began in mode "
+            f"{self._first}, which makes no gear of {', '.join(bits)}; chat --mode {self._mode.name} has {usual}"
+        )
 
     @property
     def mode(self) -> str:
@@ -160,6 +174,10 @@ class PairChat:
     @property
     def mode(self) -> str:
         return PAIR
+
+    @property
+    def missing(self) -> str:
+        return ""
 
     def new_cache(self) -> list[Any]:
         return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)

@@ -136,7 +136,7 @@ def mode(session: Session, argument: str) -> None:
         raise GearbxError(f"/mode: {error}; close the quotation") from error
     if words:
         session.model.change(words[0], words[1:])
-    terminal.note(f"mode {session.model.mode}")
+    terminal.note(f"mode {session.model.mode}{session.model.missing}")
 
 
 def reset(session: Session, argument: str) -> None:

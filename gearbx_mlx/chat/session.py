@@ -101,6 +101,7 @@ class Session:
         self.conversation = Conversation(settings.prompt, model.tokenizer)
         self.cache = KeptCache(model.new_cache)
         self._out = terminal.WrappedText(model.gears)
+        self._told_of_cut = False
 
     def reset(self) -> None:
         """Forget what was said. The system prompt stays."""
@@ -178,4 +179,8 @@ class Session:
         if not answer.text:
             print(flush=True)
         ending = answer.ending or ("cut" if last.finish_reason == "length" else "")
+        most = self.settings.prompt.max_tokens
+        if last.finish_reason == "length" and answer.tally.tokens == most and not self._told_of_cut:
+            self._told_of_cut = True
+            terminal.note(f"the answer was cut: --max-tokens is {most}; give more, or -1 for whole answers")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)
