@@ -85,6 +85,11 @@ class GearedChat:
         )
 
     @property
+    def of_making(self) -> str:
+        """As `Geared.of_making`."""
+        return self._geared.of_making()
+
+    @property
     def mode(self) -> str:
         """The mode of the next answer, by name."""
         return STATIC if self._held else self._mode.name
@@ -175,9 +180,7 @@ class PairChat:
     def mode(self) -> str:
         return PAIR
 
-    @property
-    def missing(self) -> str:
-        return ""
+    missing = of_making = ""
 
     def new_cache(self) -> list[Any]:
         return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)

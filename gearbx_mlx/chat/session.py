@@ -101,7 +101,8 @@ class Session:
         self.conversation = Conversation(settings.prompt, model.tokenizer)
         self.cache = KeptCache(model.new_cache)
         self._out = terminal.WrappedText(model.gears)
-        self._told_of_cut = False
+        self._bar = terminal.PromptBar()
+        self._told_of_cut = self._told_of_making = False
 
     def reset(self) -> None:
         """Forget what was said. The system prompt stays."""
@@ -140,7 +141,8 @@ class Session:
         unread = self.cache.unread(tokens, coming.reads)
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
         try:
-            self._write(self.model.answer(coming.mode, unread, max_tokens, **keywords), answer)
+            with self._bar:
+                self._write(self.model.answer(coming.mode, unread, max_tokens, **keywords), answer)
             if coming.reads_again and can_trim_prompt_cache(self.cache.entries):
                 self.cache.note(unread[:-1], answer.whole, coming.reads)
             else:
@@ -167,7 +169,8 @@ class Session:
             answer.ending, answer.whole = STOPPED, False
 
     def _read(self, read: int, tokens: int) -> None:
-        """Stop between two parts of a prompt; mlx-lm calls this after each of them."""
+        """Show how far a prompt is read, and stop between two parts; mlx-lm calls this after each of them."""
+        self._bar.told(read, tokens)
         if self._ctrl_c.asked and read < tokens:
             raise PromptStopped
 
@@ -184,3 +187,6 @@ class Session:
             self._told_of_cut = True
             terminal.note(f"the answer was cut: --max-tokens is {most}; give more, or -1 for whole answers")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)
+        if self.model.of_making and not self._told_of_making:
+            self._told_of_making = True
+            terminal.note(self.model.of_making)

@@ -47,6 +47,7 @@ from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
 PIPELINE = "GEARBX_PIPELINE"  # "1": each rank has some of the layers, and not a part of every layer
+SLOW = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
@@ -141,6 +142,18 @@ class Geared:
         return (
             f"gears {gearbox.ladder} in format {gearbox.format.name}, {kernels}: {decision.why}; "
             f"mode {decision.mode.name}{by}"
+        )
+
+    def of_making(self) -> str:
+        """Return what makes later starts faster, where making the gears took long; "" elsewhere."""
+        gearbox, decision = self.gearbox, self.loaded.decision
+        if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW:
+            return ""
+        model = decision.settings.model.model
+        flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
+        return (
+            f"making the gears took {gearbox.making_seconds:.0f} s: gearbx_mlx convert {flags} --format "
+            f"{gearbox.format.name} writes them once, and --model DIR starts without that"
         )
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,14 @@ from typing import Any, NoReturn
 
 from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
+from rich.errors import LiveError
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    SpinnerColumn,
     Task,
     TaskID,
     TextColumn,
@@ -63,6 +66,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
+READING = "reading the prompt"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
 
 messages = Console(stderr=True, highlight=False)
@@ -114,10 +118,17 @@ def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Prog
     console = console or messages
     if _waiting is not None:  # a bar would stand in the middle of a text
         return Progress(console=console, disable=True)
+    return bar_of(columns_of(DownloadColumn() if in_bytes else MofNCompleteColumn()), console, in_bytes)
+
+
+def columns_of(count: ProgressColumn) -> tuple[ProgressColumn, ...]:
+    return TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn()
+
+
+def bar_of(columns: Sequence[ProgressColumn], console: Console, in_bytes: bool) -> Progress:
+    """A bar on a terminal, and lines elsewhere."""
     if not (console.is_interactive and console.file.isatty()):
         return ProgressLines(console, in_bytes)
-    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
     # What a command prints on stdout must stay there: rich would send it to the bar's console.
     return Progress(*columns, console=console, transient=True, redirect_stdout=False)
 
@@ -127,6 +138,58 @@ def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[C
     """A progress bar of one task; gives what advances it by a number, or by one. total: None where it is not known."""
     with progress_bar(in_bytes) as progress:
         yield partial(progress.advance, progress.add_task(text, total=total))
+
+
+class PromptBar:
+    """Shows on stderr how far a prompt is read, and how fast, once that has taken two seconds; then it vanishes.
+
+    It is a context, and its `told` what mlx-lm calls `prompt_progress_callback`. A timer shows the bar, since the first
+    part of a prompt may be all that is read for a minute.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console or messages, clock
+        self._progress: Progress | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "PromptBar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def told(self, read: int, tokens: int) -> None:
+        if read >= tokens:
+            self._end()
+        elif self._progress is None:
+            self._begin(read, tokens)
+        else:
+            rate = (read - self._before) / max(self._clock() - self._began, 1e-9)
+            remark = f", {rate:.0f} tokens/s" if read > self._before else ""
+            self._progress.update(self._task, completed=read, description=READING + remark)
+
+    def _begin(self, read: int, tokens: int) -> None:
+        columns = SpinnerColumn(), *columns_of(MofNCompleteColumn())
+        self._progress = bar_of(columns, self._console, in_bytes=False)
+        self._task = self._progress.add_task(READING, total=tokens, completed=read)
+        self._began, self._before = self._clock(), read
+        self._timer = threading.Timer(SHORT, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock, suppress(LiveError):  # another bar is shown
+            if self._progress is not None:
+                self._progress.start()
+                self._progress.update(self._task)
+
+    def _end(self) -> None:
+        if self._progress is None:
+            return
+        self._timer.cancel()
+        with self._lock:
+            self._progress.stop()
+            self._progress = None
 
 
 def run(command: Callable[[], int | None]) -> NoReturn:

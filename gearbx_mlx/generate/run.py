@@ -54,8 +54,12 @@ def run_pair(
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
     mode = pair.mode(settings.mode.given())
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
+    bar = terminal.PromptBar()
+    if settings.output.told:
+        keywords["prompt_progress_callback"] = bar.told
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
+    with bar:
+        status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
     return status
@@ -234,8 +238,10 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
-    with geared.governor(settings.output.told) as controller:
+    with geared.governor(settings.output.told) as controller, terminal.PromptBar() as bar:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
+        if settings.output.told:
+            keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
@@ -244,6 +250,8 @@ def run(settings: GenerateSettings) -> int:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
     table = summary_table(result, mode.rows(result), settings.output.describes)
     show_summary(result, table, settings.output.told, summary)
+    if settings.output.told and geared.of_making():
+        terminal.note(geared.of_making())
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
