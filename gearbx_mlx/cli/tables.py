@@ -61,6 +61,15 @@ def shares(tally: Tally, mode: str) -> Text:
     )
 
 
+def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
+    """Say in their colours who writes a token of mode lossless."""
+    by, top = "a draft model" if has_draft_model else f"{ladder[0].bits} bits", ladder.top
+    drafted = (f"drafted by {by}, accepted by {top.bits}", gear_color(0, len(ladder)))
+    own = (f"written by {top.bits} bits", gear_color(top.index, len(ladder)))
+    told = [drafted, ("looked up in the text, accepted", LOOKUP_COLOR), own]
+    return Text("tokens: ") + Text(BETWEEN).join(Text(said, style=color) for said, color in told)
+
+
 def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
     """Names with their shares, each in its colour; those without a share are left out.
 

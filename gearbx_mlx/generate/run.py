@@ -24,11 +24,13 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt, room_for
-from ..cli.tables import layers_table, pair_table, summary_table
+from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import versions
 from ..decoding.caches import length
+from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
+from ..decoding.policy import MOST_DRAFTED, USUAL_LENGTH
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
 from ..decoding.stream import stream_generate
@@ -43,7 +45,7 @@ from ..routing.pair import NAMES
 from ..settings import flag_of
 from ..telemetry.summary import as_json
 from ..telemetry.trace import TraceWriter, record, writer_of
-from . import GenerateSettings
+from . import DEFAULT_PROMPT, GenerateSettings
 
 
 def run_pair(
@@ -229,6 +231,8 @@ def run(settings: GenerateSettings) -> int:
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
+    if prompt == DEFAULT_PROMPT:
+        mode = introduced(settings, geared, mode)
     check_together(gearbox, mode, tokens)
     if cache is not None:
         cache.check_weights(model)
@@ -279,6 +283,23 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
     if settings.mode.thresholds == AUTO and settings.output.told:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
+
+
+def introduced(settings: GenerateSettings, geared: Geared, mode: Mode) -> Mode:
+    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say.
+
+    Returns the mode, which drafts in any case where the demo model answers: it is so small that drafts gain no time, and
+    somebody who tries the first command is to see what a larger model does.
+    """
+    if settings.output.told:
+        terminal.note(DEFAULT_PROMPT)
+    if not isinstance(mode, Lossless) or not isinstance(geared.gearbox, Gearbox):
+        return mode
+    if settings.output.told:
+        terminal.say(colors_line(geared.gearbox.ladder, settings.cache.draft_model is not None))
+    if settings.model.model is not None or mode.draft_length is not None:
+        return mode
+    return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
