@@ -95,7 +95,7 @@ class Lossless(LosslessSettings, SharedMode):
         warn_of_other_paths(gearbox)
         tokens = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
         source = responses(self, gearbox, tokenizer, tokens, **kwargs)
-        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window))
+        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window), controller)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any

@@ -31,7 +31,7 @@ from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
-from .governor import Governor
+from .governor import Governor, MemoryGuard
 from .lossless import measured_seconds
 from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
 from .modes import mode_class
@@ -51,7 +51,7 @@ def stream_generate(
     *,
     mode: Mode | str | None = None,
     gearbox: Gearbox | Observer | None = None,
-    controller: Governor | None = None,
+    controller: Governor | MemoryGuard | None = None,
     kv_gears: str | Sequence[int] | None = None,
     kv_gear: int | None = None,
     **kwargs: Any,
@@ -64,7 +64,7 @@ def stream_generate(
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
             TelemetryOnly, or its name for the default settings. Without one Lossless; TelemetryOnly for an
-            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller.
+            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller that caps.
         gearbox: without one, the model's, else a new one with the default ladder; for a quantized model, an Observer.
         controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md), which a `prompt_cache` gets in place.
@@ -80,7 +80,7 @@ def stream_generate(
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
-    chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
+    chosen = choose_mode(model, gearbox, mode, controller is not None and controller.caps, drafted)
     with making:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
@@ -394,7 +394,7 @@ class Responses(Iterator[GearResponse]):
     model: nn.Module = field(repr=False)
     mode: Mode
     gearbox: Gearbox | Observer | None = field(repr=False)
-    controller: Governor | None = None
+    controller: Governor | MemoryGuard | None = None
     draft_model: nn.Module | None = field(default=None, repr=False)
     began: float = field(default_factory=time.perf_counter, repr=False)
     last: GearResponse | None = field(default=None, init=False, repr=False)
@@ -450,11 +450,11 @@ def summary_of(
     mode: Mode,
     tally: Tally,
     speed: RunSpeed,
-    controller: Governor | None = None,
+    controller: Governor | MemoryGuard | None = None,
 ) -> dict[str, Any]:
     """The summary of one run. With a controller, gears had fewer bits at times than by name."""
     further: dict[str, Any] = {}
-    if controller is not None:
+    if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):

@@ -288,8 +288,8 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
 def introduced(settings: GenerateSettings, geared: Geared, mode: Mode) -> Mode:
     """Show the question that nobody has typed, and in mode lossless what the colours of its answer say.
 
-    Returns the mode, which drafts in any case where the demo model answers: it is so small that drafts gain no time, and
-    somebody who tries the first command is to see what a larger model does.
+    Returns the mode, which drafts in any case where the demo model answers: it is so small that drafts gain no time,
+    and somebody who tries the first command is to see what a larger model does.
     """
     if settings.output.told:
         terminal.note(DEFAULT_PROMPT)

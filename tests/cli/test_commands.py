@@ -13,6 +13,7 @@ from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli.flags import SamplingSettings
+from gearbx_mlx.generate import DEFAULT_PROMPT
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.gates import ThresholdFile, fitting
 
@@ -105,6 +106,23 @@ class TestGenerate:
         for words in ("tokens/s", "s to the first token", "shifts", "weights read", "memory"):
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
+
+    def test_the_first_command_shows_what_the_project_is(self, command, tmp_path):
+        """Its question, what the colours say, and drafts."""
+        done = command("generate", "--gears", "4,16", "-m", 60, "--summary", tmp_path / "s.json")
+        question, colors, *_ = done.err.splitlines()
+        assert question == DEFAULT_PROMPT
+        drafted = "drafted by 4 bits, accepted by 16"
+        assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
+        summary = json.loads((tmp_path / "s.json").read_text())
+        assert summary["accepted"] > 0
+        assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]
+        assert done.out == command("generate", "--gears", "4,16", "-m", 60, "--mode", "static").out
+
+    def test_another_question_is_not_repeated(self, command):
+        lines = command("generate", "-p", "Once", "-m", 4).err.splitlines()
+        assert lines[0].split()[:2] != ["tokens:", "drafted"]
+        assert "Once" not in lines[0]
 
     @pytest.mark.slow
     def test_held_in_one_gear_writes_mlx_lms_text(self, command, demo):

@@ -3,6 +3,8 @@
 import io
 import re
 import sys
+import time
+from functools import partialmethod
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from gearbx_mlx.cli import terminal as progress_module
 from gearbx_mlx.cli.tables import pair_table, summary_table
-from gearbx_mlx.cli.terminal import ProgressLines, TintedText, WrappedText, progress_bar
+from gearbx_mlx.cli.terminal import ProgressLines, PromptBar, TintedText, WrappedText, progress_bar
 from gearbx_mlx.decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, mode_class
 from gearbx_mlx.errors import GearbxError, OutputLost
 from gearbx_mlx.routing.pair import NAMES
@@ -91,6 +93,54 @@ class TestProgress:
             for _ in progress.track(range(3)):
                 pass
         assert console.file.getvalue() == ""
+
+
+class TestPrompts:
+    """How far a prompt is read."""
+
+    def told(self, clock: Clock, console: Console, *steps: tuple[float, int], seconds: float = 0.0) -> str:
+        with PromptBar(console, clock) as bar:
+            bar.told(0, 100)
+            time.sleep(seconds)
+            for step, read in steps:
+                clock.now += step
+                bar.told(read, 100)
+        return console.file.getvalue()
+
+    def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
+        monkeypatch.setattr(ProgressLines, "__init__", partialmethod(ProgressLines.__init__, clock=clock))
+        lines = self.told(clock, log(), (1, 10), (2, 60), (11, 98), (1, 100)).splitlines()
+        assert lines == ["reading the prompt, 20 tokens/s: 60 of 100", "reading the prompt, 7 tokens/s: 98 of 100"]
+
+    def test_a_log_gets_nothing_from_short_ones(self, clock):
+        assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
+
+    def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
+        monkeypatch.setattr(progress_module, "SHORT", 0.01)
+        console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+        shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
+        assert "reading the prompt" in shown
+        assert "0/100" in shown
+        assert shown.endswith("\x1b[2K")  # the line is erased
+
+    def test_both_commands_show_it(self, command, monkeypatch):
+        told = []
+        monkeypatch.setattr(PromptBar, "told", lambda bar, read, tokens: told.append(read / tokens))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
+        for name in ("generate", "chat"):
+            told.clear()
+            assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
+            assert 0 < told[1] < told[-1] == 1
+
+    def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
+        monkeypatch.setattr("gearbx_mlx.cli.loaded.SLOW", 0.0)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
+        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
+        for name in ("generate", "chat"):
+            assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
+
+    def test_fast_ones_do_not(self, command):
+        assert "convert" not in command("generate", "--gears", "4,16", "-m", 4).err
 
 
 class Screen(io.StringIO):

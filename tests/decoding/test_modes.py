@@ -71,7 +71,7 @@ class TestWithoutAMode:
             (("--draft-model", DEMO_MODEL, "--gears", 16), "lossless", None),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),
-            (("--residency", "disk:9GB"), "route", "--residency"),
+            (("--residency", "disk:9GB"), "lossless", None),
             (("--target-tps", "1"), "route", "--target-tps"),
             (("--mode", "telemetry-only"), "telemetry-only", None),
         ],
