@@ -231,8 +231,9 @@ def run(settings: GenerateSettings) -> int:
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
-    if prompt == DEFAULT_PROMPT:
-        mode = introduced(settings, geared, mode)
+    first = prompt == DEFAULT_PROMPT
+    if first and settings.model.model is None:
+        mode = drafting_always(mode)
     check_together(gearbox, mode, tokens)
     if cache is not None:
         cache.check_weights(model)
@@ -247,6 +248,8 @@ def run(settings: GenerateSettings) -> int:
         if settings.output.told:
             keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
+        if first and settings.output.told:
+            introduce(settings, gearbox, mode)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model)
@@ -285,21 +288,21 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
     return mode
 
 
-def introduced(settings: GenerateSettings, geared: Geared, mode: Mode) -> Mode:
-    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say.
+def drafting_always(mode: Mode) -> Mode:
+    """Return mode lossless with drafts, whether or not they gain time; another mode as it is.
 
-    Returns the mode, which drafts in any case where the demo model answers: it is so small that drafts gain no time,
-    and somebody who tries the first command is to see what a larger model does.
+    The demo model is so small that they do not, and the first command is to show what larger models do.
     """
-    if settings.output.told:
-        terminal.note(DEFAULT_PROMPT)
-    if not isinstance(mode, Lossless) or not isinstance(geared.gearbox, Gearbox):
-        return mode
-    if settings.output.told:
-        terminal.say(colors_line(geared.gearbox.ladder, settings.cache.draft_model is not None))
-    if settings.model.model is not None or mode.draft_length is not None:
+    if not isinstance(mode, Lossless) or mode.draft_length is not None:
         return mode
     return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
+
+
+def introduce(settings: GenerateSettings, gearbox: Gearbox | Observer, mode: Mode) -> None:
+    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say."""
+    terminal.note(DEFAULT_PROMPT)
+    if isinstance(mode, Lossless) and len(gearbox.ladder) > 1:
+        terminal.say(colors_line(gearbox.ladder, settings.cache.draft_model is not None))
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
