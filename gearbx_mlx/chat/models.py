@@ -73,7 +73,7 @@ class GearedChat:
 
     @property
     def missing(self) -> str:
-        """What the mode of the next answer would have in a chat of its own, in words; "" where nothing is missing."""
+        """Return which gears the mode of the next answer lacks here, in words; "" where it lacks none."""
         decision = self._geared.loaded.decision
         gears, usual = decision.ladder, Ladder.parse(DEFAULT_LADDER)
         bits = [str(gear.bits) for gear in usual if gear.bits not in {each.bits for each in gears}]
@@ -86,7 +86,7 @@ class GearedChat:
 
     @property
     def of_making(self) -> str:
-        """As `Geared.of_making`."""
+        """Return what `Geared.of_making` says."""
         return self._geared.of_making()
 
     @property
@@ -110,7 +110,7 @@ class GearedChat:
         """How a message is answered, as typed."""
         mode = self._geared.mode(message, self._in_gear(self._held) if self._held else self._mode)
         gearbox = self._geared.gearbox
-        if self._controller is not None or not isinstance(gearbox, Gearbox):
+        if (self._controller is not None and self._controller.caps) or not isinstance(gearbox, Gearbox):
             return NextAnswer(mode)
         reads, writes = mode.gears_of_text(gearbox)
         return NextAnswer(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)

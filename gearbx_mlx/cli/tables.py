@@ -32,7 +32,7 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
-    """Tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes of weights per token.
+    """Return tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes per token.
 
     Args:
         tally: of the answer.
@@ -55,7 +55,7 @@ def speed(tokens_per_second: float) -> str:
 
 
 def shares(tally: Tally, mode: str) -> Text:
-    """The share of tokens of each gear that wrote any, and of the text itself, in its colour."""
+    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
     return Text("would use " if mode == TELEMETRY_ONLY else "") + in_colors(
         {name: tally.mean(count) for name, count in tally.gear_tokens.items()}, tally.mean(tally.from_lookup), " "
     )
@@ -63,15 +63,17 @@ def shares(tally: Tally, mode: str) -> Text:
 
 def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
     """Say in their colours who writes a token of mode lossless."""
-    by, top = "a draft model" if has_draft_model else f"{ladder[0].bits} bits", ladder.top
-    drafted = (f"drafted by {by}, accepted by {top.bits}", gear_color(0, len(ladder)))
+    low, top = ladder[0].bits, ladder.top
+    drafted = (f"drafted by {low} bits, accepted by {top.bits}", gear_color(0, len(ladder)))
     own = (f"written by {top.bits} bits", gear_color(top.index, len(ladder)))
-    told = [drafted, ("looked up in the text, accepted", LOOKUP_COLOR), own]
+    if has_draft_model:  # which is no gear, and has no colour
+        own = (f"{own[0]}, or accepted of the draft model", own[1])
+    told = [*([] if has_draft_model else [drafted]), ("looked up in the text, accepted", LOOKUP_COLOR), own]
     return Text("tokens: ") + Text(BETWEEN).join(Text(said, style=color) for said, color in told)
 
 
 def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
-    """Names with their shares, each in its colour; those without a share are left out.
+    """Return names with their shares, each in its colour; those without a share are left out.
 
     Args:
         gears: name to share, the lowest gear first.
@@ -145,7 +147,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: 
 
 
 def further_rows(summary: dict[str, Any]) -> list[Row]:
-    """What `--verbose all` shows besides."""
+    """Return what `--verbose all` shows besides."""
     draft, watching = summary.get("draft_model"), summary["mode"] == TELEMETRY_ONLY
     making, shifting = (f"{1000 * summary[name]:.1f} ms" for name in ("making_seconds", "shift_seconds"))
     read = f"{draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read" if draft else ""
@@ -193,7 +195,7 @@ def two_columns(rows: Iterable[Row]) -> Table:
 
 
 def time_rows(summary: dict[str, Any]) -> list[Row]:
-    """How many tokens were read and written, how fast, and how long a reader waited."""
+    """Return how many tokens were read and written, how fast, and how long a reader waited."""
     first, whole = summary["seconds_to_first_token"], summary["seconds"]
     return [
         ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
@@ -203,14 +205,14 @@ def time_rows(summary: dict[str, Any]) -> list[Row]:
 
 
 def writers(summary: dict[str, Any]) -> Text:
-    """The share of tokens of each gear that wrote any, and of the text itself, in its colour."""
+    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
     tokens = max(1, summary["tokens"])
     gears = {f"{g['name']} ({g['bits']} bits)": summary["gear_tokens"][g["name"]] / tokens for g in summary["ladder"]}
     return in_colors(gears, summary.get("lookup_accepted", 0) / tokens, "   ")
 
 
 def shifts_line(summary: dict[str, Any]) -> str:
-    """How often the gear changed, and by what."""
+    """Return how often the gear changed, and the entropy that changes it."""
     return f"{summary['shifts']}, at a mean entropy of {summary['mean_entropy_bits']:.2f} bits"
 
 
@@ -247,7 +249,7 @@ def disk_line(read: dict[str, Any] | None) -> str:
 
 
 def layers_line(summary: dict[str, Any]) -> str:
-    """How many layers change gear, and why the others do not."""
+    """Return how many layers change gear, and why the others do not."""
     if len(summary["ladder"]) > 1:
         counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
     else:
