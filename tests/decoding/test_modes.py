@@ -239,5 +239,4 @@ class TestDraftModel:
         assert sum(entry["weight_bytes"] for entry in trace) == pytest.approx(
             draft["weight_bytes"] + verifying, rel=0.01
         )
-        assert "draft model" in result.err
-        assert f"{draft['passes']} passes" in " ".join(result.err.split())  # a long path moves it to the next line
+        assert f"{draft['passes']} drafted by" in " ".join(result.err.split())
