@@ -200,7 +200,7 @@ def time_rows(summary: dict[str, Any]) -> list[Row]:
     return [
         ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
         ("prompt", f"{summary['prompt_tokens']} tokens, {speed(summary['prompt_tokens_per_second'])} tokens/s"),
-        ("time", f"{first:.2f} s to the first token, {whole:.2f} s in all"),
+        ("time", f"{first:.2f} s to the first token, {whole:.2f} s in all" if summary["tokens"] else ""),
     ]
 
 

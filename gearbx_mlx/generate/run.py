@@ -37,6 +37,7 @@ from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.ladder import Ladder
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
@@ -60,6 +61,8 @@ def run_pair(
     if settings.output.told:
         keywords["prompt_progress_callback"] = bar.told
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
+    if prompt == DEFAULT_PROMPT and settings.output.told:
+        introduce(mode)
     with bar:
         status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model)
@@ -249,7 +252,7 @@ def run(settings: GenerateSettings) -> int:
             keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
         if first and settings.output.told:
-            introduce(settings, gearbox, mode)
+            introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model)
@@ -298,11 +301,11 @@ def drafting_always(mode: Mode) -> Mode:
     return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
 
 
-def introduce(settings: GenerateSettings, gearbox: Gearbox | Observer, mode: Mode) -> None:
+def introduce(mode: Mode, ladder: Ladder | None = None, has_draft_model: bool = False) -> None:
     """Show the question that nobody has typed, and in mode lossless what the colours of its answer say."""
     terminal.note(DEFAULT_PROMPT)
-    if isinstance(mode, Lossless) and len(gearbox.ladder) > 1:
-        terminal.say(colors_line(gearbox.ladder, settings.cache.draft_model is not None))
+    if isinstance(mode, Lossless) and ladder is not None and len(ladder) > 1:
+        terminal.say(colors_line(ladder, has_draft_model))
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
