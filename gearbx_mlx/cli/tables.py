@@ -188,6 +188,8 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
 def two_columns(rows: Iterable[Row]) -> Table:
     """Rows of a name and a value; one without a value is left out."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")  # a long path is shown whole
     for name, value in rows:
         if value:  # a string would be read as rich's markup
             table.add_row(name, Text(value) if isinstance(value, str) else value)
