@@ -74,7 +74,7 @@ TYPED = (
     "/gear low",
     "And if he buys 5 more?",
 )
-LAST = re.compile(r"^\x1b\[2m.*\n", re.MULTILINE)  # each typed line ends in a dim one: a summary, or a word
+LAST = re.compile(r"^\x1b\[2m(?!the answer was cut).*\n", re.MULTILINE)  # of a typed line: a summary, or a word
 
 
 def recorded() -> Text:

@@ -6,6 +6,7 @@ A server shows a few log-probabilities of each token, which give bounds of its e
 import asyncio
 import contextlib
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -24,7 +25,7 @@ from ..cli.tables import server_table, summary_table
 from ..decoding.modes import TELEMETRY_ONLY, made
 from ..decoding.route import Route
 from ..decoding.stream import RunSpeed, stream_generate, summary_of
-from ..errors import GearbxError
+from ..errors import GearbxError, GearbxWarning
 from ..files.writing import write_text
 from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..routing.bounds import BoundedRouting
@@ -60,21 +61,31 @@ def analysis_of(settings: AnalyzeSettings) -> "AnalyzedRun":
     texts = read_prompts(Path(settings.analysis.prompts))[: settings.analysis.num_prompts]
     out = Path(settings.analysis.out)
     check_output(out)
-    return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out)
+    draws = can_draw()
+    return (analyzed_here if settings.server.server is None else analyzed_there)(settings, texts, out, draws)
 
 
 # The files.
 
 
 def check_output(out: Path) -> None:
-    """Raises GearbxError for a directory that the report cannot be written to, or without matplotlib."""
-    get_pyplot()
+    """Raises GearbxError for a directory that the report cannot be written to."""
     with directory_errors(out):
         if out.exists() and not out.is_dir():
             raise GearbxError(f"{out}: is a file; --out names a directory")
         if out.is_dir():
             for name in (TRACE, SUMMARY, *PICTURES):
                 output_path(out / name)
+
+
+def can_draw() -> bool:
+    """Return whether there is matplotlib; say, before work begins, what is missing without."""
+    try:
+        get_pyplot()
+    except GearbxError as error:
+        warnings.warn(f"trace and summary are written without pictures: {error}", GearbxWarning, stacklevel=2)
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -88,9 +99,13 @@ def directory_errors(out: Path) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class AnalyzedRun:
-    """What was recorded, of every prompt so far, and what was written of it; `error` ended it early."""
+    """What was recorded, of every prompt so far, and what was written of it; `error` ended it early.
+
+    draws: pictures too.
+    """
 
     ladder: Ladder
+    draws: bool = True
     records: list[dict[str, Any]] = field(default_factory=list)
     complete: bool = False
     error: OtherError | None = None
@@ -122,11 +137,11 @@ class AnalyzedRun:
                 self.error = error
 
     def write(self, out: Path, summary: dict[str, Any], thresholds: Sequence[float]) -> None:
-        """Write summary and pictures beside the trace, if there are records."""
+        """Write summary and pictures beside the trace; pictures only of records."""
         self.summary = summary
         write_text(out / SUMMARY, as_json(summary))
         gears = [gear.name for gear in self.ladder]
-        pictures = draw_report(self.records, gears, thresholds, out) if self.records else []
+        pictures = draw_report(self.records, gears, thresholds, out) if self.records and self.draws else []
         self.files = [out / TRACE, out / SUMMARY, *pictures]
 
     def checked(self) -> dict[str, Any]:
@@ -160,18 +175,18 @@ class RunHere(AnalyzedRun):
     speed: RunSpeed = field(default_factory=RunSpeed)
 
     def entries(self, number: int, prompt: AnalyzedPrompt) -> Iterator[dict[str, Any]]:
-        loaded, gearbox, last = self.geared.loaded, self.geared.gearbox, None
+        loaded, gearbox = self.geared.loaded, self.geared.gearbox
         mode = replace(self.mode, initial_gear=prompt.gear)
         responses = stream_generate(
             loaded.model, loaded.tokenizer, prompt.tokens, prompt.length, mode=mode, gearbox=gearbox
         )
-        for index, last in enumerate(responses):
-            self.tally.add(last)
-            yield record(index, last, {"prompt": number})
-        self.speed.add(last)
+        for index, response in enumerate(responses):
+            self.tally.add(response)
+            yield record(index, response, {"prompt": number})
+        self.speed.add(responses)
 
 
-def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunHere:
+def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunHere:
     """Raises GearbxError for a model, flags or prompts that cannot be analyzed."""
     flags = ModeFlags(mode=TELEMETRY_ONLY, **settings.mode.given())
     loaded = Loaded.of(JustGears(settings.model, LayoutSettings(gears=settings.ladder.gears), mode=flags))
@@ -184,7 +199,7 @@ def analyzed_here(settings: AnalyzeSettings, texts: Sequence[str], out: Path) ->
     mode = mode.settled(observer, tokenizer, prompts[0].tokens)
     thresholds = mode.bits(observer)
     tally = Tally.of([gear.name for gear in ladder])
-    found = RunHere(ladder=ladder, geared=geared, mode=mode, tally=tally)
+    found = RunHere(ladder=ladder, draws=draws, geared=geared, mode=mode, tally=tally)
     mx.reset_peak_memory()
     found.record(out, prompts)
     result = summary_of(loaded.name, observer, mode, tally, found.speed)
@@ -264,7 +279,7 @@ class RunThere(AnalyzedRun):
         }
 
 
-def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -> RunThere:
+def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path, draws: bool) -> RunThere:
     """Raises GearbxError for flags that do not fit, or a server that cannot be asked."""
     with needing("server", "analyze --server"):
         others = import_module("gearbx_mlx.serving.others")
@@ -281,6 +296,7 @@ def analyzed_there(settings: AnalyzeSettings, texts: Sequence[str], out: Path) -
     size, source = vocabulary_of(settings, said)
     found = RunThere(
         ladder=ladder,
+        draws=draws,
         settings=settings,
         server=server,
         model=model,

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
 PROMPT = ">> "
-INSTALL = "without prompt_toolkit lines are not edited; install it with pip install prompt_toolkit"
+INSTALL = "without prompt_toolkit or readline lines are not edited; install the first with pip install prompt_toolkit"
 Words = Sequence[str]
 FILES: Words = ("FILES",)  # stands for the names of files
 
@@ -57,10 +58,65 @@ class PlainLines:
             if self.interactive:
                 print(file=sys.stderr)
             return None
-        try:
+        with unicode_errors():
             return line.decode().rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise GearbxError(f"this line is not UTF-8 text ({error.reason}); convert it") from error
+
+
+@contextlib.contextmanager
+def unicode_errors() -> Iterator[None]:
+    """Turns an error of decoding into a GearbxError."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise GearbxError(f"this line is not UTF-8 text ({error.reason}); convert it") from error
+
+
+class ReadlineLines:
+    """Lines with editing and history by Python's readline, where prompt_toolkit is not installed.
+
+    Raises ImportError for a Python without readline. The history is prompt_toolkit's file, in its form.
+    """
+
+    interactive = True
+
+    def __init__(self, words: Mapping[str, Words], history: Path | None):
+        import readline
+
+        self._readline, self._words, self._history = readline, words, history
+        for line in remembered(history):
+            readline.add_history(line)
+        readline.set_completer_delims(" ")
+        readline.set_completer(self._complete)
+        is_libedit = "libedit" in (readline.__doc__ or "")  # of macOS
+        readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+
+    def read(self) -> str | None:
+        try:
+            with as_it_was(), unicode_errors():
+                line = input(PROMPT)
+        except EOFError:
+            print(file=sys.stderr)
+            return None
+        if line and self._history is not None:
+            with contextlib.suppress(OSError), self._history.open("a", encoding="utf-8", errors="replace") as file:
+                file.write(f"\n# {datetime.now()}\n+{line}\n")
+        return line
+
+    def _complete(self, begun: str, number: int) -> str | None:
+        """Return what Tab offers at first, at second, ... for the word that was begun."""
+        first, space, _ = self._readline.get_line_buffer().partition(" ")
+        offered: Iterable[str] = self._words.get(first, ()) if space else self._words
+        found = [f"{word} " for word in offered if word.startswith(begun) and offered is not FILES]
+        return found[number] if number < len(found) else None
+
+
+def remembered(history: Path | None) -> list[str]:
+    """Return the lines of a file that prompt_toolkit writes, the oldest first; of several typed lines the first."""
+    try:
+        entries = "" if history is None else history.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return [entry.partition("\n+")[2].split("\n")[0] for entry in entries.split("\n# ")[1:]]
 
 
 class EditedLines:
@@ -79,7 +135,7 @@ class EditedLines:
             return None
 
 
-Lines = PlainLines | EditedLines
+Lines = PlainLines | EditedLines | ReadlineLines
 
 
 def check_open() -> None:
@@ -97,10 +153,13 @@ def lines_of(words: Mapping[str, Words], history: bool) -> Lines:
     """
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())
     if interactive:
-        try:
-            return EditedLines(words, history_file() if history else None)
-        except ImportError:
-            terminal.note(INSTALL)
+        file = history_file() if history else None
+        with contextlib.suppress(ImportError):
+            return EditedLines(words, file)
+        if sys.stdout.isatty():  # where readline writes
+            with contextlib.suppress(ImportError):
+                return ReadlineLines(words, file)
+        terminal.note(INSTALL)
     return PlainLines(interactive)
 
 
@@ -322,7 +381,7 @@ def mode(session: Session, argument: str) -> None:
         raise GearbxError(f"/mode: {error}; close the quotation") from error
     if words:
         session.model.change(words[0], words[1:])
-    terminal.note(f"mode {session.model.mode}")
+    terminal.note(f"mode {session.model.mode}{session.model.missing}")
 
 
 def reset(session: Session, argument: str) -> None:

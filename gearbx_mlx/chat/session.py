@@ -23,10 +23,12 @@ from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
+from ..gears.ladder import DEFAULT_LADDER, Ladder
 from ..loading import DEMO_MODEL
 from ..routing.gates import AUTO
 from ..routing.pair import NAMES
 from ..telemetry.summary import Tally
+from ..telemetry.trace import writer_of
 from . import ChatSettings, parse_mode
 
 IN_GEARS = " is for weights as they are, and these are in gears"
@@ -77,6 +79,24 @@ class GearedChat:
         self._check(decision.mode, settings.mode)
 
     @property
+    def missing(self) -> str:
+        """Return which gears the mode of the next answer lacks here, in words; "" where it lacks none."""
+        decision = self._geared.loaded.decision
+        gears, usual = decision.ladder, Ladder.parse(DEFAULT_LADDER)
+        bits = [str(gear.bits) for gear in usual if gear.bits not in {each.bits for each in gears}]
+        if self._held or self._mode.name not in (ROUTE, KICKDOWN) or not (decision.drafts and bits):
+            return ""
+        return (
+            f" between {' and '.join(str(gear.bits) for gear in gears)} bits alone: this chat began in mode "
+            f"{self._first}, which makes no gear of {', '.join(bits)}; chat --mode {self._mode.name} has {usual}"
+        )
+
+    @property
+    def of_making(self) -> str:
+        """Return what `Geared.of_making` says."""
+        return self._geared.of_making()
+
+    @property
     def mode(self) -> str:
         """The mode of the next answer, by name."""
         return STATIC if self._held else self._mode.name
@@ -97,7 +117,7 @@ class GearedChat:
         """How a message is answered, as typed."""
         mode = self._geared.mode(message, self._in_gear(self._held) if self._held else self._mode)
         gearbox = self._geared.gearbox
-        if self._controller is not None or not isinstance(gearbox, Gearbox):
+        if (self._controller is not None and self._controller.caps) or not isinstance(gearbox, Gearbox):
             return NextAnswer(mode)
         reads, writes = mode.gears_of_text(gearbox)
         return NextAnswer(mode, reads.bits, (writes or gearbox.ladder[0]).bits, reads_again=reads != writes)
@@ -166,6 +186,8 @@ class PairChat:
     @property
     def mode(self) -> str:
         return PAIR
+
+    missing = of_making = ""
 
     def new_cache(self) -> list[Any]:
         return PairedModel(self._pair.small, self._pair.large).make_cache(self._settings.cache.max_kv_size)
@@ -288,6 +310,8 @@ class Session:
         self.conversation = Conversation(settings.prompt, model.tokenizer)
         self.cache = KeptCache(model.new_cache)
         self._out = terminal.WrappedText(model.gears)
+        self._bar = terminal.PromptBar()
+        self._told_of_cut = self._told_of_making = False
 
     def reset(self) -> None:
         """Forget what was said. The system prompt stays."""
@@ -308,18 +332,13 @@ class Session:
             GearbxError: a conversation beyond the model's context, or as `stream_generate`. The message is dropped.
         """
         answer = ChatAnswer(Tally.of(self.model.gears), [])
-        try:
-            with self._ctrl_c.answering():
-                try:
-                    self._read_and_write(message, answer)
-                except Interrupted:
-                    answer.ending = STOPPED
-                if answer.last is not None:
-                    self.conversation.add(message, answer.text)
-        except BaseException:
-            if answer.text:
-                print(flush=True)
-            raise
+        with self._out.whole(), self._ctrl_c.answering():
+            try:
+                self._read_and_write(message, answer)
+            except Interrupted:
+                answer.ending = STOPPED
+            if answer.last is not None:
+                self.conversation.add(message, answer.text)
         self._finish(answer)
 
     def _read_and_write(self, message: str, answer: ChatAnswer) -> None:
@@ -331,7 +350,8 @@ class Session:
         unread = self.cache.unread(tokens, coming.reads)
         keywords = {"prompt_cache": self.cache.entries, "prompt_progress_callback": self._read}
         try:
-            self._write(self.model.answer(coming.mode, unread, max_tokens, **keywords), answer)
+            with self._bar:
+                self._write(self.model.answer(coming.mode, unread, max_tokens, **keywords), answer)
             if coming.reads_again and can_trim_prompt_cache(self.cache.entries):
                 self.cache.note(unread[:-1], answer.whole, coming.reads)
             else:
@@ -350,7 +370,7 @@ class Session:
                     answer.tokens.append(response.token)
                     answer.text += response.text
                     answer.last = response
-                    self._out.write(response.text, response.gear)
+                    self._out.write(response.text, writer_of(response))
                     if self._ctrl_c.asked and response.finish_reason is None:
                         answer.ending = STOPPED
                         break
@@ -358,7 +378,8 @@ class Session:
             answer.ending, answer.whole = STOPPED, False
 
     def _read(self, read: int, tokens: int) -> None:
-        """Stop between two parts of a prompt; mlx-lm calls this after each of them."""
+        """Show how far a prompt is read, and stop between two parts; mlx-lm calls this after each of them."""
+        self._bar.told(read, tokens)
         if self._ctrl_c.asked and read < tokens:
             raise PromptStopped
 
@@ -367,6 +388,14 @@ class Session:
         if last is None:
             terminal.note("stopped before the answer began; the message is dropped")
             return
-        print(flush=True)
+        if not answer.text:
+            print(flush=True)
         ending = answer.ending or ("cut" if last.finish_reason == "length" else "")
+        most = self.settings.prompt.max_tokens
+        if last.finish_reason == "length" and answer.tally.tokens == most and not self._told_of_cut:
+            self._told_of_cut = True
+            terminal.note(f"the answer was cut: --max-tokens is {most}; give more, or -1 for whole answers")
         terminal.messages.print(summary_line(answer.tally, last, self.model.mode, ending), style="dim", soft_wrap=True)
+        if self.model.of_making and not self._told_of_making:
+            self._told_of_making = True
+            terminal.note(self.model.of_making)

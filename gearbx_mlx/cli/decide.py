@@ -153,9 +153,10 @@ class Decision:
         }
 
 
-def governed(settings: GearedSettings) -> bool:
-    """Return whether a controller caps the gears."""
-    return settings.controller.target_tps is not None or settings.gears.residency.limit is not None
+def governed(settings: GearedSettings, mode: str) -> bool:
+    """Return whether a controller caps the gears: for a speed, or for memory in a mode whose gears can be capped."""
+    limited = settings.gears.residency.limit is not None and not mode_class(mode).uncapped
+    return limited or settings.controller.target_tps is not None
 
 
 def decide(settings: GearedSettings, model: nn.Module | None = None, several_modes: bool = False) -> Decision:
@@ -182,7 +183,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     codes = None if model is None else own_codes(model)
     drafting = mode == LOSSLESS and settings.cache.draft_model is None  # which drafts in the place of a gear
     drafts = drafting and not (saved or layout.gears or layout.format or gears.keeps_originals)
-    precision = manifest_of(settings, saved)
+    precision = manifest_of(settings, saved, mode)
     if saved is not None:
         stored = of_checkpoint(name, saved, layout, gears)
     elif codes is not None:
@@ -197,7 +198,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
         check_in_ladder(settings.mode, stored.ladder)
     format = format_with(gears, stored.format, None if saved is None else name)
-    cap_bits = widths(settings, stored.ladder, stored.format, saved)
+    cap_bits = widths(settings, stored.ladder, stored.format, saved) if governed(settings, mode) else ()
     plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
     takes_base = base_is_taken(settings, stored.ladder, drafting, plain, model)
     return Decision(
@@ -247,8 +248,8 @@ def choose_mode(settings: GearedSettings, layout: LayoutSettings, saved: Manifes
         return KICKDOWN, "thresholds", True
     if "thresholds" in given:
         return ROUTE, "thresholds", asked
-    if governed(settings):
-        return ROUTE, "residency" if settings.controller.target_tps is None else "target_tps", asked
+    if settings.controller.target_tps is not None:
+        return ROUTE, "target_tps", asked
     if "gear" in given:
         return STATIC, "gear", True
     ladder = layout.gears or (None if saved is None else saved.ladder)
@@ -266,13 +267,16 @@ def check_flags(mode: str, given: Mapping[str, Any], several_modes: bool = False
 
 
 def check_governing(settings: GearedSettings, mode: str) -> None:
-    """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed."""
-    if not governed(settings):
-        return
-    flag = "--residency with a size" if settings.controller.target_tps is None else "--target-tps"
-    if reason := mode_class(mode).uncapped:
+    """Raises GearbxError for a mode whose gears cannot be capped, or for tokens that cannot be timed.
+
+    A limit of memory alone caps nothing in the modes lossless and static: there a `MemoryGuard` holds it.
+    """
+    timed = settings.controller.target_tps is not None
+    flag = "--target-tps" if timed else "--residency with a size"
+    reason = mode_class(mode).uncapped
+    if reason and (timed or (settings.gears.residency.limit is not None and mode not in (LOSSLESS, STATIC))):
         raise GearbxError(f"--mode {mode} {reason}; leave out {flag}, or use --mode route")
-    if settings.cache.draft_model is not None:
+    if governed(settings, mode) and settings.cache.draft_model is not None:
         raise GearbxError(f"with --draft-model tokens come several at a time and cannot be timed; leave out {flag}")
 
 
@@ -438,7 +442,7 @@ def format_with(flags: GearFlags, format: str, geared: str | None) -> Format:
 # What belongs to the gears.
 
 
-def manifest_of(settings: GearedSettings, saved: Manifest | None) -> PrecisionManifest | None:
+def manifest_of(settings: GearedSettings, saved: Manifest | None, mode: str) -> PrecisionManifest | None:
     """Return the manifest that is named, or for a controller the one that lies in a geared checkpoint.
 
     Raises:
@@ -448,7 +452,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None) -> PrecisionMa
     if saved is None:
         return None if given is None else read_precision(Path(given))
     file = Path(given) if given is not None else find(name or DEMO_MODEL) / PRECISION
-    if given is None and not (governed(settings) and file.exists()):
+    if given is None and not (governed(settings, mode) and file.exists()):
         return None
     precision = read_precision(file)
     with about(file):
@@ -458,7 +462,7 @@ def manifest_of(settings: GearedSettings, saved: Manifest | None) -> PrecisionMa
 
 def widths(settings: GearedSettings, ladder: Ladder, format: str, saved: Manifest | None) -> tuple[int, ...]:
     """Return further bits to which a controller can cap layers: those of the checkpoint, or that are made now."""
-    if not governed(settings) or format == WHOLE:  # whose layers have the widths of its ladder alone
+    if format == WHOLE:  # whose layers have the widths of its ladder alone
         return ()
     if saved is not None:
         return tuple(bits for bits in saved.gears if bits < ladder.top.bits)

@@ -127,7 +127,7 @@ class OutputSettings(Settings):
     verbose: str = flag(
         TOLD,
         "False: the text alone, when it is complete. all: before the text, each layer's bits and kernels, and why; "
-        "after it, which kernels were fastest; on stderr. Default: True",
+        "after it, every figure, and which kernels were fastest; on stderr. Default: True",
         metavar="True|False|all",
         parse=parse_verbose,
     )
@@ -203,7 +203,7 @@ SLOWEST = 0.001  # tokens per second
 
 @dataclass(frozen=True)
 class ControllerSettings(Settings):
-    """Hold what the controller aims at; a limit of --residency asks for one, too."""
+    """Hold what the controller aims at; so does a limit of --residency, where the gears of a mode can be capped."""
 
     title: ClassVar[str] = "controller"
 
@@ -455,8 +455,8 @@ class GearFlags(Settings):
     residency: Any = flag(
         "resident",
         "Where idle gears are: in memory (resident), or read again from disk; stream: the top gear is never in memory. "
-        "disk:3GB keeps this process below so much memory: when it is near, layers are capped, the least sensitive "
-        "first.",
+        "disk:3GB keeps this process below so much memory: when it is near, the modes route and kickdown cap layers, "
+        "the least sensitive first; lossless and static cap nothing, and end the text where nothing else helps.",
         parse=parse_residency,
         metavar="{resident,disk[:SIZE],stream}",
     )

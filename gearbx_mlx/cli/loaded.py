@@ -16,7 +16,7 @@ from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_promp
 from ..bit_selection.precision import PrecisionManifest, fit
 from ..compat.templates import confine
 from ..decoding.caches import KeptCache, check_heads, check_prompt_cache, plain_cache
-from ..decoding.governor import Governor
+from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode
 from ..decoding.modes import PAIR, TELEMETRY_ONLY, made
 from ..decoding.pair import bytes_read
@@ -48,6 +48,7 @@ from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
 PIPELINE = "GEARBX_PIPELINE"  # "1": each rank has some of the layers, and not a part of every layer
+SLOW = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
@@ -70,6 +71,7 @@ class Loaded:
         """
         decision = decide(settings, None, several_modes)
         if not decision.observes:
+            check_limit(decision)
             check_memory(decision)
         # Codes that are split as they are read take no memory twice.
         lazy = not decision.observes and current() is None and is_packed(settings.model.model)
@@ -91,6 +93,11 @@ class Loaded:
             check_heads(self.model, settings.cache.kv_gears)
         if decision.note:
             note(decision.note)
+        if decision.mode_by == "target_tps":
+            note(
+                f"with --target-tps the text is a mixture of gears (mode {decision.mode.name}), and not the top "
+                "gear's; leave it out for mode lossless"
+            )
         found = find_base(decision, self.model, self.tokenizer) if decision.takes_base else None
         if found is not None:
             decision = replace(decision, why=f"{decision.why}; the lowest gear's codes are calibrated")
@@ -144,9 +151,21 @@ class Geared:
             f"mode {decision.mode.name}{by}"
         )
 
+    def of_making(self) -> str:
+        """Return what makes later starts faster, where making the gears took long; "" elsewhere."""
+        gearbox, decision = self.gearbox, self.loaded.decision
+        if not isinstance(gearbox, Gearbox) or decision.saved or decision.codes or gearbox.making_seconds < SLOW:
+            return ""
+        model = decision.settings.model.model
+        flags = f"{f'--model {model} ' if model else ''}--mlx-path DIR --gears {gearbox.ladder}"
+        return (
+            f"making the gears took {gearbox.making_seconds:.0f} s: gearbx_mlx convert {flags} --format "
+            f"{gearbox.format.name} writes them once, and --model DIR starts without that"
+        )
+
     @contextlib.contextmanager
-    def governor(self, verbose: bool = True) -> Iterator[Governor | None]:
-        """What caps the gears while the context lasts; None where nothing is to be capped.
+    def governor(self, verbose: bool = True) -> Iterator[Governor | MemoryGuard | None]:
+        """What caps the gears while the context lasts, or only holds a limit of memory; None where neither is asked.
 
         Args:
             verbose: print which readers of this machine work.
@@ -155,15 +174,19 @@ class Geared:
             GearbxError: a model that changes no gear, or whose layers cannot be capped or timed.
         """
         decision, settings = self.loaded.decision, self.loaded.decision.settings
-        if not governed(settings):
+        limit, target = settings.gears.residency.limit, settings.controller.target_tps
+        if limit is None and target is None:
             yield None
             return
         if not isinstance(self.gearbox, Gearbox):
-            raise GearbxError("the model changes no gear, so nothing can be capped; leave out --target-tps")
+            flag = "--residency with a size" if target is None else "--target-tps"
+            raise GearbxError(f"the model changes no gear, so nothing can be capped; leave out {flag}")
+        if limit is not None and not governed(settings, decision.mode.name):
+            yield MemoryGuard(self.gearbox, own_memory(limit))
+            return
         order: dict[str, Any] = {}  # of the layers to cap
         if decision.precision is not None:
             order = {"sensitivity": decision.precision.sensitivity, "bounds": decision.precision.bounds}
-        limit, target = settings.gears.residency.limit, settings.controller.target_tps
         own = [] if limit is None else [own_memory(limit)]
         with make_watch(own, target is not None, verbose) as watch:
             yield Governor(self.gearbox, target or None, watch=watch, **order)
@@ -293,6 +316,21 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
         names = [reader.name for reader in readers] or ["nothing"]
         note(f"watching {' and '.join(names)} of this machine{missing}")
     return Watch([*readers, *own])
+
+
+def check_limit(decision: Decision) -> None:
+    """Raises GearbxError where a limit of memory is below what the files say that one gear takes."""
+    settings = decision.settings
+    limit, name = settings.gears.residency.limit, settings.model.model
+    files = None if limit is None else files_of(name)
+    if limit is None or files is None:
+        return
+    needed = memory_with(files, decision, False)
+    if needed > limit:
+        raise GearbxError(
+            f"--residency disk:{human_bytes(limit)}: {model_name(name)} takes about {human_bytes(needed)} in its "
+            "largest gear alone; give more, or fewer --gears"
+        )
 
 
 def check_memory(decision: Decision) -> None:

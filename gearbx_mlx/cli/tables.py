@@ -8,14 +8,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ..decoding.modes import TELEMETRY_ONLY
 from ..kernels.dispatch import STOCK
 from ..kernels.tuner import FAILED, Times
 from ..routing.pair import NAMES
 from ..settings import human_bytes
 from ..telemetry.summary import Tally, kv_rows
-from ..telemetry.trace import UNDECIDED, gear_color
+from ..telemetry.trace import LOOKUP_COLOR, UNDECIDED, gear_color
 
 BETWEEN = " · "
+ENTROPY_DECIDES = ("route", "kickdown", "pair", TELEMETRY_ONLY)
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
@@ -29,20 +31,18 @@ def columns(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def summary_line(tally: Tally, last: Any, mode: str, ending: str = "") -> Text:
-    """Tokens read and written, tokens/s, gears or drafts, mean entropy, bytes of weights per token.
+    """Return tokens read and written, tokens/s, who wrote them, the entropy where it decided that, bytes per token.
 
     Args:
         tally: of the answer.
         last: its last response.
         ending: why it ended, where it did not end by itself.
     """
-    drafts = tally.drafted + tally.looked_up
-    accepted = tally.accepted + tally.from_lookup
     parts = [
         Text(f"{last.prompt_tokens} read, {tally.tokens} written{f' ({ending})' if ending else ''}"),
-        Text(f"{speed(last.generation_tps)}/s"),
-        Text(f"{accepted / drafts:.0%} of {drafts} drafts") if drafts else shares(tally, mode),
-        Text(f"H {tally.mean(tally.entropy_sum):.2f} bits"),
+        Text(f"{speed(last.generation_tps)} tokens/s"),
+        shares(tally, mode),
+        *([Text(f"entropy {tally.mean(tally.entropy_sum):.2f} bits")] if mode in ENTROPY_DECIDES else []),
         Text(f"{human_bytes(tally.mean(tally.weight_bytes))}/token"),
     ]
     return Text(BETWEEN, style="dim").join(parts)
@@ -54,14 +54,32 @@ def speed(tokens_per_second: float) -> str:
 
 
 def shares(tally: Tally, mode: str) -> Text:
-    """The share of tokens in each gear that ran, in its colour."""
-    names: Sequence[str] = tuple(tally.gear_tokens)
-    ran = [(place, name) for place, name in enumerate(names) if tally.gear_tokens[name]]
-    parts = [
-        Text(f"{name} {tally.mean(tally.gear_tokens[name]):.0%}", style=gear_color(place, len(names)))
-        for place, name in ran
-    ]
-    return Text("would use " if mode == "telemetry-only" else "") + Text(" ").join(parts)
+    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
+    return Text("would use " if mode == TELEMETRY_ONLY else "") + in_colors(
+        {name: tally.mean(count) for name, count in tally.gear_tokens.items()}, tally.mean(tally.from_lookup), " "
+    )
+
+
+def colors_line(ladder: "Ladder", has_draft_model: bool) -> Text:
+    """Say in their colours who writes a token of mode lossless."""
+    low, top = ladder[0].bits, ladder.top
+    drafted = (f"drafted by {low} bits, accepted by {top.bits}", gear_color(0, len(ladder)))
+    own = (f"written by {top.bits} bits", gear_color(top.index, len(ladder)))
+    if has_draft_model:  # which is no gear, and has no colour
+        own = (f"{own[0]}, or accepted of the draft model", own[1])
+    told = [*([] if has_draft_model else [drafted]), ("looked up in the text, accepted", LOOKUP_COLOR), own]
+    return Text("tokens: ") + Text(BETWEEN).join(Text(said, style=color) for said, color in told)
+
+
+def in_colors(gears: Mapping[str, float], looked_up: float, between: str) -> Text:
+    """Return names with their shares, each in its colour; those without a share are left out.
+
+    Args:
+        gears: name to share, the lowest gear first.
+    """
+    named = [(name, share, gear_color(place, len(gears))) for place, (name, share) in enumerate(gears.items())]
+    named.append(("looked up", looked_up, LOOKUP_COLOR))
+    return Text(between).join(Text(f"{name} {share:.0%}", style=color) for name, share, color in named if share)
 
 
 ROUNDING = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours among each other give the same."
@@ -99,45 +117,50 @@ if TYPE_CHECKING:
 Row = tuple[str, str | Text]
 
 
-def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Table:
-    """The table under a text that one model wrote.
+def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: bool = False) -> Table:
+    """The table under a text that one model wrote: twelve rows at most, and those of `further_rows`.
 
     Args:
         summary: the object that `--summary` writes.
         mode_rows: what the mode adds.
+        full: all that is known.
     """
-    watching = summary["mode"] == "telemetry-only"
+    watching = summary["mode"] == TELEMETRY_ONLY
     controller, by = summary.get("controller"), summary.get("mode_chosen_by")
-    alone = len(summary["ladder"]) == 1 and not watching and controller is None  # one gear, which nothing caps
     return two_columns(
         [
-            ("model", f"{summary['model']}  ({summary['mode']}{f', as {by} asks' if by else ''})"),
-            *speed_rows(summary),
-            *([("gear", only_gear(summary))] if alone else gear_rows(summary, watching)),
-            ("controller", controller_line(controller) if controller else ""),
+            ("model", f"{summary['model']}, mode {summary['mode']}{f' (as {by} asks)' if by else ''}"),
+            *time_rows(summary),
+            ("would be written by" if watching else "written by", writers(summary)),
+            *([("shifts", shifts_line(summary))] if summary["mode"] in ("route", TELEMETRY_ONLY) else []),
             *mode_rows,
-            ("draft model", draft_model_line(summary.get("draft_model"))),
-            ("mean entropy", f"{summary['mean_entropy_bits']:.2f} bits"),
-            (
-                "effective bits",
-                f"{summary['effective_bits_per_weight']:.2f} per weight of the "
-                f"{'linear' if watching else 'managed'} layers",
-            ),
+            ("controller", controller_line(controller) if controller else ""),
             ("weights read", weights_line(summary, "" if watching else "top gear")),
             *kv_rows(summary),
             ("from the disk", disk_line(summary.get("streaming"))),
-            ("memory", memory_line(summary, watching or alone)),
-            *([] if alone else layer_rows(summary)),
-            ("computed in", dtype_line(summary["compute_dtype"], summary["storage_dtype"])),
+            ("memory", f"peak {human_bytes(summary['peak_memory_bytes'])}"),
+            ("layers", layers_line(summary) if full or (summary["unmanaged_layers"] and not watching) else ""),
+            *(further_rows(summary) if full else []),
         ]
     )
 
 
-def draft_model_line(draft: dict[str, Any] | None) -> str:
-    """mlx-lm's draft model, if there is one."""
-    if draft is None:
-        return ""
-    return f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"
+def further_rows(summary: dict[str, Any]) -> list[Row]:
+    """Return what `--verbose all` shows besides."""
+    draft, watching = summary.get("draft_model"), summary["mode"] == TELEMETRY_ONLY
+    making, shifting = (f"{1000 * summary[name]:.1f} ms" for name in ("making_seconds", "shift_seconds"))
+    read = f"{draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read" if draft else ""
+    gears = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
+    which = "linear" if watching else "managed"
+    return [
+        ("verifications", str(summary.get("verifications", ""))),
+        ("draft model", read),
+        *([] if summary["mode"] in ("route", TELEMETRY_ONLY) else [("shifts", shifts_line(summary))]),
+        ("effective bits", f"{summary['effective_bits_per_weight']:.2f} per weight of the {which} layers"),
+        ("gears", "" if watching else f"made in {making}; shifts took {shifting} in all"),
+        ("memory of gears", gears),
+        ("computed in", dtype_line(summary["compute_dtype"], summary["storage_dtype"])),
+    ]
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
@@ -149,8 +172,8 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
     entropy, threshold = summary["mean_entropy_bits"], summary["threshold_bits"]
     return two_columns(
         [
-            ("models", f"{summary['small_model']}, {summary['model']}  (pair)"),
-            *speed_rows(summary),
+            ("models", f"{summary['small_model']} and {summary['model']}, mode pair"),
+            *time_rows(summary),
             ("turns", shares),
             *mode_rows,
             ("mean entropy", f"{entropy:.2f} bits; the threshold is {threshold:.3g}"),
@@ -164,43 +187,34 @@ def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
 def two_columns(rows: Iterable[Row]) -> Table:
     """Rows of a name and a value; one without a value is left out."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")  # a long path is shown whole
     for name, value in rows:
         if value:  # a string would be read as rich's markup
             table.add_row(name, Text(value) if isinstance(value, str) else value)
     return table
 
 
-def speed_rows(summary: dict[str, Any]) -> list[Row]:
+def time_rows(summary: dict[str, Any]) -> list[Row]:
+    """Return how many tokens were read and written, how fast, and how long a reader waited."""
+    first, whole = summary["seconds_to_first_token"], summary["seconds"]
     return [
-        ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
-        ("prompt", f"{summary['prompt_tokens']} tokens, {summary['prompt_tokens_per_second']:.1f} tokens/s"),
+        ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
+        ("prompt", f"{summary['prompt_tokens']} tokens, {speed(summary['prompt_tokens_per_second'])} tokens/s"),
+        ("time", f"{first:.2f} s to the first token, {whole:.2f} s in all" if summary["tokens"] else ""),
     ]
 
 
-def gear_shares(summary: dict[str, Any]) -> Text:
-    """The share of tokens in each gear, in its colour."""
-    shares, ladder, tokens = Text(), summary["ladder"], summary["tokens"]
-    for i, gear in enumerate(ladder):
-        count = summary["gear_tokens"][gear["name"]]
-        share = count / tokens if tokens else 0.0
-        shares.append(f"{gear['name']} ({gear['bits']}) {share:.0%}   ", style=gear_color(i, len(ladder)))
-    return shares
+def writers(summary: dict[str, Any]) -> Text:
+    """Return the share of tokens of each gear that wrote any, and of the text itself, in its colour."""
+    tokens = max(1, summary["tokens"])
+    gears = {f"{g['name']} ({g['bits']} bits)": summary["gear_tokens"][g["name"]] / tokens for g in summary["ladder"]}
+    return in_colors(gears, summary.get("lookup_accepted", 0) / tokens, "   ")
 
 
-def only_gear(summary: dict[str, Any]) -> str:
-    """The bits of the one gear, and how many layers have them; the others stay as they are loaded."""
-    (gear,) = summary["ladder"]
-    others = f", {summary['unmanaged_layers']} are as loaded" if summary["unmanaged_layers"] else ""
-    return f"{gear['bits']} bits, the only one: {summary['managed_layers']} layers have it{others}"
-
-
-def gear_rows(summary: dict[str, Any], watching: bool) -> list[Row]:
-    """The tokens of each gear, and the shifts between them."""
-    if watching:
-        return [("gears it would use", gear_shares(summary)), ("would shift", f"{summary['shifts']} times")]
-    shifting, making = (f"{1000 * summary[name]:.1f} ms" for name in ("shift_seconds", "making_seconds"))
-    shifts = f"{summary['shifts']}, {shifting} in all; gears were made in {making}"
-    return [("gears", gear_shares(summary)), ("shifts", shifts)]
+def shifts_line(summary: dict[str, Any]) -> str:
+    """Return how often the gear changed, and the entropy that changes it."""
+    return f"{summary['shifts']}, at a mean entropy of {summary['mean_entropy_bits']:.2f} bits"
 
 
 def controller_line(summary: dict[str, Any]) -> str:
@@ -235,17 +249,14 @@ def disk_line(read: dict[str, Any] | None) -> str:
     return f"{token} per token, at {second} per second"
 
 
-def memory_line(summary: dict[str, Any], peak_alone: bool) -> str:
-    peak = f"peak {human_bytes(summary['peak_memory_bytes'])}"
-    gears = ", ".join(f"{name} {human_bytes(count)}" for name, count in summary["active_memory_bytes"].items())
-    return peak if peak_alone else f"{peak}; after shifting to {gears}"
-
-
-def layer_rows(summary: dict[str, Any]) -> list[Row]:
-    """How many layers change gear, and why the others do not."""
-    counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
-    reasons = summary["unmanaged_reasons"].items()
-    return [("layers", counts), *(("", f"{count}: {reason}") for reason, count in reasons)]
+def layers_line(summary: dict[str, Any]) -> str:
+    """Return how many layers change gear, and why the others do not."""
+    if len(summary["ladder"]) > 1:
+        counts = f"{summary['managed_layers']} change gear, {summary['unmanaged_layers']} do not"
+    else:
+        counts = f"{summary['managed_layers']} have the bits of the gear, {summary['unmanaged_layers']} are as loaded"
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in summary["unmanaged_reasons"].items())
+    return counts + (f" ({reasons})" if reasons else "")
 
 
 def dtype_line(computed: str, stored: str) -> str:
@@ -278,16 +289,15 @@ def bits_table(ladder: "Ladder") -> Table:
 
 def server_table(summary: dict[str, Any]) -> Table:
     """The table under an analysis of a server, from the object that is written as its summary."""
-    shares = gear_shares(summary)
-    shares.append(f"{UNDECIDED} {summary['undecided_share']:.0%}")
+    shares = writers(summary) + Text(f"   {UNDECIDED} {summary['undecided_share']:.0%}")
     listed, size, source = (summary[name] for name in ("top_logprobs", "vocab_size", "vocab_size_source"))
     low, high = summary["mean_entropy_low_bits"], summary["mean_entropy_high_bits"]
     return two_columns(
         [
-            ("model", f"{summary['model']}  ({summary['mode']})"),
+            ("model", f"{summary['model']}, mode {summary['mode']}"),
             ("server", summary["server"]),
-            ("generation", f"{summary['tokens']} tokens, {summary['tokens_per_second']:.1f} tokens/s"),
-            ("gears it would use", shares),
+            ("text", f"{summary['tokens']} tokens, {speed(summary['tokens_per_second'])} tokens/s"),
+            ("would be written by", shares),
             (
                 "would shift",
                 f"{summary['shifts_low']} times by the lower bounds, {summary['shifts_high']} by the upper",

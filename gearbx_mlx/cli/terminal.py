@@ -3,21 +3,24 @@
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NoReturn
 
 from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
+from rich.errors import LiveError
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
     ProgressColumn,
+    SpinnerColumn,
     Task,
     TaskID,
     TextColumn,
@@ -28,7 +31,7 @@ from rich.text import Text
 
 from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
 from ..settings import human_bytes
-from ..telemetry.trace import gear_color
+from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded
 
 SHORT = 2.0  # seconds: shorter work writes no line
@@ -63,15 +66,29 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
+READING = "reading the prompt"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
 
 messages = Console(stderr=True, highlight=False)
 on_error: Callable[[str, int], bool] | None = None
 """Called with an error and its exit status in place of showing it; False: show it."""
+_waiting: list[Text] | None = None  # what is said in the middle of a text; None: no text has begun
+
+
+def say(text: Text) -> None:
+    """Print a line on stderr; in the middle of a text, at its end."""
+    if _waiting is None:
+        messages.print(text, soft_wrap=True)
+    else:
+        _waiting.append(text)
 
 
 def note(text: str) -> None:
-    messages.print(Text(text, style="dim"), soft_wrap=True)
+    say(Text(text, style="dim"))
+
+
+def warn(message: object) -> None:
+    say(Text(f"warning: {message}", style="yellow"))
 
 
 def print_error(text: str, status: int = USER_ERROR) -> None:
@@ -99,10 +116,19 @@ def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Prog
         console: where to draw it in the place of stderr.
     """
     console = console or messages
+    if _waiting is not None:  # a bar would stand in the middle of a text
+        return Progress(console=console, disable=True)
+    return bar_of(columns_of(DownloadColumn() if in_bytes else MofNCompleteColumn()), console, in_bytes)
+
+
+def columns_of(count: ProgressColumn) -> tuple[ProgressColumn, ...]:
+    return TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn()
+
+
+def bar_of(columns: Sequence[ProgressColumn], console: Console, in_bytes: bool) -> Progress:
+    """A bar on a terminal, and lines elsewhere."""
     if not (console.is_interactive and console.file.isatty()):
         return ProgressLines(console, in_bytes)
-    count: ProgressColumn = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), count, TimeRemainingColumn())
     # What a command prints on stdout must stay there: rich would send it to the bar's console.
     return Progress(*columns, console=console, transient=True, redirect_stdout=False)
 
@@ -114,11 +140,61 @@ def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[C
         yield partial(progress.advance, progress.add_task(text, total=total))
 
 
+class PromptBar:
+    """Shows on stderr how far a prompt is read, and how fast, once that has taken two seconds; then it vanishes.
+
+    It is a context, and its `told` what mlx-lm calls `prompt_progress_callback`. A timer shows the bar, since the first
+    part of a prompt may be all that is read for a minute.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console or messages, clock
+        self._progress: Progress | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "PromptBar":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def told(self, read: int, tokens: int) -> None:
+        if read >= tokens:
+            self._end()
+        elif self._progress is None:
+            self._begin(read, tokens)
+        else:
+            rate = (read - self._before) / max(self._clock() - self._began, 1e-9)
+            remark = f", {rate:.0f} tokens/s" if read > self._before else ""
+            self._progress.update(self._task, completed=read, description=READING + remark)
+
+    def _begin(self, read: int, tokens: int) -> None:
+        columns = SpinnerColumn(), *columns_of(MofNCompleteColumn())
+        self._progress = bar_of(columns, self._console, in_bytes=False)
+        self._task = self._progress.add_task(READING, total=tokens, completed=read)
+        self._began, self._before = self._clock(), read
+        self._timer = threading.Timer(SHORT, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        with self._lock, suppress(LiveError):  # another bar is shown
+            if self._progress is not None:
+                self._progress.start()
+                self._progress.update(self._task)
+
+    def _end(self) -> None:
+        if self._progress is None:
+            return
+        self._timer.cancel()
+        with self._lock:
+            self._progress.stop()
+            self._progress = None
+
+
 def run(command: Callable[[], int | None]) -> NoReturn:
     """Run a command and exit, with status 2 and one line for a user's mistake."""
-    warnings.showwarning = lambda message, *_: messages.print(
-        Text(f"warning: {message}", style="yellow"), soft_wrap=True
-    )
+    warnings.showwarning = lambda message, *_: warn(message)
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
     with guarded() as errors:
@@ -186,7 +262,7 @@ def compiling(files: int) -> Iterator[Callable[[], None]]:
 
 def spinner(text: str) -> AbstractContextManager:
     """A spinner turns on a terminal, and nothing elsewhere."""
-    return messages.status(text) if messages.is_terminal else nullcontext()
+    return messages.status(text) if messages.is_terminal and _waiting is None else nullcontext()
 
 
 def show_encoding() -> None:
@@ -197,7 +273,7 @@ def show_encoding() -> None:
 
 
 class TintedText:
-    """Writes text on stdout as it is made, each piece in the colour of its gear.
+    """Writes text on stdout as it is made, each piece in the colour of who wrote it (`writer_of`): a gear or LOOKUP.
 
     Args:
         gears: names of the ladder's gears, lowest first.
@@ -206,17 +282,50 @@ class TintedText:
 
     def __init__(self, gears: Sequence[str], tinted: bool = True):
         self.styles = {name: Style(color=gear_color(i, len(gears))) for i, name in enumerate(gears)}
+        self.styles[LOOKUP] = Style(color=LOOKUP_COLOR)
         console = Console()
         system = console.color_system if tinted and not console.no_color else None
         self.system = COLOR_SYSTEMS[system] if system else None
+        self._is_whole = False
 
-    def write(self, text: str, gear: str) -> None:
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Keep what is said for the end of the text that is written inside, and end its last line."""
+        self._is_whole = True
+        try:
+            yield
+        except BaseException:
+            with suppress(OutputLost):  # the error that ended the text says more
+                self._end()
+            raise
+        self._end()
+
+    def _end(self) -> None:
+        global _waiting
+        self._is_whole = False
+        if _waiting is None:
+            return
+        said, _waiting = _waiting, None
+        try:
+            print(flush=True)
+        finally:
+            for text in said:
+                say(text)
+
+    def write(self, text: str, writer: str) -> None:
+        self._begin(text)
         # Not through a console, which would expand the text's tabs and drop its control characters.
-        sys.stdout.write(self.tinted(text, gear))
+        sys.stdout.write(self.tinted(text, writer))
         sys.stdout.flush()
 
-    def tinted(self, text: str, gear: str) -> str:
-        return self.styles[gear].render(text, color_system=self.system) if self.system else text
+    def _begin(self, text: str) -> None:
+        """Let what is said wait from the first letter on."""
+        global _waiting
+        if text and self._is_whole and _waiting is None:
+            _waiting = []
+
+    def tinted(self, text: str, writer: str) -> str:
+        return self.styles[writer].render(text, color_system=self.system) if self.system else text
 
 
 class WrappedText(TintedText):
@@ -232,23 +341,25 @@ class WrappedText(TintedText):
 
     def begin(self) -> None:
         """Begin at the left edge."""
-        self._column, self._word = 0, list[tuple[str, str]]()  # of the line; letters of its last word, each with a gear
+        self._column = 0  # of the line
+        self._word = list[tuple[str, str]]()  # letters of its last word, each with who wrote it
 
-    def write(self, text: str, gear: str) -> None:
+    def write(self, text: str, writer: str) -> None:
         if not sys.stdout.isatty():
-            super().write(text, gear)
+            super().write(text, writer)
             return
+        self._begin(text)
         width = shutil.get_terminal_size().columns - 1  # behind the last column terminals differ in where they are
         written = line = ""
         for letter in text:
             moved = self._moved(letter, width)
             if moved is not None:
-                written += self.tinted(line, gear) + moved
+                written += self.tinted(line, writer) + moved
                 line = ""
             if moved is None or not letter.isspace():
                 line += letter
-                self._count(letter, gear)
-        sys.stdout.write(written + self.tinted(line, gear))
+                self._count(letter, writer)
+        sys.stdout.write(written + self.tinted(line, writer))
         sys.stdout.flush()
 
     def _moved(self, letter: str, width: int) -> str | None:
@@ -266,7 +377,7 @@ class WrappedText(TintedText):
     def _cells(self, letter: str) -> int:
         return 8 - self._column % 8 if letter == "\t" else cell_len(letter)
 
-    def _count(self, letter: str, gear: str) -> None:
+    def _count(self, letter: str, writer: str) -> None:
         if letter == "\n":
             self.begin()
             return
@@ -274,4 +385,4 @@ class WrappedText(TintedText):
         if letter.isspace():
             self._word = []
         else:
-            self._word.append((letter, gear))
+            self._word.append((letter, writer))

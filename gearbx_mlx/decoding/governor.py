@@ -6,9 +6,9 @@ The router (or kickdown) chooses the gear of a token; the governor says how many
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import GearbxError, GearbxWarning
 from ..gears.adapters import layers_of
@@ -16,8 +16,19 @@ from ..gears.cost import used_share
 from ..gears.discovery import Layer, default_sensitivity
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import DENSE
-from ..machine.controller import CapDecision, CapSchedule, Controller, Range, Sensitivity, SteadyBudget
-from ..machine.readers import MachineState, Watch
+from ..gears.offload import hand_back
+from ..machine.controller import (
+    EVERY,
+    MEMORY_FULL,
+    CapDecision,
+    CapSchedule,
+    Controller,
+    Range,
+    Sensitivity,
+    SteadyBudget,
+)
+from ..machine.readers import MachineState, OwnMemory, Watch
+from ..settings import human_bytes
 from .response import Step
 
 Bounds = Mapping[str, tuple[int, int]]
@@ -40,6 +51,8 @@ class Governor:
     Raises:
         GearbxError: a target that is not positive, layers with a single width.
     """
+
+    caps: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -111,6 +124,45 @@ class Governor:
             "out_of_reach": controller.out_of_reach,
             "machine": self.state.known,
         }
+
+
+class MemoryGuard:
+    """Holds a limit of this process's memory for modes that nothing may cap, as a `controller` of stream_generate.
+
+    Nothing happens until memory is short. Then MLX hands its spare memory back, which costs speed and no text; where
+    that is not enough, the text ends with an error that names the remedy.
+
+    Args:
+        gearbox: of the model.
+        reader: of the memory, with its limit.
+    """
+
+    caps: ClassVar[bool] = False
+
+    def __init__(self, gearbox: Gearbox, reader: OwnMemory, clock: Callable[[], float] = time.perf_counter):
+        self.gearbox, self.reader, self.clock = gearbox, reader, clock
+        self.tokens = 0
+        self._told = False
+
+    def governing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def after(self, step: Step, seconds: float | None) -> None:
+        """Take a token. Raises GearbxError where the limit is passed, and nothing is left to be handed back."""
+        self.tokens += 1
+        if self.tokens % EVERY or self.reader.bytes() < MEMORY_FULL * self.reader.limit:
+            return
+        hand_back()
+        limit, used = human_bytes(self.reader.limit), self.reader.bytes()
+        if used > self.reader.limit:
+            raise GearbxError(
+                f"--residency disk:{limit}: this process has {human_bytes(used)} after {self.tokens} tokens; give "
+                "more, or a shorter text, or use --mode route, which caps layers"
+            )
+        if not self._told:
+            self._told = True
+            said = f"memory is near the limit of {limit}: MLX's spare memory is handed back every {EVERY} tokens"
+            warnings.warn(f"{said}, which costs speed; the text stays the same", GearbxWarning, stacklevel=2)
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:

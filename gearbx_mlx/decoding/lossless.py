@@ -34,7 +34,7 @@ from ..kernels.dispatch import CPU, device, is_tuning
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Monitor, OneGear, highest
 from ..routing.lookup import Lookup, LookupAgreement
-from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_rows, lookup_summary
+from ..telemetry.summary import Tally, draft_rows, draft_summary, lookup_summary
 from .batches import BatchGenerator, BatchText, SharedMode
 from .caches import check_draftable
 from .drafters import Drafter, LowGear, OtherModel, TextSoFar
@@ -105,7 +105,7 @@ class Lossless(LosslessSettings, SharedMode):
         warn_of_other_paths(gearbox)
         tokens = np.array(encoded(tokenizer, prompt), int).reshape(-1).tolist()
         source = responses(self, gearbox, tokenizer, tokens, **kwargs)
-        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window))
+        return geared_responses(source, gearbox, Monitor(vocabulary_of(gearbox), self.window), controller)
 
     def batch_generator(
         self, model: nn.Module, tokenizer: Any, *, gearbox: Any, policy: BatchPolicy = highest, **kwargs: Any
@@ -155,7 +155,7 @@ class Lossless(LosslessSettings, SharedMode):
         return draft_summary(tally, verifications) | lookup_summary(tally) | {"near_ties": tally.near_ties}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary) + lookup_rows(summary) + speed_rows(summary)
+        return draft_rows(summary) + speed_rows(summary)
 
 
 @dataclass

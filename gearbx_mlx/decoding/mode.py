@@ -23,7 +23,7 @@ from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
 from ..telemetry.summary import Tally
-from .governor import Governor
+from .governor import Governor, MemoryGuard
 from .response import GearResponse
 
 SAME = "same"  # as a prompt gear: the one that begins the text
@@ -94,13 +94,13 @@ class Mode:
             "or stream_generate for each text"
         )
 
-    def check_controller(self, controller: Governor, gearbox: Any, has_draft_model: bool) -> None:
+    def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any, has_draft_model: bool) -> None:
         """Raises GearbxError where a controller cannot cap the gears."""
-        if self.uncapped:
+        if self.uncapped and controller.caps:
             raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
             raise GearbxError("a controller follows one machine's clock, and ranks share this model; leave it out")
-        if has_draft_model:
+        if has_draft_model and controller.caps:
             raise GearbxError(
                 "with a draft model tokens come several at a time and cannot be timed; leave one of them out"
             )

@@ -9,8 +9,9 @@ from mlx_lm.generate import GenerationBatch, GenerationResponse
 from ..gears.gearbox import Gearbox, Observer
 from ..gears.ladder import Gear
 from ..machine.controller import CapDecision
+from ..telemetry.trace import LOOKUP as LOOKUP
 
-MODEL, DRAFT, LOOKUP = "model", "draft", "lookup"  # who chose a token first: the model itself, a draft, the text
+MODEL, DRAFT = "model", "draft"  # who chose a token first: the model itself, a draft; LOOKUP: the text
 
 
 @dataclass(frozen=True)

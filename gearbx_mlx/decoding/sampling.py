@@ -38,7 +38,7 @@ from ..kernels.dispatch import choose, cpu_kernels, fused_kernel
 from ..ranks.agreement import agreement_of
 from ..routing.gates import Gate, Monitor
 from .caches import gears_of
-from .governor import Governor
+from .governor import Governor, MemoryGuard
 from .response import GearResponse, SampledToken, Step, seen_of
 
 Entropy = Callable[[mx.array], mx.array]
@@ -437,7 +437,7 @@ def geared_responses(
     source: Sampled,
     gearbox: Gearbox | Observer,
     monitor: Monitor,
-    controller: Governor | None = None,
+    controller: Governor | MemoryGuard | None = None,
     gate: Gate | None = None,
     gear: Gear | None = None,
 ) -> Iterator[GearResponse]:

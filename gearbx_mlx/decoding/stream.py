@@ -4,6 +4,7 @@ And the summary of a run: what adds up over its responses, with what the gearbox
 """
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -30,7 +31,7 @@ from ..routing.gates import DEFAULT_POLICY, BatchPolicy, policy_named
 from ..routing.pair import NAMES, parameter_ratio
 from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
-from .governor import Governor
+from .governor import Governor, MemoryGuard
 from .lossless import measured_seconds
 from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
 from .modes import mode_class
@@ -50,7 +51,7 @@ def stream_generate(
     *,
     mode: Mode | str | None = None,
     gearbox: Gearbox | Observer | None = None,
-    controller: Governor | None = None,
+    controller: Governor | MemoryGuard | None = None,
     kv_gears: str | Sequence[int] | None = None,
     kv_gear: int | None = None,
     **kwargs: Any,
@@ -63,7 +64,7 @@ def stream_generate(
         model, tokenizer, prompt, max_tokens: as in `mlx_lm.stream_generate`, as are all further keywords.
         mode: how gears become tokens, such as `Lossless(draft=4)`: Route, Kickdown, Lossless, Pair, Static or
             TelemetryOnly, or its name for the default settings. Without one Lossless; TelemetryOnly for an
-            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller.
+            Observer, Static for a ladder of 16 alone without a draft_model, Route with a controller that caps.
         gearbox: without one, the model's, else a new one with the default ladder; for a quantized model, an Observer.
         controller: route and kickdown: a Governor, which caps the gears by speed and by the machine's state.
         kv_gears: bits of the KV cache's gears, such as "4,16" (docs/kv_gears.md), which a `prompt_cache` gets in place.
@@ -75,10 +76,11 @@ def stream_generate(
     Raises:
         GearbxError: arguments that do not fit together; unknown tokens; a gearbox of another device.
     """
+    began = time.perf_counter()
     if controller is not None and gearbox is None:
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
-    chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
+    chosen = choose_mode(model, gearbox, mode, controller is not None and controller.caps, drafted)
     with making:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
@@ -88,12 +90,12 @@ def stream_generate(
         chosen.check_controller(controller, box, drafted)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
-        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None)
+        return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, began=began)
     check_device(box.device)
     keywords["sampler"] = sampler_beside(box, kwargs.get("sampler"))
     with turn(box):
         responses = chosen.stream(model, tokenizer, prompt, **keywords)
-    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"))
+    return Responses(responses, model, chosen, box, controller, kwargs.get("draft_model"), began)
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
@@ -339,16 +341,26 @@ def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | No
 
 @dataclass
 class RunSpeed:
-    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation."""
+    """mlx-lm's own figures, added up over runs: tokens and seconds of prompts and of generation. And a clock's.
+
+    first: seconds from the calls to the first tokens. whole: from the calls to the last ones.
+    """
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     tokens: int = 0
     seconds: float = 0.0
+    runs: int = 0
+    first: float = 0.0
+    whole: float = 0.0
 
-    def add(self, last: GearResponse | None) -> None:
-        """Take the last response of a run, or None of one that had none."""
+    def add(self, run: "Responses") -> None:
+        """Take a run as far as it came."""
+        last = run.last
         if last is not None:
+            self.runs += 1
+            self.first += run.times[0] - run.began
+            self.whole += run.times[1] - run.began
             self.prompt_tokens += last.prompt_tokens
             self.prompt_seconds += last.prompt_tokens / last.prompt_tps
             self.tokens += last.generation_tokens
@@ -360,6 +372,8 @@ class RunSpeed:
             "tokens_per_second": self.tokens / self.seconds if self.seconds else 0.0,
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_per_second": self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0,
+            "seconds_to_first_token": self.first / self.runs if self.runs else 0.0,
+            "seconds": self.whole,
         }
 
 
@@ -373,23 +387,30 @@ class Responses(Iterator[GearResponse]):
         responses: of `model` in a mode.
         gearbox: None for a pair, whose large model is `model`.
         draft_model: the one that drafts, if any.
+        began: when the text was asked for, in seconds of `time.perf_counter`.
     """
 
     responses: Iterator[GearResponse] = field(repr=False)
     model: nn.Module = field(repr=False)
     mode: Mode
     gearbox: Gearbox | Observer | None = field(repr=False)
-    controller: Governor | None = None
+    controller: Governor | MemoryGuard | None = None
     draft_model: nn.Module | None = field(default=None, repr=False)
+    began: float = field(default_factory=time.perf_counter, repr=False)
     last: GearResponse | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._turn = contextlib.nullcontext() if self.gearbox is None else turn(self.gearbox)
+        self.times = (0.0, 0.0)
+        """When the first token came, and the latest one."""
         self.tally = Tally.of(NAMES if self.gearbox is None else [gear.name for gear in self.gearbox.ladder])
 
     def __next__(self) -> GearResponse:
         with self._turn:
-            self.last = next(self.responses)
+            response = next(self.responses)
+        now = time.perf_counter()
+        self.times = (self.times[0] if self.last else now), now
+        self.last = response
         self.tally.add(self.last)
         return self.last
 
@@ -406,7 +427,7 @@ class Responses(Iterator[GearResponse]):
             beside: the name of the small model or of mlx-lm's draft model.
         """
         name, speed = model or type_of(self.model), RunSpeed()
-        speed.add(self.last)
+        speed.add(self)
         if isinstance(self.mode, Pair):
             return summary_of_pair(name, beside, self.model, self.mode, self.tally, speed)
         assert self.gearbox is not None
@@ -429,11 +450,11 @@ def summary_of(
     mode: Mode,
     tally: Tally,
     speed: RunSpeed,
-    controller: Governor | None = None,
+    controller: Governor | MemoryGuard | None = None,
 ) -> dict[str, Any]:
     """The summary of one run. With a controller, gears had fewer bits at times than by name."""
     further: dict[str, Any] = {}
-    if controller is not None:
+    if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
     stream = getattr(gearbox, "residency", None)
     if isinstance(stream, Stream):

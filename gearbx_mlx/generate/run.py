@@ -24,17 +24,20 @@ from ..cli.loaded import (
     show_kernels,
 )
 from ..cli.prompt import encode_prompt, read_prompt, room_for
-from ..cli.tables import layers_table, pair_table, summary_table
+from ..cli.tables import colors_line, layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import versions
 from ..decoding.caches import length
+from ..decoding.lossless import Lossless
 from ..decoding.mode import Mode
+from ..decoding.policy import MOST_DRAFTED, USUAL_LENGTH
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, OutputLost
 from ..files.writing import write_text
 from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.ladder import Ladder
 from ..loading import model_name
 from ..ranks.agreement import check_equal
 from ..ranks.place import current
@@ -42,8 +45,8 @@ from ..routing.gates import AUTO, ReadThresholds
 from ..routing.pair import NAMES
 from ..settings import flag_of
 from ..telemetry.summary import as_json
-from ..telemetry.trace import TraceWriter, record
-from . import GenerateSettings
+from ..telemetry.trace import TraceWriter, record, writer_of
+from . import DEFAULT_PROMPT, GenerateSettings
 
 
 def run_pair(
@@ -54,8 +57,14 @@ def run_pair(
     max_tokens = room_for(pair.config, len(tokens), settings.prompt.max_tokens, settings.cache.max_kv_size)
     mode = pair.mode(settings.mode.given())
     keywords = generation_keywords(settings.sampling, settings.cache, pair.tokenizer)
+    bar = terminal.PromptBar()
+    if settings.output.told:
+        keywords["prompt_progress_callback"] = bar.told
     responses = stream_generate(pair.large, pair.tokenizer, tokens, max_tokens, mode=mode, **keywords)
-    status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
+    if prompt == DEFAULT_PROMPT and settings.output.told:
+        introduce(mode)
+    with bar:
+        status = write_out(responses, NAMES, mode.trace_fields, settings.output, trace)
     result = responses.summary(model_name(settings.model.model), small_model)
     show_summary(result, pair_table(result, mode.rows(result)), settings.output.told, summary)
     return status
@@ -79,16 +88,17 @@ def write_out(
     status = 0
     mx.reset_peak_memory()
     try:
-        with TraceWriter(trace) as writer:
+        with TraceWriter(trace) as writer, out.whole():
             for number, response in enumerate(responses):
                 writer.write(record(number, response, fields=fields))
                 text += response.text
                 if output.told:
-                    out.write(response.text, response.gear)
+                    out.write(response.text, writer_of(response))
     except KeyboardInterrupt:
         status = terminal.INTERRUPTED
-    with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
-        print(text if not output.told else "", flush=True)
+    if not (output.told and text):
+        with suppress(OutputLost) if status else nullcontext():  # a terminal that closes takes stdout with it
+            print(text, flush=True)
     return status
 
 
@@ -224,6 +234,9 @@ def run(settings: GenerateSettings) -> int:
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
     gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
+    first = prompt == DEFAULT_PROMPT
+    if first and settings.model.model is None:
+        mode = drafting_always(mode)
     check_together(gearbox, mode, tokens)
     if cache is not None:
         cache.check_weights(model)
@@ -233,15 +246,22 @@ def run(settings: GenerateSettings) -> int:
         terminal.note(geared.why())
         if mode.about():
             terminal.note(mode.about())
-    with geared.governor(settings.output.told) as controller:
+    with geared.governor(settings.output.told) as controller, terminal.PromptBar() as bar:
         keywords |= {"mode": mode, "gearbox": gearbox, "controller": controller}
+        if settings.output.told:
+            keywords["prompt_progress_callback"] = bar.told
         responses = stream_generate(model, tokenizer, tokens, max_tokens, **keywords)
+        if first and settings.output.told:
+            introduce(mode, gearbox.ladder, settings.cache.draft_model is not None)
         names = [gear.name for gear in gearbox.ladder]
         status = write_out(responses, names, trace_fields(mode, keywords), settings.output, trace)
     result = responses.summary(loaded.name, settings.cache.draft_model)
     if geared.loaded.decision.mode_by:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
-    show_summary(result, summary_table(result, mode.rows(result)), settings.output.told, summary)
+    table = summary_table(result, mode.rows(result), settings.output.describes)
+    show_summary(result, table, settings.output.told, summary)
+    if settings.output.told and geared.of_making():
+        terminal.note(geared.of_making())
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
@@ -269,6 +289,23 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
     if settings.mode.thresholds == AUTO and settings.output.told:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())
     return mode
+
+
+def drafting_always(mode: Mode) -> Mode:
+    """Return mode lossless with drafts, whether or not they gain time; another mode as it is.
+
+    The demo model is so small that they do not, and the first command is to show what larger models do.
+    """
+    if not isinstance(mode, Lossless) or mode.draft_length is not None:
+        return mode
+    return replace(mode, draft_length=USUAL_LENGTH, lookup_tokens=MOST_DRAFTED)
+
+
+def introduce(mode: Mode, ladder: Ladder | None = None, has_draft_model: bool = False) -> None:
+    """Show the question that nobody has typed, and in mode lossless what the colours of its answer say."""
+    terminal.note(DEFAULT_PROMPT)
+    if isinstance(mode, Lossless) and ladder is not None and len(ladder) > 1:
+        terminal.say(colors_line(ladder, has_draft_model))
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:

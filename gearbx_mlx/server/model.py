@@ -161,7 +161,7 @@ def load_geared(settings: ServerSettings, template: str) -> Served:
         check_in_ladder(settings.mode, geared.gearbox.ladder)
         check_prompt_gear(settings.mode.prompt_gear, geared.gearbox)
         controller = stack.enter_context(geared.governor())
-        modes = modes_of(geared, draft_model is not None, controller is not None)
+        modes = modes_of(geared, draft_model is not None, controller is not None and controller.caps)
         default = geared.loaded.decision.mode
         own = geared.mode("").settled(geared.gearbox, loaded.tokenizer, None)
 

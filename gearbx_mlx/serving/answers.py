@@ -311,10 +311,11 @@ class Answer:
 
 
 def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
-    """The `gearbx.tokens` of a chunk: gear, entropy and its rolling mean (bits) of every token in it."""
+    """The `gearbx.tokens` of a chunk: gear, who proposed it, entropy and its rolling mean (bits) of each token."""
     return [
         {
             "gear": one.seen.gear,
+            "source": one.seen.source,
             "entropy": round(one.seen.entropy, 4),
             "mean_entropy": round(one.seen.mean_entropy, 4),
         }

@@ -23,7 +23,7 @@ from starlette.concurrency import run_in_threadpool
 from typing_extensions import TypedDict
 
 from ..telemetry.summary import Tally
-from ..telemetry.trace import Token
+from ..telemetry.trace import LOOKUP, Token, writer_of
 from .answers import Answer, ChatCompletion, Dialect, TextCompletion, event_text
 from .dialects import (
     CountTokensRequest,
@@ -76,7 +76,8 @@ class Metrics:
         self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were read", **own)
         self.cached_tokens = Counter("prompt_cached_tokens", "Tokens of prompts that were in a KV cache", **own)
         self.cache_hits = Counter("prompt_cache_hits", "Prompts whose beginning was in a KV cache", **own)
-        self.tokens = Counter("generated_tokens", "Tokens of answers, by gear", ["gear"], **own)
+        said = f"Tokens of answers, by gear; {LOOKUP}: the text itself proposed them"
+        self.tokens = Counter("generated_tokens", said, ["gear"], **own)
         self.gear_share = Gauge("gear_share", "Share of a gear in the tokens of answers", ["gear"], **own)
         self.shifts = Counter("shifts", "Tokens in another gear than the one before", **own)
         self.weight_bytes = Counter("weight_bytes_read", "Bytes of weights read", **own)
@@ -119,15 +120,15 @@ class Metrics:
             seconds: since the token before; since the request, for the first one.
         """
         self.tally.add(response)
-        self.tokens.labels(response.gear).inc()
-        for gear, count in self.tally.gear_tokens.items():
+        self.tokens.labels(writer_of(response)).inc()
+        for gear, count in (*self.tally.gear_tokens.items(), (LOOKUP, self.tally.from_lookup)):
             self.gear_share.labels(gear).set(self.tally.mean(count))
         self.shifts.inc(response.shifted)
         self.weight_bytes.inc(response.weight_bytes)
         self.drafted.labels("draft").inc(response.drafted)
         self.accepted.labels("draft").inc(response.from_draft)
         self.drafted.labels("lookup").inc(response.looked_up)
-        self.accepted.labels("lookup").inc(response.source == "lookup")
+        self.accepted.labels("lookup").inc(response.source == LOOKUP)
         self.times.append(self.clock())
         (self.first if first else self.others).observe(seconds)
 

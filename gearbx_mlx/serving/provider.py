@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 
 from ..compat.classes import own_tokenizer
 from ..compat.templates import TemplateError
-from ..decoding.governor import Governor
+from ..decoding.governor import Governor, MemoryGuard
 from ..decoding.mode import Mode, is_read_again
 from ..decoding.pair import Pair, PairedModel
 from ..errors import GearbxError, one_line
@@ -116,7 +116,7 @@ class Served:
     vocabulary: int
     draft_model: nn.Module | None = None
     small_model: nn.Module | None = None
-    controller: Governor | None = None
+    controller: Governor | MemoryGuard | None = None
     close: Callable[[], None] = lambda: None
 
     @functools.cached_property

@@ -7,12 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .trace import Token
+from .trace import LOOKUP, Token, writer_of
 
 
 @dataclass
 class Tally:
-    """What adds up over the tokens of a run. `gear_tokens` and `passes` name every gear of the ladder, also with 0."""
+    """What adds up over the tokens of a run. `gear_tokens` and `passes` name every gear of the ladder, also with 0.
+
+    What was looked up is in `from_lookup`, and in no gear.
+    """
 
     gear_tokens: dict[str, int]
     passes: dict[str, int]
@@ -36,7 +39,10 @@ class Tally:
 
     def add(self, response: Token) -> None:
         self.tokens += 1
-        self.gear_tokens[response.gear] += 1
+        if writer_of(response) == LOOKUP:
+            self.from_lookup += 1
+        else:
+            self.gear_tokens[response.gear] += 1
         self.shifts += response.shifted
         self.entropy_sum += response.entropy
         for name, passes in zip(self.passes, response.passes):
@@ -46,7 +52,6 @@ class Tally:
         self.drafted += response.drafted
         self.accepted += response.from_draft
         self.looked_up += response.looked_up
-        self.from_lookup += response.source == "lookup"
         self.near_ties += response.near_tie
         self.caught_up += response.caught_up
         self.kv_bytes.update(response.kv_bytes)
@@ -100,20 +105,21 @@ def lookup_summary(tally: Tally) -> dict[str, Any]:
     return {"looked_up": tally.looked_up, "lookup_accepted": tally.from_lookup}
 
 
-def lookup_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same as a line of a table, if there were any."""
-    proposed, accepted = summary.get("looked_up", 0), summary.get("lookup_accepted", 0)
-    return [("looked up", f"{proposed}, {accepted} accepted ({accepted / proposed:.0%})")] if proposed else []
-
-
 def draft_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same as a line of a table: label and figures."""
+    """Return what was proposed, by a draft and by the text itself, and accepted, as a line of a table."""
     if "drafted" not in summary:
         return []
-    ties = summary.get("near_ties")
-    figures = f"{summary['drafted']}, {summary['accepted']} accepted ({summary['acceptance_rate']:.0%}), "
-    figures += f"{summary['verifications']} verifications" + (f", {ties} near-ties" if ties else "")
-    return [("drafted", figures)]
+    draft = summary.get("draft_model")
+    parts = [
+        proposed_line("drafted" + (f" by {draft['name']}" if draft else ""), summary["drafted"], summary["accepted"]),
+        proposed_line("looked up in the text", summary.get("looked_up", 0), summary.get("lookup_accepted", 0)),
+        f"{summary['near_ties']} near-ties, where rounding decides" if summary.get("near_ties") else "",
+    ]
+    return [("drafts", "; ".join(filter(None, parts)) or "none: the top gear wrote alone")]
+
+
+def proposed_line(how: str, proposed: int, accepted: int) -> str:
+    return f"{proposed} {how}, {accepted} accepted ({accepted / proposed:.0%})" if proposed else ""
 
 
 def summarize(

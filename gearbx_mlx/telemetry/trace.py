@@ -1,4 +1,5 @@
-"""The trace: one JSON object per token, and the colours of gears: blue for low, over mauve, to orange for high.
+"""The trace: one JSON object per token, and the colours of who wrote it: blue for the low gear, over mauve, to orange
+for the high one, and green for what was looked up in the text itself.
 
 The colours ascend in lightness, so that they differ in grey and for every colour blindness, and have a contrast of at
 least 3 against white, black and the grey of dark terminals.
@@ -33,6 +34,9 @@ BLACK, ORANGE, SKY_BLUE, GREEN, YELLOW, BLUE, VERMILION, PURPLE = SERIES = (
     "#d55e00",
     "#cc79a7",
 )
+
+LOOKUP = "lookup"  # wrote a token that the text itself proposed (prompt lookup)
+LOOKUP_COLOR = GREEN
 
 
 def gear_color(index: int, gears: int) -> str:
@@ -72,6 +76,11 @@ class Token(Protocol):
     kv_bytes: dict[int, int]
     kv_caches: dict[int, int]
     decision: Any
+
+
+def writer_of(token: Token) -> str:
+    """Return who wrote a token: the name of a gear; LOOKUP, where it was looked up and not computed by a draft."""
+    return LOOKUP if token.source == LOOKUP else token.gear
 
 
 def record(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 
@@ -60,10 +61,48 @@ def pressed(monkeypatch):
     return press
 
 
+def said(capsys) -> list[str]:
+    """What a chat said beside its answers, but for the word on a cut one."""
+    return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("the answer was cut")]
+
+
 def answers_of(session, *messages: str) -> list[str]:
     for message in messages:
         session.answer(message)
     return [said["content"] for said in session.conversation.turns[1::2]][-len(messages) :]
+
+
+class TestWords:
+    """What a chat says beside its answers."""
+
+    def test_a_cut_answer_says_once_what_makes_it_longer(self, capsys):
+        with chat(max_tokens=3) as session:
+            answers_of(session, ASKED, MORE)
+        lines = capsys.readouterr().err.splitlines()
+        assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
+        assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
+
+    def test_an_answer_that_ends_by_itself_does_not(self, capsys):
+        with chat(max_tokens=-1, gears="16") as session:
+            session.answer(ASKED)
+        assert "cut" not in capsys.readouterr().err
+
+    @pytest.mark.parametrize("mode", ["route", "kickdown"])
+    def test_a_mode_says_which_gears_are_missing(self, capsys, mode):
+        with chat() as session:
+            gears = [gear.bits for gear in session.model._geared.gearbox.ladder]
+            obey(session, f"/mode {mode}")
+            obey(session, "/mode static")
+        told, other = capsys.readouterr().err.splitlines()
+        assert gears == [4, 16]
+        assert told.startswith(f"mode {mode} between 4 and 16 bits alone: this chat began in mode lossless, ")
+        assert told.endswith(f"makes no gear of 8; chat --mode {mode} has 4,8,16")
+        assert other == "mode static"
+
+    def test_nothing_is_missing_of_gears_that_were_asked_for(self, capsys):
+        with chat(gears="4,16") as session:
+            obey(session, "/mode route")
+        assert capsys.readouterr().err == "mode route\n"
 
 
 class TestTurns:
@@ -96,7 +135,7 @@ class TestTurns:
             session.answer(MORE)
         *asked, answered = session.conversation.turns
         assert answered["content"] == as_without_a_cache(whole, asked, 24)
-        first, second = capsys.readouterr().err.splitlines()
+        first, second = said(capsys)
         assert f"{tokens} written (stopped)" in first
         assert "24 written (cut)" in second
 
@@ -214,7 +253,7 @@ class TestCommands:
         with chat(gears="4,16", mode="route", max_tokens=12) as session:
             for line in ("/gear 4", ASKED, "/gear auto", "/gear high", ASKED, "/gear auto", ASKED):
                 obey(session, line) or session.answer(line)
-        lines = capsys.readouterr().err.splitlines()
+        lines = said(capsys)
         assert lines[:1] == ["every token in gear 4"]
         assert "low 100%" in lines[1]
         assert lines[2:4] == ["mode route", "every token in gear high"]
@@ -232,16 +271,16 @@ class TestCommands:
                 ASKED,
             ):
                 obey(session, line) or session.answer(line)
-        lines = capsys.readouterr().err.splitlines()
+        lines = said(capsys)
         assert "low 100%" in lines[1]
-        assert " drafts" in lines[3]
+        assert re.search(r"low \d+% high \d+%", lines[3])  # drafted, and verified
         assert "high 100%" in lines[5]
 
     def test_a_gear_of_a_pair_is_one_of_its_models(self, capsys):
         with chat(small_model=str(DEMO_MODEL), max_tokens=12) as session:
             for line in ("/gear large", ASKED, "/gear small", ASKED, "/gear auto"):
                 obey(session, line) or session.answer(line)
-        lines = capsys.readouterr().err.splitlines()
+        lines = said(capsys)
         assert "large 100%" in lines[1]
         assert "small 100%" in lines[3]
         assert lines[4] == "mode pair"

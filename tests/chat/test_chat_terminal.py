@@ -7,9 +7,11 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from prompt_toolkit.history import FileHistory
 from pseudo_terminal import PseudoTerminal
 
 from gearbx_mlx.chat.run import history_file
@@ -191,18 +193,49 @@ class TestHistory:
         assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
 
 
-def test_without_prompt_toolkit_lines_are_read_as_they_come(state, endless, tmp_path):
-    (tmp_path / "prompt_toolkit.py").write_text("raise ImportError('not installed')")
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with opened({**state, "PYTHONPATH": paths}, "--model", str(endless), "-m", ENDLESS) as terminal:
-        assert "pip install prompt_toolkit" in terminal.text
-        terminal.type("Tom has 3 apples.\n")
-        terminal.expect("\n[^\n]{12}")
-        terminal.interrupt()
-        terminal.expect(STOPPED)
-        terminal.expect(">>")
-        time.sleep(0.1)
-        terminal.interrupt()
-        terminal.expect("Ctrl-D or /exit ends the chat\n")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
+class TestWithoutPromptToolkit:
+    @pytest.fixture
+    def without(self, tmp_path) -> Callable[..., dict[str, str]]:
+        """The environment of a Python without some packages."""
+
+        def environment(state: dict[str, str], *packages: str) -> dict[str, str]:
+            for package in packages:
+                (tmp_path / f"{package}.py").write_text("raise ImportError('not installed')")
+            return state | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+
+        return environment
+
+    def test_readline_keeps_the_same_history_and_completes(self, state, without):
+        history(state).parent.mkdir(parents=True)
+        history(state).write_text("\n# 2026-11-28 10:00:00\n+Tom has 3 apples.\n")
+        with opened(without(state, "prompt_toolkit")) as terminal:
+            assert "prompt_toolkit" not in terminal.text
+            terminal.type("\x1b[A\r")  # the key that goes up
+            terminal.expect("Tom has 3 apples")
+            terminal.expect(DONE)
+            terminal.expect(">>")
+            terminal.type("/ge\tlo\t\r")
+            terminal.expect("every token in gear low\n")
+            terminal.expect(">>")
+            terminal.type("nobody reads this\x03")
+            terminal.expect("Ctrl-D or /exit ends the chat\n")
+            terminal.expect(">>")
+            terminal.type("\x04")
+            assert terminal.ends() == 0
+            assert terminal.is_cooked()
+        assert [*FileHistory(str(history(state))).load_history_strings()] == ["/gear low ", *["Tom has 3 apples."] * 2]
+        assert stat.S_IMODE(history(state).stat().st_mode) == 0o600
+
+    def test_nor_readline_lines_are_read_as_they_come(self, state, endless, without):
+        with opened(without(state, "prompt_toolkit", "readline"), "--model", str(endless), "-m", ENDLESS) as terminal:
+            assert "pip install prompt_toolkit" in terminal.text
+            terminal.type("Tom has 3 apples.\n")
+            terminal.expect("\n[^\n]{12}")
+            terminal.interrupt()
+            terminal.expect(STOPPED)
+            terminal.expect(">>")
+            time.sleep(0.1)
+            terminal.interrupt()
+            terminal.expect("Ctrl-D or /exit ends the chat\n")
+            terminal.type("\x04")
+            assert terminal.ends() == 0

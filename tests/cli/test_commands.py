@@ -13,6 +13,7 @@ from mlx_lm.generate import setup_arg_parser as mlx_lm_flags
 from gearbx_mlx import GearbxError, GearbxWarning
 from gearbx_mlx.calibrate import calibrate
 from gearbx_mlx.cli.flags import SamplingSettings
+from gearbx_mlx.generate import DEFAULT_PROMPT
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.routing.gates import ThresholdFile, fitting
 
@@ -102,9 +103,26 @@ class TestGenerate:
         assert summary["effective_bits_per_weight"] == pytest.approx(np.mean([bits[gear] for gear in gears]))
         assert summary["weight_bytes_per_token"] <= summary["weight_bytes_per_token_top"]
         assert summary["managed_layers"] == 43
-        for words in ("tokens/s", "shifts", "effective bits", "weights read", "memory", "computed in"):
+        for words in ("tokens/s", "s to the first token", "shifts", "weights read", "memory"):
             assert words in result.err
         assert {path.name for path in tmp_path.iterdir()} == {"s.json", "t.jsonl"}
+
+    def test_the_first_command_shows_what_the_project_is(self, command, tmp_path):
+        """Its question, what the colours say, and drafts."""
+        done = command("generate", "--gears", "4,16", "-m", 60, "--summary", tmp_path / "s.json")
+        question, colors, *_ = done.err.splitlines()
+        assert question == DEFAULT_PROMPT
+        drafted = "drafted by 4 bits, accepted by 16"
+        assert colors == f"tokens: {drafted} · looked up in the text, accepted · written by 16 bits"
+        summary = json.loads((tmp_path / "s.json").read_text())
+        assert summary["accepted"] > 0
+        assert summary["accepted"] + summary["lookup_accepted"] + summary["gear_tokens"]["high"] == summary["tokens"]
+        assert done.out == command("generate", "--gears", "4,16", "-m", 60, "--mode", "static").out
+
+    def test_another_question_is_not_repeated(self, command):
+        lines = command("generate", "-p", "Once", "-m", 4).err.splitlines()
+        assert lines[0].split()[:2] != ["tokens:", "drafted"]
+        assert "Once" not in lines[0]
 
     @pytest.mark.slow
     def test_held_in_one_gear_writes_mlx_lms_text(self, command, demo):
@@ -178,7 +196,7 @@ class TestGenerate:
         )
         summary = read_json(tmp_path / "s")
         assert (summary["managed_layers"], summary["unmanaged_layers"]) == (13, 2)
-        assert "2: input width 172 is not a multiple of the group size 64" in result.err
+        assert "2: input width 172 is not a multiple of the group size 64" in " ".join(result.err.split())
 
     def test_a_link_is_written_through_and_a_pipe_is_written_to(self, command, tmp_path):
         (tmp_path / "link.json").symlink_to(tmp_path / "target.json")

@@ -179,7 +179,7 @@ class TestSignals:
         finally:
             signal.signal(number, before)
         assert done.status == 128 + number
-        assert "0 tokens, 0.0 tokens/s" in done.err
+        assert "0 tokens, 0 tokens/s" in done.err
         summary = json.loads((tmp_path / "s.json").read_text())
         assert (summary["tokens"], summary["weight_bytes_per_token"]) == (0, 0)
         assert read_trace(tmp_path / "t.jsonl") == []

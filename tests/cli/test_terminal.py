@@ -3,6 +3,8 @@
 import io
 import re
 import sys
+import time
+from functools import partialmethod
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,11 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from gearbx_mlx.cli import terminal as progress_module
-from gearbx_mlx.cli.tables import summary_table
-from gearbx_mlx.cli.terminal import ProgressLines, WrappedText, progress_bar
+from gearbx_mlx.cli.tables import pair_table, summary_table
+from gearbx_mlx.cli.terminal import ProgressLines, PromptBar, TintedText, WrappedText, progress_bar
+from gearbx_mlx.decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, mode_class
+from gearbx_mlx.errors import GearbxError, OutputLost
+from gearbx_mlx.routing.pair import NAMES
 from gearbx_mlx.settings import human_bytes
 
 
@@ -90,6 +95,54 @@ class TestProgress:
         assert console.file.getvalue() == ""
 
 
+class TestPrompts:
+    """How far a prompt is read."""
+
+    def told(self, clock: Clock, console: Console, *steps: tuple[float, int], seconds: float = 0.0) -> str:
+        with PromptBar(console, clock) as bar:
+            bar.told(0, 100)
+            time.sleep(seconds)
+            for step, read in steps:
+                clock.now += step
+                bar.told(read, 100)
+        return console.file.getvalue()
+
+    def test_a_log_gets_tokens_a_second_after_two_seconds(self, clock, monkeypatch):
+        monkeypatch.setattr(ProgressLines, "__init__", partialmethod(ProgressLines.__init__, clock=clock))
+        lines = self.told(clock, log(), (1, 10), (2, 60), (11, 98), (1, 100)).splitlines()
+        assert lines == ["reading the prompt, 20 tokens/s: 60 of 100", "reading the prompt, 7 tokens/s: 98 of 100"]
+
+    def test_a_log_gets_nothing_from_short_ones(self, clock):
+        assert self.told(clock, log(), (0.5, 50), (0.5, 100)) == ""
+
+    def test_a_terminal_gets_a_bar_before_the_first_part_is_read(self, clock, monkeypatch):
+        monkeypatch.setattr(progress_module, "SHORT", 0.01)
+        console = Console(file=Screen(), force_terminal=True, width=100, _environ={"TERM": "xterm"})
+        shown = self.told(clock, console, (4, 60), (1, 100), seconds=0.3)
+        assert "reading the prompt" in shown
+        assert "0/100" in shown
+        assert shown.endswith("\x1b[2K")  # the line is erased
+
+    def test_both_commands_show_it(self, command, monkeypatch):
+        told = []
+        monkeypatch.setattr(PromptBar, "told", lambda bar, read, tokens: told.append(read / tokens))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
+        for name in ("generate", "chat"):
+            told.clear()
+            assert command(name, "--prefill-step-size", 4, "-m", 4).status == 0
+            assert 0 < told[1] < told[-1] == 1
+
+    def test_gears_that_take_long_suggest_a_checkpoint_once(self, command, monkeypatch):
+        monkeypatch.setattr("gearbx_mlx.cli.loaded.SLOW", 0.0)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\nAnd now?\n")))
+        advice = "gearbx_mlx convert --mlx-path DIR --gears 4,16 --format planes writes them once"
+        for name in ("generate", "chat"):
+            assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
+
+    def test_fast_ones_do_not(self, command):
+        assert "convert" not in command("generate", "--gears", "4,16", "-m", 4).err
+
+
 class Screen(io.StringIO):
     """A terminal that understands text, line ends, colours, moving back and erasing."""
 
@@ -139,6 +192,75 @@ def test_a_file_gets_its_lines_as_they_are(monkeypatch):
     assert written.getvalue() == "word " * 100
 
 
+class TestMessages:
+    """What is said in the middle of a text."""
+
+    @staticmethod
+    def screen(monkeypatch) -> Screen:
+        """Text and messages on one terminal. Made in the test, since pytest takes stdout back before it."""
+        screen = Screen()
+        monkeypatch.setattr(sys, "stdout", screen)
+        monkeypatch.setattr(progress_module, "messages", Console(file=screen, force_terminal=True, width=80))
+        return screen
+
+    @staticmethod
+    def write(text: str, error: BaseException | None = None) -> None:
+        """A text in which something is said, and that an error ends."""
+        out = TintedText(["low"])
+        with out.whole():
+            out.write(text, "low")
+            progress_module.note("said")
+            if error is not None:
+                raise error
+
+    @pytest.mark.parametrize("kind", [TintedText, WrappedText])
+    def test_wait_for_its_end(self, monkeypatch, kind):
+        screen = self.screen(monkeypatch)
+        out = kind(["low"])
+        with out.whole():
+            progress_module.note("before")
+            out.write("find nectar by", "low")
+            progress_module.warn("no table meets 9 tokens/s")
+            progress_module.note("compiled")
+            with progress_bar() as progress:
+                list(progress.track(range(3)))
+            out.write(" smell.", "low")
+        progress_module.note("after")
+        lines = ["before", "find nectar by smell.", "warning: no table meets 9 tokens/s", "compiled", "after", ""]
+        assert screen.lines() == lines
+
+    @pytest.mark.parametrize("error", [GearbxError("a layer is NaN"), KeyboardInterrupt()])
+    def test_wait_where_an_error_ends_it(self, monkeypatch, error):
+        screen = self.screen(monkeypatch)
+        with pytest.raises(type(error)):
+            self.write("find nectar by", error)
+        progress_module.print_error("a layer is NaN")
+        assert screen.lines() == ["find nectar by", "said", "error: a layer is NaN", ""]
+
+    def test_are_shown_where_the_text_is_lost(self, monkeypatch):
+        screen = self.screen(monkeypatch)
+
+        def lost(*_: object, **how: object) -> None:
+            raise OutputLost("No space left on device")
+
+        monkeypatch.setattr("builtins.print", lost)
+        with pytest.raises(OutputLost):
+            self.write("find")
+        assert "said" in screen.lines()[-2]
+
+    @pytest.mark.parametrize("name", ["generate", "chat"])
+    def test_of_the_controller_stand_below_the_answer(self, command, monkeypatch, name):
+        shown = io.StringIO()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
+        monkeypatch.setattr(progress_module, "messages", Console(file=shown, width=200))
+        monkeypatch.setattr(TintedText, "tinted", lambda self, text, gear: (shown.write(text), text)[1])
+        ran = command(name, "--target-tps", 10**6, "-m", 80)
+        text, warned, below = shown.getvalue().partition("warning: no table meets 1e+06 tokens/s")
+        assert warned
+        assert text.endswith(ran.out.rstrip("\n"))
+        assert "/s" in below
+
+
 SUMMARY = {
     "model": "[bold]mine",
     "mode": "lossless",
@@ -147,7 +269,10 @@ SUMMARY = {
     "tokens_per_second": 10.0,
     "prompt_tokens": 5,
     "prompt_tokens_per_second": 50.0,
-    "gear_tokens": {"low": 15, "high": 5},
+    "seconds_to_first_token": 0.1,
+    "seconds": 2.1,
+    "gear_tokens": {"low": 10, "high": 5},
+    "lookup_accepted": 5,
     "shifts": 3,
     "shift_seconds": 0.0015,
     "making_seconds": 0.25,
@@ -173,18 +298,64 @@ def shown(table: object) -> list[str]:
 
 
 class TestTables:
-    def test_the_summary_shows_every_figure_and_every_name_as_it_is(self):
-        lines = "\n".join(shown(summary_table(SUMMARY, [("drafted", "18, 17 accepted")])))
-        for figure in ("[bold]mine", "lossless", "20 tok", "10.0", "5 tok", "50.0", "75%", "25%", "1.5 ms", "250.0 ms"):
+    def test_the_summary_shows_figures_and_names_as_they_are(self):
+        lines = "\n".join(shown(summary_table(SUMMARY, [("drafts", "18 drafted, 17 accepted")])))
+        for figure in ("[bold]mine", "mode lossless", "20 tok", "10 tok", "5 tok", "50 tok", "0.10 s", "2.10 s"):
             assert figure in lines
-        for figure in ("18, 17", "1.23", "7.50", "5 MB", "10 MB", "2.00", "30 MB", "20 MB", "43", "1: its [odd] width"):
+        for figure in (
+            "low (4 bits) 50%",
+            "high (16 bits) 25%",
+            "looked up 25%",
+            "18 drafted",
+            "5 MB",
+            "10 MB",
+            "2.00",
+        ):
             assert figure in lines
+        for figure in ("30 MB", "43 change gear", "1: its [odd] width"):
+            assert figure in lines
+
+    def test_all_of_it_is_shown_where_that_is_asked_for(self):
+        shown_before, lines = shown(summary_table(SUMMARY)), shown(summary_table(SUMMARY, full=True))
+        assert lines[: len(shown_before)] == shown_before
+        for figure in ("1.5 ms", "250.0 ms", "1.23 bits", "7.50", "high 20 MB", "float32 (bfloat16"):
+            assert figure in "\n".join(lines)
+            assert figure not in "\n".join(shown_before)
+
+    def test_a_gear_that_wrote_nothing_is_not_named(self):
+        ladder = [SUMMARY["ladder"][0], {"name": "mid", "bits": 8}, SUMMARY["ladder"][1]]
+        tokens = SUMMARY["gear_tokens"] | {"mid": 0}
+        (line,) = [
+            one for one in shown(summary_table(SUMMARY | {"ladder": ladder, "gear_tokens": tokens})) if "low" in one
+        ]
+        assert line == "written by low (4 bits) 50% high (16 bits) 25% looked up 25%"
+
+    @pytest.mark.parametrize("mode", [*MODES])
+    def test_has_twelve_rows_at_most(self, mode):
+        """With everything that a run may have beside its text."""
+        controller = {"target_tps": None, "cap_changes": 0, "capped_bits_per_weight": 8.0, "machine": {}}
+        possible = SUMMARY | {"mode": mode, "drafted": 9, "accepted": 5, "near_ties": 2, "recomputed": 3}
+        possible |= {"seconds_in_rounds": 1.0, "seconds_alone": 2.0, "kv_bytes_per_pass": {"4": 1e6, "16": 4e6}}
+        possible |= {"streaming": {"disk_bytes_per_token": 1, "disk_bytes_per_second": 1}}
+        if mode in (ROUTE, KICKDOWN):
+            possible |= {"controller": controller | {"out_of_reach": None}}
+            del possible["drafted"]  # a controller cannot time drafts
+        if mode == PAIR:
+            possible |= {
+                "small_model": "tiny",
+                "parameters": dict.fromkeys(NAMES, 1),
+                "shares": dict.fromkeys(NAMES, 0.5),
+            }
+            possible |= {"parameter_ratio": 1.0, "threshold_bits": 1.0, "caught_up_tokens": 4}
+        rows = mode_class(mode).rows(None, possible)
+        table = (pair_table if mode == PAIR else summary_table)(possible, rows)
+        assert 8 <= table.row_count <= 12
 
     @pytest.mark.parametrize("others", [0, 2])
     def test_with_one_gear_nothing_is_said_to_change(self, others):
         ladder, tokens = [{"name": "high", "bits": 4}], {"high": 20}
         one = SUMMARY | {"ladder": ladder, "gear_tokens": tokens, "shifts": 0, "unmanaged_layers": others}
-        lines = "\n".join(shown(summary_table(one)))
+        lines = "\n".join(shown(summary_table(one | {"mode": "static"})))
         assert ("2 are" in lines) == bool(others)
         assert not any(word in lines for word in ("change gear", "shift", "gears "))
 

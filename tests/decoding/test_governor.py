@@ -1,11 +1,13 @@
 """The controller on a model: what it sets, what it reports, and the simulated machine from end to end."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from conftest import tiny_model
 
 from gearbx_mlx import Gearbox, GearbxError, Governor, Kickdown, Route, stream_generate
+from gearbx_mlx.decoding.governor import MemoryGuard
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.gears.discovery import default_sensitivity
 from gearbx_mlx.machine.readers import MachineState, OwnMemory, Point, Scripted, Watch
@@ -148,7 +150,8 @@ class TestCommand:
     def test_a_process_near_its_limit_is_capped(self, command, monkeypatch, tmp_path):
         trace = tmp_path / "trace.jsonl"
         monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
-        ran = command("generate", "--gears", "4,8", "--residency", "disk:8GB", "-m", 24, "--trace", trace)
+        flags = "--gears", "4,8", "--mode", "route", "--residency", "disk:8GB"
+        ran = command("generate", *flags, "-m", 24, "--trace", trace)
         assert ran.status == 0, ran.err
         assert "the machine's state; caps moved 1 times, the top gear now 4.50 bits" in " ".join(ran.err.split())
         decisions = [json.loads(line).get("decision") for line in trace.read_text().splitlines()]
@@ -157,8 +160,36 @@ class TestCommand:
     def test_a_model_beyond_the_limit_is_refused(self, command):
         ran = command("generate", "--residency", "disk:2MB", "-m", 4)
         assert ran.status == 2
-        assert ran.err.startswith("error: --residency disk:2 MB: with the model loaded this process has ")
+        assert ran.err.startswith("error: --residency disk:2 MB: demo takes about 11 MB in its largest gear alone; ")
         assert ran.err.count("\n") == 1
+
+    @pytest.mark.parametrize("mode", ["lossless", "static"])
+    def test_a_limit_changes_no_text_of_a_mode_that_is_not_capped(self, command, monkeypatch, mode):
+        """Where memory is short, it says what it gives up."""
+        flags = ("--gears", "4,16", "-m", 30, "--mode", mode)
+        plain = command("generate", *flags)
+        shares = iter([0.5, 0.5, 0.96, 0.93, 0.97, 0.93])  # when it is loaded, then of tokens 10, 20 and 30
+        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(next(shares, 0.5) * reader.limit))
+        limited = command("generate", *flags, "--residency", "disk:8GB")
+        assert limited.status == 0, limited.err
+        assert limited.out == plain.out
+        assert limited.err.count("memory is near the limit of 8 GB: MLX's spare memory is handed back") == 1
+        assert "controller" not in limited.err
+
+    def test_a_lossless_text_ends_with_the_remedy_where_nothing_is_left(self, command, monkeypatch):
+        later = []
+        monkeypatch.setattr(MemoryGuard, "governing", lambda guard: later.append(1) or nullcontext())
+        monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(reader.limit * (1.25 if later else 0.5)))
+        ran = command("generate", "--gears", "4,16", "-m", 30, "--residency", "disk:8GB")
+        assert ran.status == 2
+        assert ran.err.splitlines()[-1] == (
+            "error: --residency disk:8 GB: this process has 10 GB after 10 tokens; give more, or a shorter text, "
+            "or use --mode route, which caps layers"
+        )
+
+    def test_a_target_says_at_the_start_that_the_text_is_a_mixture(self, command):
+        ran = command("generate", "--gears", "4,8", "--target-tps", 1, "-m", 4, "-p", "Once")
+        assert ran.err.startswith("with --target-tps the text is a mixture of gears (mode route), ")
 
     def test_one_gear_cannot_be_capped(self, command):
         ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")

@@ -23,7 +23,7 @@ def test_the_summary_adds_up_the_trace(command, tmp_path):
     assert told["acceptance_rate"] == pytest.approx(told["accepted"] / told["drafted"])
     assert told["verifications"] + told["accepted"] + told["lookup_accepted"] == told["tokens"] == 30
     assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
-    assert f"{told['drafted']}, {told['accepted']} accepted" in done.err
+    assert f"{told['drafted']} drafted, {told['accepted']} accepted" in done.err
 
 
 def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monkeypatch):

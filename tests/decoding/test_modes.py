@@ -71,7 +71,7 @@ class TestWithoutAMode:
             (("--draft-model", DEMO_MODEL, "--gears", 16), "lossless", None),
             (("--thresholds", "1,2"), "route", "--thresholds"),
             (("--thresholds", "1,2", "--gear", "low"), "route", "--thresholds"),
-            (("--residency", "disk:9GB"), "route", "--residency"),
+            (("--residency", "disk:9GB"), "lossless", None),
             (("--target-tps", "1"), "route", "--target-tps"),
             (("--mode", "telemetry-only"), "telemetry-only", None),
         ],
@@ -239,5 +239,4 @@ class TestDraftModel:
         assert sum(entry["weight_bytes"] for entry in trace) == pytest.approx(
             draft["weight_bytes"] + verifying, rel=0.01
         )
-        assert "draft model" in result.err
-        assert f"{draft['passes']} passes" in " ".join(result.err.split())  # a long path moves it to the next line
+        assert f"{draft['passes']} drafted by" in " ".join(result.err.split())

@@ -61,8 +61,9 @@ class Page:
 
 
 def chunk(text, *tokens, **further):
-    """A chunk as the server sends it; tokens are (gear, entropy, rolling mean)."""
-    seen = [{"gear": gear, "entropy": entropy, "mean_entropy": mean} for gear, entropy, mean in tokens]
+    """A chunk as the server sends it; tokens are (gear, entropy, rolling mean), and perhaps who proposed each."""
+    names = "gear", "entropy", "mean_entropy", "source"
+    seen = [dict(zip(names, token)) for token in tokens]
     choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
     return {"choices": [choice], "gearbx": {"tokens": seen, **further}}
 

@@ -13,7 +13,7 @@ from page_in_browser import CONTRASTS, PLACES, QUESTION, Page, chromium, chunk
 
 from gearbx_mlx.serving.job import Batch
 from gearbx_mlx.serving.web import Gatekeeper, Guard, Server, application, front
-from gearbx_mlx.telemetry.trace import gear_color
+from gearbx_mlx.telemetry.trace import LOOKUP_COLOR, gear_color
 
 pytestmark = pytest.mark.browser
 
@@ -117,6 +117,26 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
     page.send("Again?")
     page.answer()
     assert len(asked[2]["messages"]) == 1
+
+
+def test_what_was_looked_up_has_its_own_colour_share_and_line(page, scripted):
+    said = (
+        ("low", 1.0, 1.0, "draft"),
+        ("high", 0.5, 1.0, "lookup"),
+        ("high", 0.5, 1.0, "lookup"),
+        ("high", 3.0, 1.0, "model"),
+    )
+    scripted(*(chunk(text, token) for text, token in zip(("One", " two", " three", " four"), said)))
+    page.send("Count")
+    page.answer()
+    colors = page.run(
+        "return [...document.querySelectorAll('.answer .token')].map((one) => one.style.getPropertyValue('--gear'))"
+    )
+    assert colors == [gear_color(0, 3), LOOKUP_COLOR, LOOKUP_COLOR, gear_color(2, 3)]
+    assert "low 25 %, high 25 %, looked up 50 %" in page.text(".summary")  # and nothing of mid, which wrote nothing
+    assert "looked up" in page.text("#legend")
+    page.find("#reset").click()
+    assert "looked up" not in page.text("#legend")
 
 
 def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):

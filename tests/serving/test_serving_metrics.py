@@ -37,8 +37,9 @@ def test_tokens_gears_and_drafts():
     ):
         metrics.token(seen, 0.01)
     found = read(metrics)
-    assert {gear: found["gearbx_generated_tokens_total", gear] for gear in ("low", "high")} == {"low": 3, "high": 1}
-    assert (found["gearbx_gear_share", "low"], found["gearbx_gear_share", "high"]) == (0.75, 0.25)
+    writers = {"low": 2, "high": 1, "lookup": 1}
+    assert {writer: found["gearbx_generated_tokens_total", writer] for writer in writers} == writers
+    assert {writer: 4 * found["gearbx_gear_share", writer] for writer in writers} == writers
     assert (found["gearbx_shifts_total",], found["gearbx_weight_bytes_read_total",]) == (2, 400)
     for source, made, kept in (("draft", 4, 1), ("lookup", 2, 1)):
         assert found["gearbx_drafted_tokens_total", source] == made

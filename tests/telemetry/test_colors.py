@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from gearbx_mlx.telemetry.trace import draw_trace, gear_color, get_pyplot
+from gearbx_mlx.telemetry.trace import LOOKUP_COLOR, draw_trace, gear_color, get_pyplot
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0, on linear RGB.
 BLINDNESS = {
@@ -54,6 +54,11 @@ def test_any_two_gears_differ_for_every_eye(gears, distance, blindness):
     assert least_distance(ladder(gears), BLINDNESS[blindness]) >= distance
 
 
+@pytest.mark.parametrize("blindness", BLINDNESS)
+def test_what_was_looked_up_differs_from_the_gears_of_a_lossless_text(blindness):
+    assert least_distance([*ladder(2), LOOKUP_COLOR], BLINDNESS[blindness]) >= 24
+
+
 @pytest.mark.parametrize("gears", [2, 3, 4, 5])
 def test_lightness_ascends_so_that_gears_differ_in_grey(gears):
     lightness = [lab(linear(color))[0] for color in ladder(gears)]
@@ -62,7 +67,7 @@ def test_lightness_ascends_so_that_gears_differ_in_grey(gears):
 
 @pytest.mark.parametrize("background", ["#ffffff", "#000000", "#1e1e1e"])
 def test_every_gear_can_be_read_on_light_and_dark(background):
-    assert min(contrast(color, background) for color in ladder(9)) >= 3
+    assert min(contrast(color, background) for color in (*ladder(9), LOOKUP_COLOR)) >= 3
 
 
 def test_green_and_red_would_fail():
