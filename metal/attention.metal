@@ -2,7 +2,8 @@
 //
 // A threadgroup has one block of one KV head, and of the query heads that share it the HEADS that are its own. It goes
 // through the block by tiles of 32 keys: copies the keys into its memory, where each lane multiplies one key with a
-// query, then the values, where each lane adds up its dimensions. So keys and values are read once for all queries.
+// query, then the values, where each lane adds up its dimensions. So keys and values are read once for all queries, and a
+// number of the tile once for those of a SIMD group.
 //
 // Blocks begin at multiples of BLOCK keys, and a block in which a query sees nothing leaves no trace in its result; nor does a
 // key that it does not see, whatever is there. So a query's result has the same bits whichever other queries are in the
@@ -43,11 +44,21 @@ const int first_head = (kv_head * parts + part) * HEADS;
 
 // Where this head's positions begin in an array.
 #define HEAD_OF(array, strides) (array + batch * strides[0] + kv_head * strides[1])
-// Take a tile of positions from `begin` on: of entries, or of planes.
+// Take a tile of positions from `begin` on: of entries, or of planes. A thread takes four numbers where they lie side by side.
 #define COPY_ENTRIES(array, strides)                                                              \
-    for (int i = thread_index_in_threadgroup; i < count * DIMS; i += THREADS) {                   \
-        tile[i / DIMS * WIDTH + i % DIMS] =                                                       \
-            HEAD_OF(array, strides)[(begin + i / DIMS) * strides[2] + i % DIMS * strides[3]];     \
+    if (DIMS % 4 == 0 && strides[3] == 1) {                                                       \
+        for (int i = thread_index_in_threadgroup * 4; i < count * DIMS; i += THREADS * 4) {       \
+            T four[4];                                                                            \
+            load<4>(HEAD_OF(array, strides) + (begin + i / DIMS) * strides[2] + i % DIMS, four);  \
+            UNROLL for (int j = 0; j < 4; j++) {                                                  \
+                tile[i / DIMS * WIDTH + i % DIMS + j] = four[j];                                  \
+            }                                                                                     \
+        }                                                                                         \
+    } else {                                                                                      \
+        for (int i = thread_index_in_threadgroup; i < count * DIMS; i += THREADS) {               \
+            tile[i / DIMS * WIDTH + i % DIMS] =                                                   \
+                HEAD_OF(array, strides)[(begin + i / DIMS) * strides[2] + i % DIMS * strides[3]]; \
+        }                                                                                         \
     }
 #if PLANES
 #define POSITIONS(array, strides) {HEAD_OF(array, strides), size_t(strides[2]), size_t(strides[3])}
@@ -82,8 +93,6 @@ const int packed = keys_coarse_shape[2];
 #define QUERY(q) (simd_group + (q) * SIMD_GROUPS)
 #define HEAD(q) (first_head + QUERY(q) / length)
 #define TOKEN(q) (QUERY(q) % length)
-#define QUERY_AT(q, d)                                                                                              \
-    queries[batch * queries_strides[0] + HEAD(q) * queries_strides[1] + TOKEN(q) * queries_strides[2] + (d) * queries_strides[3]]
 #if MASKED
 #define SEES(q, key) \
     mask[batch * mask_strides[0] + HEAD(q) * mask_strides[1] + TOKEN(q) * mask_strides[2] + (key) * mask_strides[3]]
@@ -94,11 +103,15 @@ const int packed = keys_coarse_shape[2];
 #endif
 
 threadgroup T tile[TILE * WIDTH];
+const device T* own[QUERIES];  // where a query begins; the last one where there are fewer
 float best[QUERIES];
 float total[QUERIES];
 float weights[QUERIES];  // of this lane's key of the tile
 float sums[QUERIES][SLICES];
 UNROLL for (int q = 0; q < QUERIES; q++) {
+    const int query = min(QUERY(q), HEADS * length - 1);
+    own[q] = queries + batch * queries_strides[0] + (first_head + query / length) * queries_strides[1] +
+             query % length * queries_strides[2];
     best[q] = -INFINITY;
     total[q] = 0.0f;
     UNROLL for (int s = 0; s < SLICES; s++) {
@@ -113,15 +126,20 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int q = 0; q < QUERIES; q++) {
         weights[q] = 0.0f;
+    }
+    if (lane < count) {
+        for (int d = 0; d < DIMS; d++) {
+            const float key = float(tile[lane * WIDTH + d]);
+            UNROLL for (int q = 0; q < QUERIES; q++) {
+                weights[q] = fma(float(own[q][d * queries_strides[3]]), key, weights[q]);
+            }
+        }
+    }
+    UNROLL for (int q = 0; q < QUERIES; q++) {
+        const float score = fma(weights[q], scale, 0.0f);  // a product alone could become part of the subtraction below
+        weights[q] = 0.0f;
         if (QUERY(q) < HEADS * length) {
             const bool sees = lane < count && SEES(q, begin + lane);
-            float score = 0.0f;
-            if (sees) {
-                for (int d = 0; d < DIMS; d++) {
-                    score = fma(float(QUERY_AT(q, d)), float(tile[lane * WIDTH + d]), score);
-                }
-                score = fma(score, scale, 0.0f);  // a product alone could become part of the subtraction below
-            }
             if (simd_any(sees)) {
                 const float before = best[q];
                 best[q] = max(before, simd_max(sees ? score : -INFINITY));
@@ -137,15 +155,17 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     COPY(values, values_strides)
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    UNROLL for (int q = 0; q < QUERIES; q++) {
-        for (int key = 0; key < count; key++) {
+    for (int key = 0; key < count; key++) {
+        float values_of_key[SLICES];
+        UNROLL for (int s = 0; s < SLICES; s++) {
+            const int d = s * 32 + lane;
+            values_of_key[s] = DIMS % 32 == 0 || d < DIMS ? float(tile[key * WIDTH + d]) : 0.0f;
+        }
+        UNROLL for (int q = 0; q < QUERIES; q++) {
             const float weight = simd_broadcast(weights[q], ushort(key));
             if (weight != 0.0f) {
                 UNROLL for (int s = 0; s < SLICES; s++) {
-                    const int d = s * 32 + lane;
-                    if (d < DIMS) {
-                        sums[q][s] = fma(weight, float(tile[key * WIDTH + d]), sums[q][s]);
-                    }
+                    sums[q][s] = fma(weight, values_of_key[s], sums[q][s]);
                 }
             }
         }

@@ -23,8 +23,9 @@ from .metal import DTYPES, LANES, LEAST_ELEMENTS, MAX_VECTORS, Launch, Prepared,
 ROPE_THREADS = 64
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
-SIMD_GROUPS = 8
-MOST_QUERIES = 16 * SIMD_GROUPS  # of a threadgroup; a SIMD group keeps the sums of its own in registers
+SIMD_GROUPS, MOST_SIMD_GROUPS = 8, 16
+OWN_QUERIES = 8  # of a SIMD group, at most: it keeps their sums in registers
+MOST_QUERIES = OWN_QUERIES * MOST_SIMD_GROUPS
 TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
 JOIN_THREADS = 64
 CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
@@ -40,12 +41,12 @@ Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, 
 class Entries:
     """How keys and values lie in the KV cache, as buffers and macros of metal/attention.metal.
 
-    arrays: names of the buffers, of keys and of values. macros: names and values. library: a text with their functions.
+    arrays: names of the buffers, of keys and of values. macros: names and values. libraries: texts with their functions.
     """
 
     arrays: tuple[str, ...] = ("keys", "values")
     macros: tuple[tuple[str, int], ...] = (("ENTRIES", 1), ("PLANES", 0))
-    library: str = ""
+    libraries: tuple[str, ...] = ("loads",)
 
 
 DENSE = Entries()
@@ -129,18 +130,19 @@ def _parts_prepared(
     """For queries of this shape and type; keys in so many blocks; `hides`: "causal", "some" for a mask, or None."""
     batch, heads, length, width = shape
     own_heads = heads_together(heads // kv_heads, length)
+    simd_groups = SIMD_GROUPS if own_heads * length <= OWN_QUERIES * SIMD_GROUPS else MOST_SIMD_GROUPS
     masked = hides == "some"
     macros = {
         "DIMS": width,
         "HEADS": own_heads,
         "BLOCK": BLOCK,
-        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / SIMD_GROUPS))),
-        "SIMD_GROUPS": SIMD_GROUPS,
+        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / simd_groups))),
+        "SIMD_GROUPS": simd_groups,
         "CAUSAL": int(hides == "causal"),
         "MASKED": int(masked),
         "PADDING": padding(dtype),
         "TILE": TILE,
-        "THREADS": SIMD_GROUPS * LANES,
+        "THREADS": simd_groups * LANES,
     }
     names = ("queries", *entries.arrays, *(["mask"] if masked else []), "scale")
     once = entries.arrays if own_heads == heads // kv_heads else ()
@@ -151,9 +153,9 @@ def _parts_prepared(
         (*macros.items(), *entries.macros),
         strided=True,
         read_once=once,
-        library=entries.library,
+        libraries=entries.libraries,
     )
-    threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
+    threadgroups, threadgroup = batch * heads // own_heads * blocks, simd_groups * LANES
     sums = (batch, heads, length, blocks, width + 2)
     return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
@@ -313,7 +315,7 @@ def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entri
         "GROUP": group_size,
     }
     arrays = tuple(name + part for name in ("keys", "values") for part in parts)
-    return Entries((*(("keys", "values") if entries else ()), *arrays), tuple(macros.items()), "kv_planes")
+    return Entries((*(("keys", "values") if entries else ()), *arrays), tuple(macros.items()), ("loads", "kv_planes"))
 
 
 def takes_rope(x: mx.array) -> bool:

@@ -9,9 +9,9 @@ from exact_reference import as_float
 
 from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.kernels.metal import Launch
-from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch
+from gearbx_mlx.kernels.metal_exact import CODES, decode_launch, exact_launch
 
-from .checks import CODES, SMALLEST, UNIT, each
+from .checks import SMALLEST, UNIT, each
 from .checks import exact as float64
 from .launch import Report
 
