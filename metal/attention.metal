@@ -49,7 +49,8 @@ const int first_head = (kv_head * parts + part) * HEADS;
     if (DIMS % 4 == 0 && strides[3] == 1) {                                                       \
         for (int i = thread_index_in_threadgroup * 4; i < count * DIMS; i += THREADS * 4) {       \
             T four[4];                                                                            \
-            load<4>(HEAD_OF(array, strides) + (begin + i / DIMS) * strides[2] + i % DIMS, four);  \
+            const device T* from = HEAD_OF(array, strides) + (begin + i / DIMS) * strides[2];     \
+            load_numbers<4>(from + i % DIMS, four);                                               \
             UNROLL for (int j = 0; j < 4; j++) {                                                  \
                 tile[i / DIMS * WIDTH + i % DIMS + j] = four[j];                                  \
             }                                                                                     \
@@ -102,15 +103,16 @@ const int packed = keys_coarse_shape[2];
 #define SEES(q, key) true
 #endif
 
+const int query_step = queries_strides[3];
 threadgroup T tile[TILE * WIDTH];
-const device T* own[QUERIES];  // where a query begins; the last one where there are fewer
+int own[QUERIES];  // where a query begins; the last one where there are fewer
 float best[QUERIES];
 float total[QUERIES];
 float weights[QUERIES];  // of this lane's key of the tile
 float sums[QUERIES][SLICES];
 UNROLL for (int q = 0; q < QUERIES; q++) {
     const int query = min(QUERY(q), HEADS * length - 1);
-    own[q] = queries + batch * queries_strides[0] + (first_head + query / length) * queries_strides[1] +
+    own[q] = batch * queries_strides[0] + (first_head + query / length) * queries_strides[1] +
              query % length * queries_strides[2];
     best[q] = -INFINITY;
     total[q] = 0.0f;
@@ -131,7 +133,7 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
         for (int d = 0; d < DIMS; d++) {
             const float key = float(tile[lane * WIDTH + d]);
             UNROLL for (int q = 0; q < QUERIES; q++) {
-                weights[q] = fma(float(own[q][d * queries_strides[3]]), key, weights[q]);
+                weights[q] = fma(float(queries[own[q] + d * query_step]), key, weights[q]);
             }
         }
     }

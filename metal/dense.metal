@@ -18,7 +18,7 @@ const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_
 #if RAGGED
 #define LOAD(row, to) load_rest<CHUNK>((row) + k, columns - k, to)
 #else
-#define LOAD(row, to) load<CHUNK>((row) + k, to)
+#define LOAD(row, to) load_numbers<CHUNK>((row) + k, to)
 #endif
 
 float sums[ROWS][VECTORS];

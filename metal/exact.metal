@@ -65,7 +65,7 @@ for (int step = 0; step < columns; step += LANES * CODES) {
             words[r] = codes[unit];
             scale_bits[r] = scales[group];
             offset_bits[r] = biases[group];
-            load<CODES>(low + unit * CODES, lows[r]);
+            load_numbers<CODES>(low + unit * CODES, lows[r]);
         }
     }
 
@@ -102,7 +102,7 @@ for (int step = 0; step < columns; step += LANES * CODES) {
     if (inside) {
         UNROLL for (int v = 0; v < VECTORS; v++) {
             float held[CODES];
-            load<CODES>(x + v * columns + k, held);
+            load_numbers<CODES>(x + v * columns + k, held);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 float dot = 0.0f;
                 UNROLL for (int i = 0; i < CODES; i++) {

@@ -24,7 +24,7 @@ struct Loaded<4> {
 
 // COUNT elements, a multiple of 4, become numbers of another type.
 template <int COUNT, typename E, typename N>
-inline void load(const device E* from, thread N* to) {
+inline void load_numbers(const device E* from, thread N* to) {
     typedef typename Loaded<sizeof(E)>::One One;
     typedef typename Loaded<sizeof(E)>::Four Four;
     UNROLL for (int i = 0; i < COUNT; i += 4) {
@@ -39,7 +39,7 @@ inline void load(const device E* from, thread N* to) {
 template <int COUNT, typename E, typename N>
 inline void load_rest(const device E* from, int there, thread N* to) {
     if (there >= COUNT) {
-        load<COUNT>(from, to);
+        load_numbers<COUNT>(from, to);
     } else {
         UNROLL for (int i = 0; i < COUNT; i++) {
             to[i] = i < there ? N(from[i]) : N(0);

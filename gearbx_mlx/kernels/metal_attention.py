@@ -23,9 +23,10 @@ from .metal import DTYPES, LANES, LEAST_ELEMENTS, MAX_VECTORS, Launch, Prepared,
 ROPE_THREADS = 64
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
-SIMD_GROUPS, MOST_SIMD_GROUPS = 8, 16
-OWN_QUERIES = 8  # of a SIMD group, at most: it keeps their sums in registers
-MOST_QUERIES = OWN_QUERIES * MOST_SIMD_GROUPS
+SIMD_GROUPS = 8
+# Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
+# registers on Apple's cores, and fewer used let more threads wait for memory.
+MOST_KEPT = 80
 TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
 JOIN_THREADS = 64
 CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
@@ -41,7 +42,7 @@ Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, 
 class Entries:
     """How keys and values lie in the KV cache, as buffers and macros of metal/attention.metal.
 
-    arrays: names of the buffers, of keys and of values. macros: names and values. libraries: texts with their functions.
+    arrays: names of the buffers, of keys and of values. macros: names and values. libraries: texts with functions.
     """
 
     arrays: tuple[str, ...] = ("keys", "values")
@@ -129,20 +130,19 @@ def _parts_prepared(
 ) -> Prepared:
     """For queries of this shape and type; keys in so many blocks; `hides`: "causal", "some" for a mask, or None."""
     batch, heads, length, width = shape
-    own_heads = heads_together(heads // kv_heads, length)
-    simd_groups = SIMD_GROUPS if own_heads * length <= OWN_QUERIES * SIMD_GROUPS else MOST_SIMD_GROUPS
+    own_heads = heads_together(heads // kv_heads, length, width)
     masked = hides == "some"
     macros = {
         "DIMS": width,
         "HEADS": own_heads,
         "BLOCK": BLOCK,
-        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / simd_groups))),
-        "SIMD_GROUPS": simd_groups,
+        "QUERIES": 2 ** math.ceil(math.log2(math.ceil(own_heads * length / SIMD_GROUPS))),
+        "SIMD_GROUPS": SIMD_GROUPS,
         "CAUSAL": int(hides == "causal"),
         "MASKED": int(masked),
         "PADDING": padding(dtype),
         "TILE": TILE,
-        "THREADS": simd_groups * LANES,
+        "THREADS": SIMD_GROUPS * LANES,
     }
     names = ("queries", *entries.arrays, *(["mask"] if masked else []), "scale")
     once = entries.arrays if own_heads == heads // kv_heads else ()
@@ -155,14 +155,23 @@ def _parts_prepared(
         read_once=once,
         libraries=entries.libraries,
     )
-    threadgroups, threadgroup = batch * heads // own_heads * blocks, simd_groups * LANES
+    threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
     sums = (batch, heads, length, blocks, width + 2)
     return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
 
-def heads_together(heads: int, length: int) -> int:
-    """How many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= MOST_QUERIES))
+def heads_together(heads: int, length: int, width: int) -> int:
+    """Return how many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries.
+
+    Else keys and values are read by several threadgroups, and all but the first find most of them in a cache.
+    """
+    most = queries_of_a_group(width) * SIMD_GROUPS
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= most))
+
+
+def queries_of_a_group(width: int) -> int:
+    """Return how many queries of this width a SIMD group computes at most: a power of two."""
+    return 2 ** int(math.log2(MOST_KEPT // (math.ceil(width / LANES) + 3)))
 
 
 def join_launch(parts: mx.array, dtype: mx.Dtype) -> Launch:
