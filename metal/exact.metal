@@ -23,18 +23,23 @@ const int high_bytes = sizes[2];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
-uint row_of[ROWS];  // among all rows
-uint next[ROWS];    // where the row's next byte is in `high`, and how many are there from it on
+const uint units = uint(columns) / CODES;  // of a row: what a lane takes at a time
+
+uint units_before[ROWS];  // of all rows, those before this one; the same of groups
+uint groups_before[ROWS];
+uint next[ROWS];  // where the row's next byte is in `high`, and how many are there from it on
 uint left[ROWS];
 UNROLL for (int r = 0; r < ROWS; r++) {
     const bool there = first_row + r < rows;
 #if VECTORS
-    row_of[r] = first_row + r;
+    const uint row = first_row + r;
 #else
-    row_of[r] = there ? min(uint(chosen[first_row + r]), uint(sizes[3] - 1)) : 0;
+    const uint row = there ? min(uint(chosen[first_row + r]), uint(sizes[3] - 1)) : 0;
 #endif
-    next[r] = there ? offsets[row_of[r]] : 0;
-    const uint end = there ? min(offsets[row_of[r] + 1], uint(high_bytes)) : 0;
+    units_before[r] = row * units;
+    groups_before[r] = row * (uint(columns) / GROUP_SIZE);
+    next[r] = there ? offsets[row] : 0;
+    const uint end = there ? min(offsets[row + 1], uint(high_bytes)) : 0;
     left[r] = end > next[r] ? end - next[r] : 0;
 }
 
@@ -48,9 +53,9 @@ UNROLL for (int r = 0; r < ROWS; r++) {
 #endif
 
 // All lanes take every step, since they count together; in the last one some have no columns.
-for (int step = 0; step < columns; step += LANES * CODES) {
-    const int k = step + lane * CODES;
-    const bool inside = k < columns;
+for (uint step = 0; step < units; step += LANES) {
+    const uint at = step + lane;
+    const bool inside = at < units;
     uint words[ROWS];
     ushort lows[ROWS][CODES];
     ushort scale_bits[ROWS];
@@ -60,12 +65,12 @@ for (int step = 0; step < columns; step += LANES * CODES) {
         scale_bits[r] = 0;
         offset_bits[r] = 0;
         if (inside && first_row + r < rows) {
-            const size_t unit = size_t(row_of[r]) * (columns / CODES) + k / CODES;
-            const size_t group = unit / (GROUP_SIZE / CODES);
+            const uint unit = units_before[r] + at;
+            const uint group = groups_before[r] + at / (GROUP_SIZE / CODES);
             words[r] = codes[unit];
             scale_bits[r] = scales[group];
             offset_bits[r] = biases[group];
-            load_numbers<CODES>(low + unit * CODES, lows[r]);
+            load_numbers<CODES>(low + size_t(unit) * CODES, lows[r]);
         }
     }
 
@@ -80,29 +85,24 @@ for (int step = 0; step < columns; step += LANES * CODES) {
     const uint near_last = simd_broadcast(near, LANES - 1);
 
     UNROLL for (int r = 0; r < ROWS; r++) {
-        const float scale = float_of(scale_bits[r]);
         const uint first = before >> (r * 8) & 0xff;
         const uint total = (before_last >> (r * 8) & 0xff) + (near_last >> (r * 8) & 0xff);
-        ushort highs[CODES];
-        find_highs(weights[r], scale, high + next[r], first, total, left[r], lane, highs, lows[r]);
+        find_weights(weights[r], lows[r], float_of(scale_bits[r]), high + next[r], first, total, left[r], lane);
         next[r] += total;
         left[r] -= min(left[r], total);
+#if !VECTORS
         if (inside && first_row + r < rows) {
             UNROLL for (int i = 0; i < CODES; i++) {
-                const ushort bits = weight_of(weights[r][i], scale, highs[i], lows[r][i]);
-#if VECTORS
-                weights[r][i] = float_of(bits);
-#else
-                out[size_t(first_row + r) * columns + k + i] = bits;
-#endif
+                out[size_t(first_row + r) * columns + at * CODES + i] = as_type<ushort2>(weights[r][i]).y;
             }
         }
+#endif
     }
 #if VECTORS
     if (inside) {
         UNROLL for (int v = 0; v < VECTORS; v++) {
             float held[CODES];
-            load_numbers<CODES>(x + v * columns + k, held);
+            load_numbers<CODES>(x + v * columns + at * CODES, held);
             UNROLL for (int r = 0; r < ROWS; r++) {
                 float dot = 0.0f;
                 UNROLL for (int i = 0; i < CODES; i++) {

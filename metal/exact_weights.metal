@@ -10,7 +10,7 @@
 
 enum { NOT_A_NUMBER = 0x7fc0 };  // a weight whose byte is not there: the file lies
 
-enum { WINDOW = 144, HIGH_BYTE = 0xff00, LOW_BYTE = 0xff };
+enum { WINDOW = 144, HIGH_BYTE = 0xff00 };
 #define NEAR(value, scale) !(fabs(value) > fabs(scale) * 0.5f)
 
 inline float float_of(ushort bits) {
@@ -40,21 +40,20 @@ inline uint find_values(uint word, float scale, float offset, thread float* valu
 }
 
 // The weight that ends in `low`: far from zero the one of 256 neighbours of the value, of which the first is WINDOW below it,
-// near zero the one that begins with `high`.
-inline ushort weight_of(float value, float scale, ushort high, ushort low) {
+// near zero the one that begins with `high`, a byte in its place.
+inline float weight_of(float value, bool near, ushort high, ushort low) {
     const ushort far = (as_type<ushort2>(value).y + (255 - WINDOW) - low) & HIGH_BYTE;
-    return (NEAR(value, scale) ? high : far) | low;
+    return float_of((near ? high : far) | low);
 }
 
-// The high bytes of this lane's weights near zero, each in its place in `highs`; the others are anything. All lanes call it
-// together. `high`: where the bytes of all of them begin, `total` bytes, of which `left` are there; `first`, which one is this
-// lane's first.
+// Values become weights. All lanes call it together. `high`: where the bytes of all of them begin, `total` bytes, of which
+// `left` are there; `first`, which one is this lane's first.
 //
 // Two bytes of each lane are nearly always enough: lanes load them side by side, and take theirs from each other. Else each
-// lane reads its own, and those that are not there make no number.
-inline void find_highs(
-    const thread float* values, float scale, const device uchar* high, uint first, uint total, uint left, uint lane,
-    thread ushort* highs, thread ushort* lows) {
+// lane reads its own, and where one is not there, the weight is no number.
+inline void find_weights(
+    thread float* values, const thread ushort* lows, float scale, const device uchar* high, uint first, uint total,
+    uint left, uint lane) {
     const uint there = min(left, total);
     uint place = first;
     if (total == there && total <= 2 * LANES) {
@@ -67,20 +66,17 @@ inline void find_highs(
         }
         UNROLL for (int i = 0; i < CODES; i++) {
             const ushort2 two = as_type<ushort2>(simd_shuffle(held, ushort(place % LANES)));
-            highs[i] = place & LANES ? two.y : two.x;
-            place += NEAR(values[i], scale) ? 1 : 0;
+            const bool near = NEAR(values[i], scale);
+            values[i] = weight_of(values[i], near, place < LANES ? two.x : two.y, lows[i]);
+            place += near ? 1 : 0;
         }
     } else {
         UNROLL for (int i = 0; i < CODES; i++) {
-            if (NEAR(values[i], scale)) {
-                if (place < there) {
-                    highs[i] = uint(high[place]) << 8;
-                } else {
-                    highs[i] = NOT_A_NUMBER & HIGH_BYTE;
-                    lows[i] = NOT_A_NUMBER & LOW_BYTE;
-                }
-                place++;
-            }
+            const bool near = NEAR(values[i], scale);
+            const bool found = near && place < there;
+            const ushort upper = found ? uint(high[place]) << 8 : 0;
+            values[i] = near && !found ? float_of(NOT_A_NUMBER) : weight_of(values[i], near, upper, lows[i]);
+            place += near ? 1 : 0;
         }
     }
 }

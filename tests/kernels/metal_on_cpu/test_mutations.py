@@ -265,11 +265,11 @@ LONE_COUNT = "uint before = 0; if (inside) before = simd_prefix_exclusive_sum(ne
 
 # name: case, the text, its replacement, what the checks report
 OF_EXACT = {
-    "last step left out": (ONE_EXACT, "step < columns;", "step + LANES * CODES <= columns;", "bound off"),
+    "last step left out": (ONE_EXACT, "step < units;", "step + LANES <= units;", "bound off"),
     "one step too many": (
         ONE_EXACT,
-        "const bool inside = k < columns",
-        "const bool inside = k <= columns",
+        "const bool inside = at < units",
+        "const bool inside = at <= units",
         "out-of-bounds|off",
     ),
     "lanes do not count together": (ONE_EXACT, "first = before >> (r * 8) & 0xff;", "first = 0;", "bound off"),
@@ -286,12 +286,12 @@ OF_EXACT = {
     "window elsewhere": (ONE_EXACT, "WINDOW = 144", "WINDOW = 16", "bound off"),
     "zero cell wider": (MANY_EXACT, "fabs(scale) * 0.5f", "fabs(scale) * 1.5f", "bound off"),
     "another code": (ONE_EXACT, "code_value(word, i)", "code_value(word, i ^ 1)", "bound off"),
-    "low byte of another weight": (ONE_EXACT, "lows[r][i])", "lows[r][i ^ 1])", "bound off"),
-    "low bytes of other columns": (MANY_EXACT, "(low + unit *", "(low + 1 + unit *", "off|out-of"),
-    "bytes swapped": (MANY_EXACT, "? high : far) | low", "? low << 8 | high >> 8 : far | low)", "bound off"),
-    "first byte of each lane alone": (MANY_EXACT, "place & LANES ? two.y : two.x", "two.x", "bound off"),
+    "low byte of another weight": (ONE_EXACT, "two.y, lows[i])", "two.y, lows[i ^ 1])", "bound off"),
+    "low bytes of other columns": (MANY_EXACT, "(low + size_t(unit)", "(low + 1 + size_t(unit)", "off|out-of"),
+    "bytes swapped": (MANY_EXACT, "(near ? high : far) | low", "near ? low << 8 | high >> 8 : far | low", "bound off"),
+    "first byte of each lane alone": (MANY_EXACT, "place < LANES ? two.x : two.y", "two.x", "bound off"),
     "too many bytes for two of each lane": (MANY_EXACT, "total <= 2 * LANES", "true", "bound off"),
-    "another group": (MANY_EXACT, "(GROUP_SIZE / CODES);", "(GROUP_SIZE / CODES) ^ 1;", "bound off|out-of"),
+    "another group": (MANY_EXACT, "at / (GROUP_SIZE / CODES);", "(at / (GROUP_SIZE / CODES) ^ 1);", "bound off|out-of"),
     "byte read twice": (
         MANY_EXACT,
         "uint(high[lane]) << 8",
@@ -300,8 +300,8 @@ OF_EXACT = {
     ),
     "rows past the last": (
         ONE_EXACT,
-        "        if (inside && first_row + r < rows) {\n            const size_t unit",
-        "        if (inside) {\n            const size_t unit",
+        "        if (inside && first_row + r < rows) {\n            const uint unit",
+        "        if (inside) {\n            const uint unit",
         "out-of-bounds",
     ),
     "offsets past the last": (
@@ -336,7 +336,7 @@ OF_LIES = {
         "offsets[row_of[r] + 1]",
         "out-of-bounds",
     ),
-    "places not checked": ("past the end", "if (place < there) {", "if (true) {", "out-of-bounds"),
+    "places not checked": ("past the end", "near && place < there", "near", "out-of-bounds"),
     "row runs into the next": ("one byte short", "left[r] -= min(left[r], total);", "", "a number"),
     "no number is a zero": ("empty", "NOT_A_NUMBER = 0x7fc0", "NOT_A_NUMBER = 0", "a number"),
 }
