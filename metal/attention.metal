@@ -17,7 +17,7 @@
 //     (B, KV, positions, groups) T. The positions are all S, or with ENTRIES a multiple of TILE.
 //     out (B, H, L, blocks, D + 2) float: of each query and block the sum of exp(score - best) value over the keys that it
 //     sees, the sum of exp(score - best), and best.
-// Macros: DIMS; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING, elements between keys
+// Macros: DIMS, a multiple of 4; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING, elements between keys
 //     in threadgroup memory, so that lanes find theirs in different banks; TILE, 32; ENTRIES; PLANES, 0 to 2.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads: of each sequence, KV head, part of its heads, and block.
 
@@ -44,22 +44,16 @@ const int first_head = (kv_head * parts + part) * HEADS;
 
 // Where this head's positions begin in an array.
 #define HEAD_OF(array, strides) (array + batch * strides[0] + kv_head * strides[1])
-// Take a tile of positions from `begin` on: of entries, or of planes. A thread takes four numbers where they lie side by side.
-#define COPY_ENTRIES(array, strides)                                                              \
-    if (DIMS % 4 == 0 && strides[3] == 1) {                                                       \
-        for (int i = thread_index_in_threadgroup * 4; i < count * DIMS; i += THREADS * 4) {       \
-            T four[4];                                                                            \
-            const device T* from = HEAD_OF(array, strides) + (begin + i / DIMS) * strides[2];     \
-            load_numbers<4>(from + i % DIMS, four);                                               \
-            UNROLL for (int j = 0; j < 4; j++) {                                                  \
-                tile[i / DIMS * WIDTH + i % DIMS + j] = four[j];                                  \
-            }                                                                                     \
-        }                                                                                         \
-    } else {                                                                                      \
-        for (int i = thread_index_in_threadgroup; i < count * DIMS; i += THREADS) {               \
-            tile[i / DIMS * WIDTH + i % DIMS] =                                                   \
-                HEAD_OF(array, strides)[(begin + i / DIMS) * strides[2] + i % DIMS * strides[3]]; \
-        }                                                                                         \
+// Take a tile of positions from `begin` on: of entries, four numbers at a time, or of planes.
+#define COPY_ENTRIES(array, strides)                                                                   \
+    for (int i = thread_index_in_threadgroup * 4; i < count * DIMS; i += THREADS * 4) {                \
+        T four[4];                                                                                     \
+        const device T* of_tile = HEAD_OF(array, strides) + begin * strides[2];                        \
+        const device T* from = of_tile + i / DIMS * int(strides[2]) + i % DIMS * int(strides[3]);      \
+        load_apart<4>(from, strides[3], four);                                                         \
+        UNROLL for (int j = 0; j < 4; j++) {                                                           \
+            tile[i / DIMS * WIDTH + i % DIMS + j] = four[j];                                           \
+        }                                                                                              \
     }
 #if PLANES
 #define POSITIONS(array, strides) {HEAD_OF(array, strides), size_t(strides[2]), size_t(strides[3])}
@@ -129,11 +123,18 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     UNROLL for (int q = 0; q < QUERIES; q++) {
         weights[q] = 0.0f;
     }
-    if (lane < count) {
-        for (int d = 0; d < DIMS; d++) {
-            const float key = float(tile[lane * WIDTH + d]);
+    if (lane < count && QUERY(0) < HEADS * length) {
+        for (int d = 0; d < DIMS; d += 4) {
+            float key[4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                key[i] = float(tile[lane * WIDTH + d + i]);
+            }
             UNROLL for (int q = 0; q < QUERIES; q++) {
-                weights[q] = fma(float(queries[own[q] + d * query_step]), key, weights[q]);
+                float held[4];
+                load_apart<4>(queries + own[q] + d * query_step, query_step, held);
+                UNROLL for (int i = 0; i < 4; i++) {
+                    weights[q] = fma(held[i], key[i], weights[q]);
+                }
             }
         }
     }
@@ -157,7 +158,7 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
     COPY(values, values_strides)
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int key = 0; key < count; key++) {
+    for (int key = 0; key < (QUERY(0) < HEADS * length ? count : 0); key++) {
         float values_of_key[SLICES];
         UNROLL for (int s = 0; s < SLICES; s++) {
             const int d = s * 32 + lane;

@@ -70,7 +70,7 @@ for (uint step = 0; step < units; step += LANES) {
             words[r] = codes[unit];
             scale_bits[r] = scales[group];
             offset_bits[r] = biases[group];
-            load_numbers<CODES>(low + size_t(unit) * CODES, lows[r]);
+            load_numbers<CODES>((const device uchar*)((const device packed_uchar4*)low + unit * (CODES / 4)), lows[r]);
         }
     }
 

@@ -73,8 +73,8 @@ def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: m
 
 
 def fits_tile(width: int, dtype: mx.Dtype) -> bool:
-    """Whether a tile of heads of this width fits threadgroup memory."""
-    return TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
+    """Return whether a tile of heads of this width, taken four numbers at a time, fits threadgroup memory."""
+    return width % 4 == 0 and TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
 
 
 def padding(dtype: mx.Dtype) -> int:

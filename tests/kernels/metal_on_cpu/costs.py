@@ -34,6 +34,7 @@ FREE = frozenset(
 )
 CYCLES = {"mul": 4, "sitofp": 4, "uitofp": 4, "fptosi": 4, "fptoui": 4, "fptrunc": 4, "fdiv": 6, "udiv": 12, "sdiv": 12}
 SHIFT = 4
+BRANCH = 3  # the mask of lanes is pushed, tested and popped
 LANES_EXCHANGE = {  # of 32 lanes, five steps of an exchange and an addition for those over all lanes
     "simd_shuffle": 2,
     "simd_broadcast": 2,
@@ -60,7 +61,7 @@ def cost(name: str, operation: str, rest: str, selected: frozenset[str]) -> tupl
         space = re.search(r"addrspace\((\d)\)", rest)
         return {"1": "device ", "2": "constant ", "3": "threadgroup "}.get(space[1] if space else "", "stack ") + operation, 1
     if operation == "br":
-        return ("branch", 1) if rest.startswith(" i1") else ("", 0)
+        return ("branch", BRANCH) if rest.startswith(" i1") else ("", 0)
     if operation == "call":
         return call(rest)
     if operation in ("shl", "lshr", "ashr"):

@@ -65,8 +65,8 @@ ORDER_BY_ROWS = {
     "attention": (
         "high",
         "attention",
-        "for (int d = 0; d < DIMS; d++) {\n            const float key",
-        "for (int i = 0; i < DIMS; i++) {\n            const int d = i ^ CAUSAL;\n            const float key",
+        "weights[q] = fma(held[i], key[i], weights[q]);",
+        "weights[q] = fma(held[i ^ CAUSAL], key[i ^ CAUSAL], weights[q]);",
     ),
 }
 TO_SCORES = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        weights[q] = 0.0f;"
