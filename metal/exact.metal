@@ -3,7 +3,7 @@
 // One SIMD group computes ROWS rows for all vectors, so that a weight is decoded once. Its lanes go along the columns,
 // CODES at a time. The bytes of `high` lie in the order of a row's columns: those that the lanes before a lane take, and
 // all lanes in the steps before, say where its own begin. What a step reads of all rows is asked for first, so that memory is
-// waited for once; and one sum over the lanes counts for all rows, a byte for each.
+// waited for once; and one sum over the lanes counts for both rows, 16 bits for each.
 //
 // A vector's result has the same bits in any company: each sum goes through the same operations in the same order,
 // whatever VECTORS and ROWS are. Multiplications are fused by name, so that no compiler chooses.
@@ -13,7 +13,7 @@
 //     begin; bias (rows) if HAS_BIAS; chosen (rows), which of all rows, if VECTORS is 0; sizes: rows, columns,
 //     high_bytes, and how many all rows are; out (VECTORS, rows) T, or (rows, columns), bits of bf16.
 // Offsets may lie: a weight whose byte is not in its row's part of `high` is no number, and nothing else is read.
-// Macros, set by kernels/metal_products.py: VECTORS, ROWS, up to 4, SIMD_GROUPS, HAS_BIAS, CODES, 8. By
+// Macros, set by kernels/metal_products.py: VECTORS, ROWS, 1 or 2, SIMD_GROUPS, HAS_BIAS, CODES, 8. By
 //     kernels/metal_exact.py: SIGN_BITS, 0; GROUP_SIZE; CODE_BITS.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads.
 
@@ -78,15 +78,14 @@ for (uint step = 0; step < units; step += LANES) {
     uint near = 0;               // how many of this lane's are near zero
     UNROLL for (int r = 0; r < ROWS; r++) {
         const uint count = find_values(words[r], float_of(scale_bits[r]), float_of(offset_bits[r]), weights[r]);
-        near |= (inside && first_row + r < rows ? count : 0) << (r * 8);
+        near |= (inside && first_row + r < rows ? count : 0) << (r * 16);
     }
     const uint before = simd_prefix_exclusive_sum(near);
-    const uint before_last = simd_broadcast(before, LANES - 1);
-    const uint near_last = simd_broadcast(near, LANES - 1);
+    const uint all = simd_broadcast(before + near, LANES - 1);
 
     UNROLL for (int r = 0; r < ROWS; r++) {
-        const uint first = before >> (r * 8) & 0xff;
-        const uint total = (before_last >> (r * 8) & 0xff) + (near_last >> (r * 8) & 0xff);
+        const uint first = as_type<ushort2>(before)[r];
+        const uint total = as_type<ushort2>(all)[r];
         find_weights(weights[r], lows[r], float_of(scale_bits[r]), high + next[r], first, total, left[r], lane);
         next[r] += total;
         left[r] -= min(left[r], total);

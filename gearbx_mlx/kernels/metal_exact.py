@@ -13,15 +13,14 @@ import mlx.core as mx
 
 from ..errors import GearbxError
 from .exact import CODE_BITS, ExactMatrix
-from .metal import MOST_IN_REGISTERS, Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
+from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
 from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
 TILE = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
 CODES = 8  # that a lane reads at a time: a word
-DECODER = Variant("registers", 2, 1)
-# Rows of a SIMD group share activations, and one sum over its lanes. The sums of many vectors leave registers for two.
-FEW, MANY = Variant("registers", 2, 4), Variant("registers", 2, 2)
+# Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
+PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 
 @functools.cache
@@ -77,8 +76,7 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
     rows, columns = _shape(matrix)
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
-    variant = FEW if vectors <= MOST_IN_REGISTERS else MANY
-    spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype)
+    spec = ExactSpec(layout, vectors, PRODUCT, bias is not None, x.dtype)
     inputs = [x, *matrix.arrays, *([] if bias is None else [bias])]
     return product_launch(spec, inputs, [rows, columns, matrix.high.size, rows])
 
