@@ -57,13 +57,14 @@ inline void find_weights(
     const uint there = min(left, total);
     uint place = first;
     if (total == there && total <= 2 * LANES) {
-        uint held = 0;
+        ushort2 bytes = 0;
         if (lane < total) {
-            held = uint(high[lane]) << 8;
+            bytes.x = high[lane];
         }
         if (lane + LANES < total) {
-            held |= uint(high[lane + LANES]) << 24;
+            bytes.y = high[lane + LANES];
         }
+        const uint held = as_type<uint>(bytes) << 8;
         UNROLL for (int i = 0; i < CODES; i++) {
             const ushort2 two = as_type<ushort2>(simd_shuffle(held, ushort(place % LANES)));
             const bool near = NEAR(values[i], scale);

@@ -1,164 +1,260 @@
-"""Counts the instructions that a SIMD group executes in a kernel's text, and what Apple's cores take for them.
+"""Counts what a kernel's text takes of a GPU, without one: `python -m research metal-texts` shows it.
 
-clang compiles the text to LLVM's intermediate code, as Apple's compiler does, with every loop unrolled that says so. A
-mark in each block says how often a SIMD group goes through it while the harness runs the text: as often as the lane
-that goes most often. Cycles are those that philipturner/metal-benchmarks measured on M1 and M2, in units in which 128
-lanes of a core add: an addition, a comparison that selects or a bitwise operation takes 1; a shift, a conversion or a
-count of bits 4; lanes exchange 64 numbers in a cycle, 2. Addresses of 32-bit offsets, absolute values and halves of
-registers are free, as operands are. What Apple's compiler makes of the text may be less, or more.
+**Cycles.** clang compiles the text to LLVM's intermediate code, as Apple's compiler does, with every loop unrolled that
+says so. A mark in each block tells how often SIMD groups go through it while the harness runs the text: each as often
+as its busiest lane. Instructions have the cycles that philipturner/metal-benchmarks measured on M1 and M2, where a
+core's 128 lanes add in one: a comparison that selects or a bitwise operation takes 1, a shift, a conversion or a count
+of bits 4, a number from another lane 2. Absolute values, halves of registers and offsets of 32 bits are operands, and
+take none.
+
+**Registers.** The same text is compiled for a GPU of AMD with 32 lanes a SIMD group (gfx1100), for which LLVM tells
+them. It has no halves of registers and adds 64-bit addresses itself, so that Apple's cores need fewer.
+
+Neither is what Apple's compiler makes of the text. They compare two texts.
 """
 
 import ctypes
+import json
+import math
 import re
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import object_store
 
-from .compiler import SHIM, _load_runtime, _run, _version, find_clang, translation_unit
+from gearbx_mlx.kernels.metal import Launch, build
+from gearbx_mlx.kernels.metal_attention import parts_launch
+from gearbx_mlx.kernels.metal_products import dense_launch
+
+from .compiler import PRELUDE, SHIM, _load_runtime, _run, _version, find_clang, translation_unit
+from .exact_cases import Product, encode, rounded
+from .launch import run_text
+from .text import generated_text, instance, parameters
 
 FLAGS = [
-    *("-std=c++17", "-O2", "-fPIC", "-fsigned-char", "-fno-vectorize", "-fno-slp-vectorize", "-DMETAL_COSTS", "-w"),
-    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-cl-single-precision-constant"),
-    *("-Xclang", "-fbfloat16-excess-precision=none"),
+    *("-std=c++17", "-O2", "-fsigned-char", "-fno-vectorize", "-fno-slp-vectorize", "-DMETAL_COSTS", "-w"),
+    *("-Xclang", "-cl-single-precision-constant", "-I", str(SHIM)),
     *("-mllvm", "-inline-threshold=1000000"),  # a GPU's compiler makes one function of a kernel
-    "-fsanitize-coverage=bb,no-prune,trace-pc-guard",
 ]
+MARKED = ["-fPIC", "-fsanitize-coverage=bb,no-prune,trace-pc-guard"]
 MARK = re.compile(r"call void @__sanitizer_cov_trace_pc_guard\(.*")
-DEFINED = re.compile(r"^  (?:(%[\w.]+) = )?(?:tail |notail |musttail )*(\w+)(.*)$")
+INSTRUCTION = re.compile(r"^  (?:(%[\w.]+) = )?(?:tail |notail |musttail )*(\w+)(.*)$")
+AMD = ["-target", "amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-nostdinc", "-DMETAL_GPU"]
 
 FREE = frozenset(
     "phi bitcast addrspacecast getelementptr extractelement insertelement extractvalue insertvalue zext trunc ptrtoint "
     "inttoptr ret unreachable freeze sext alloca fneg shufflevector".split()
 )
 CYCLES = {"mul": 4, "sitofp": 4, "uitofp": 4, "fptosi": 4, "fptoui": 4, "fptrunc": 4, "fdiv": 6, "udiv": 12, "sdiv": 12}
+SHIFTS = ("shl", "lshr", "ashr")
 SHIFT = 4
 BRANCH = 3  # the mask of lanes is pushed, tested and popped
-LANES_EXCHANGE = {  # of 32 lanes, five steps of an exchange and an addition for those over all lanes
+CALLS = {"fma": 1, "umin": 1, "umax": 1, "smin": 1, "smax": 1, "ctpop": 4, "exp": 8}
+OVER_LANES = 15  # five times, a number from another lane and an addition
+LANES_EXCHANGE = {
     "simd_shuffle": 2,
     "simd_broadcast": 2,
-    "simd_sum": 15,
-    "simd_max": 15,
-    "simd_prefix_exclusive_sum": 15,
     "simd_any": 2,
+    "simd_sum": OVER_LANES,
+    "simd_max": OVER_LANES,
+    "simd_prefix_exclusive_sum": OVER_LANES,
 }
-CALLS = {"fabs": 0, "fma": 1, "umin": 1, "umax": 1, "smin": 1, "smax": 1, "ctpop": 4, "bswap": 4, "expf": 8, "exp": 8}
+SPACES = {"1": "device", "2": "constant", "3": "threadgroup"}
 
 
 @dataclass
 class Block:
-    """What a block has once: cycles, and how many instructions of each kind."""
+    """What a block has, once: cycles, and instructions by kind."""
 
     cycles: float = 0
     kinds: Counter[str] = field(default_factory=Counter)
 
 
-def cost(name: str, operation: str, rest: str, selected: frozenset[str]) -> tuple[str, float]:
-    """Return an instruction's kind and cycles; `selected`: comparisons that only choose between values."""
-    wide = 4 if re.match(r"(?: nuw| nsw| exact| disjoint)* i64 ", rest) else 1
+@dataclass(frozen=True)
+class Costs:
+    """What a launch takes.
+
+    cycles, loads, branches: of a core's 128 lanes, for each weight or number of a key or value. registers: of a thread,
+    on a GPU of AMD. spilled: numbers that have none.
+    """
+
+    cycles: float
+    loads: float
+    branches: float
+    registers: int
+    spilled: int
+
+
+def cost(name: str, operation: str, rest: str, selecting: frozenset[str]) -> tuple[str, float]:
+    """Return an instruction's kind and cycles; `selecting`: comparisons that only choose between values."""
+    wide = re.match(r"(?: \w+)* i64 ", rest) is not None
     if operation in ("load", "store"):
         space = re.search(r"addrspace\((\d)\)", rest)
-        return {"1": "device ", "2": "constant ", "3": "threadgroup "}.get(space[1] if space else "", "stack ") + operation, 1
+        return f"{SPACES[space[1]] if space else 'stack'} {operation}", 1
     if operation == "br":
         return ("branch", BRANCH) if rest.startswith(" i1") else ("", 0)
     if operation == "call":
-        return call(rest)
-    if operation in ("shl", "lshr", "ashr"):
-        half = re.search(r", 16$", rest) is not None
-        return ("", 1) if half and wide == 1 else ("shift", SHIFT * (2 if wide > 1 else 1))
+        return "", call(re.search(r"@([\w.]+)\(", rest))
+    if operation in SHIFTS:
+        return "", SHIFT * (1 + wide) if wide or not rest.endswith(", 16") else 1
     if operation in ("icmp", "fcmp"):
-        return "", 0 if name in selected else 1
+        return "", name not in selecting
     if operation == "fpext":
-        return "", 1 if " bfloat" in rest else 0
-    if operation in FREE:
-        return "", 0
-    cycles = CYCLES.get(operation, 1)
-    return ("conversion" if operation.endswith("fp") else "", cycles * wide)
+        return "", " bfloat" in rest
+    return "", 0 if operation in FREE else CYCLES.get(operation, 1) * (4 if wide else 1)
 
 
-def call(rest: str) -> tuple[str, float]:
-    found = re.search(r"@([\w.]+)\(", rest)
+def call(found: re.Match[str] | None) -> float:
+    """Return the cycles of a function."""
     name = found[1] if found else ""
-    simd = re.search(r"metal\d+(simd_[a-z_]+?)I", name)
-    if simd:
-        return "exchange", LANES_EXCHANGE[simd[1]]
-    if "threadgroup_barrier" in name or name == "metal_barrier":
-        return "barrier", 1
-    for known, cycles in CALLS.items():
-        if name == known or name == f"{known}f" or name.startswith(f"llvm.{known}."):
-            return "", cycles
-    return "", 0
+    if simd := re.search(r"metal\d+(simd_[a-z_]+?)I", name):
+        return LANES_EXCHANGE[simd[1]]
+    known = re.match(r"(?:llvm\.)?([a-z]+?)f?(?:\.|$)", name)
+    return CALLS.get(known[1], 0) if known else 0
+
+
+def selecting_comparisons(code: str) -> frozenset[str]:
+    """Return the names of values that only stand in front of a `select`."""
+    chosen, others = set(), set()
+    for line in code.splitlines():
+        select = re.search(r"select i1 (%[\w.]+),(.*)", line)
+        chosen.update([select[1]] if select else [])
+        others.update(re.findall(r"%[\w.]+", select[2] if select else line.split(" = ", 1)[-1]))
+    return frozenset(chosen - others)
 
 
 def blocks_of(code: str) -> tuple[str, list[Block]]:
-    """Return the code with a number for each mark, and what the marked blocks have."""
-    lines, blocks, current = [], [], None
-    chosen, others = set(), set()
-    for line in code.splitlines():
-        if " select i1 " in line:
-            chosen.update(re.findall(r"select i1 (%[\w.]+),", line))
-            others.update(re.findall(r"%[\w.]+", line.split(",", 1)[1]))
-        else:
-            others.update(re.findall(r"%[\w.]+", line.split(" = ", 1)[-1]))
-    selected = frozenset(chosen - others)
+    """Return the code with numbered marks, and what is in the blocks that have them."""
+    lines, blocks, selecting = [], [Block()], selecting_comparisons(code)
     for line in code.splitlines():
         if MARK.search(line):
-            current = Block()
-            blocks.append(current)
+            blocks.append(Block())
             line = MARK.sub(f"call void @metal_block(i32 {len(blocks) - 1})", line)
-        elif current and (found := DEFINED.match(line)):
-            kind, cycles = cost(found[1] or "", found[2], found[3], selected)
-            current.cycles += cycles
-            current.kinds[kind] += 1
-        elif line.startswith("}"):
-            current = None
+        elif found := INSTRUCTION.match(line):
+            kind, cycles = cost(found[1] or "", found[2], found[3], selecting)
+            blocks[-1].cycles += cycles
+            blocks[-1].kinds[kind] += 1
         lines.append(line)
-    declared = "declare void @metal_block(i32)\n"
-    return "\n".join(lines) + "\n" + declared, blocks
+    return "\n".join([*lines, "declare void @metal_block(i32)", ""]), blocks
 
 
-@dataclass
-class Counted:
-    """What all SIMD groups of a launch execute: cycles, and instructions by kind."""
+def marked_library(text: str) -> tuple[Path, list[Block]]:
+    """Compile a text with a mark in each block. Raises DoesNotCompile."""
+    clang, unit = found_clang(), translation_unit(text)
 
-    cycles: float
-    kinds: Mapping[str, float]
+    def make(folder: Path) -> None:
+        source, code, marked = (folder / name for name in ("kernel.cpp", "kernel.ll", "marked.ll"))
+        source.write_text(unit)
+        _run([clang, *FLAGS, *MARKED, "-S", "-emit-llvm", str(source), "-o", str(code)])
+        marked.write_text(blocks_of(code.read_text())[0])
+        link = ["-shared", "-nostdlib", str(marked), "-lgcc", "-o", str(folder / "kernel.so")]
+        _run([clang, "-O1", "-fPIC", "-w", *link])
+
+    folder = object_store.kept([_version(clang), FLAGS, MARKED, unit, SHIM / "metal_stdlib", Path(__file__)], make)
+    return folder / "kernel.so", blocks_of((folder / "kernel.ll").read_text())[1]
 
 
-class Counting:
-    """A text that counts its blocks: a stand-in for `compiler.library`."""
+def executed(text: str, made: Launch) -> Block:
+    """Return what all SIMD groups of a launch execute. Raises AssertionError where the text is at fault."""
+    library, blocks = marked_library(text)
+    prepared = made.prepared
+    inputs, options = prepared.completed(made.inputs), prepared.options
+    _load_runtime(found_clang())
+    runtime = ctypes.CDLL(None)
+    runtime.metal_count_blocks(len(blocks))
+    named, out = dict(zip(prepared.spec.input_names, inputs)), (options["output_shapes"][0], options["output_dtypes"][0])
+    report = run_text(text, named, {"out": out}, options["grid"][0], options["threadgroup"][0], compiled=library)
+    assert report.error == "", report.error
+    times = (ctypes.c_uint64 * len(blocks))()
+    runtime.metal_counted_blocks(times)
+    total = Block()
+    for block, often in zip(blocks, times):
+        total.cycles += block.cycles * often
+        total.kinds.update({kind: count * often for kind, count in block.kinds.items()})
+    return total
 
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
 
-    def library(self, text: str) -> object:
-        """Compile a text, and begin to count. Raises DoesNotCompile."""
-        clang = find_clang()
-        assert clang
-        unit = translation_unit(text)
+def registers(text: str, threads: int) -> tuple[int, int]:
+    """Return a thread's registers on a GPU of AMD, and how many numbers have none. Raises DoesNotCompile."""
+    clang, unit = found_clang(), amd_unit(text)
 
-        def make(folder) -> None:
-            source, code = folder / "kernel.cpp", folder / "kernel.ll"
-            source.write_text(unit)
-            _run([clang, *FLAGS, "-I", str(SHIM), "-S", "-emit-llvm", str(source), "-o", str(code)])
-            marked, _ = blocks_of(code.read_text())
-            (folder / "marked.ll").write_text(marked)
-            link = ["-shared", "-fPIC", "-nostdlib", str(folder / "marked.ll"), "-lgcc", "-o", str(folder / "kernel.so")]
-            _run([clang, "-O1", "-w", *link])
+    def make(folder: Path) -> None:
+        source, code = folder / "kernel.cpp", folder / "kernel.ll"
+        source.write_text(unit)
+        early = ["-mllvm", "-amdgpu-early-inline-all=1"]
+        _run([clang, *AMD, *FLAGS, *early, "-S", "-emit-llvm", str(source), "-o", str(code)])
+        size = f'"amdgpu-flat-work-group-size"="{threads},{threads}" "target-cpu"'
+        code.write_text(code.read_text().replace('"target-cpu"', size))
+        _run([clang, *AMD, "-O2", "-w", "-S", str(code), "-o", str(folder / "kernel.s")])
 
-        folder = object_store.kept([_version(clang), FLAGS, unit, SHIM / "metal_stdlib", "costs 1"], make)
-        _, self.blocks = blocks_of((folder / "kernel.ll").read_text())
-        _load_runtime(clang)
-        ctypes.CDLL(None).metal_count_blocks(len(self.blocks))
-        return folder / "kernel.so"
+    shims = [SHIM / name for name in ("metal_stdlib", "gpu_types", "gpu_lanes")]
+    folder = object_store.kept([_version(clang), FLAGS, AMD, threads, unit, *shims, Path(__file__)], make)
+    assembly = (folder / "kernel.s").read_text()
+    used = re.search(r"\.vgpr_count: +(\d+)\n +\.vgpr_spill_count: +(\d+)", assembly)
+    assert used, "LLVM does not say how many registers a kernel needs"
+    return int(used[1]), int(used[2])
 
-    def counted(self) -> Counted:
-        """Return what the launch executed."""
-        times = (ctypes.c_uint64 * len(self.blocks))()
-        ctypes.CDLL(None).metal_counted_blocks(times)
-        kinds: Counter[str] = Counter()
-        for block, often in zip(self.blocks, times):
-            for kind, count in block.kinds.items():
-                kinds[kind] += count * often
-        return Counted(sum(block.cycles * often for block, often in zip(self.blocks, times)), kinds)
+
+THREAD = "__builtin_amdgcn_workitem_id_x()"
+ATTRIBUTES = {
+    "threadgroup_position_in_grid": "uint3{__builtin_amdgcn_workgroup_id_x(), 0, 0}",
+    "thread_index_in_threadgroup": THREAD,
+    "thread_index_in_simdgroup": f"{THREAD} % 32",
+    "simdgroup_index_in_threadgroup": f"{THREAD} / 32",
+}
+
+
+def amd_unit(text: str) -> str:
+    """Return the text as a kernel of a GPU of AMD: threadgroup memory is static, attributes are asked for."""
+    body = re.sub(r"\bthreadgroup (\w+ \w+\[[^\];]*\]);", r"[[clang::loader_uninitialized]] static threadgroup \1;", text)
+    taken, given = [], []
+    for index, each in enumerate(parameters(text)):
+        if each.is_buffer:
+            taken.append(f"{each.type.replace('&', '*')} a{index}")
+            given.append(f"*a{index}" if each.type.endswith("&") else f"a{index}")
+        else:
+            given.append(ATTRIBUTES[each.name])
+    head = f'extern "C" __attribute__((amdgpu_kernel)) void entry({", ".join(taken)})'
+    return f"{PRELUDE}{body}\n{head} {{ {instance(text)}({', '.join(given)}); }}\n"
+
+
+def found_clang() -> str:
+    clang = find_clang()
+    assert clang, "clang++ 17 or later is not installed"
+    return clang
+
+
+def costs(made: Launch, numbers: int) -> Costs:
+    """Return what a launch takes for each of so many weights, or numbers of keys and values."""
+    prepared = made.prepared
+    text = generated_text(build(prepared.spec), prepared.completed(made.inputs), prepared.options)
+    total, (used, spilled) = executed(text, made), registers(text, prepared.options["threadgroup"][0])
+    each = 32 / numbers  # a SIMD group's instruction takes a quarter of a core, and has 32 of its 128 lanes
+    return Costs(total.cycles * each, total.kinds["device load"] * each, total.kinds["branch"] * each, used, spilled)
+
+
+def launches() -> Iterator[tuple[str, Launch, int]]:
+    """Yield launches by name, with what they read: bf16 weights of 8 rows, or keys and values of one head."""
+    rows, columns, keys = 8, 2048, 256
+    weight = np.random.default_rng(0).standard_normal((rows, columns)) * 0.05
+    exact, dense = encode(rounded(weight)), mx.array(weight.astype(np.float32)).astype(mx.bfloat16)
+    for vectors in (1, 4, 8, 16):
+        x = mx.ones((vectors, columns), mx.bfloat16)
+        yield f"exact, {vectors}", Product(rounded(weight), exact, x, None).launch(), rows * columns
+        yield f"dense, {vectors}", dense_launch(x, dense), rows * columns
+    yield "exact, decoded", Product(rounded(weight), exact, x, None).decoder(), rows * columns
+    yield "dense of odd rows, 4", dense_launch(x[:4, :-3], dense[:, :-3]), rows * (columns - 3)
+    for width, heads, length in ((128, 4, 1), (128, 4, 5), (128, 8, 8), (128, 8, 16), (256, 8, 16)):
+        q, k = mx.ones((1, heads, length, width), mx.bfloat16), mx.ones((1, 1, keys, width), mx.bfloat16)
+        launch = parts_launch(q, k, k, 1 / math.sqrt(width), "causal")
+        assert launch
+        yield f"attention of {width}, {heads} heads x {length}", launch, 2 * keys * width
+
+
+if __name__ == "__main__":
+    json.dump({name: asdict(costs(made, numbers)) for name, made, numbers in launches()}, sys.stdout)

@@ -294,8 +294,8 @@ OF_EXACT = {
     "another group": (MANY_EXACT, "at / (GROUP_SIZE / CODES);", "(at / (GROUP_SIZE / CODES) ^ 1);", "bound off|out-of"),
     "byte read twice": (
         MANY_EXACT,
-        "uint(high[lane]) << 8",
-        "uint(high[lane] & ((const volatile device uchar*)high)[lane]) << 8",
+        "bytes.x = high[lane];",
+        "bytes.x = high[lane] & ((const volatile device uchar*)high)[lane];",
         "exactly as often",
     ),
     "rows past the last": (
