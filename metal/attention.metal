@@ -98,6 +98,22 @@ const int packed = keys_coarse_shape[2];
 #endif
 
 const int query_step = queries_strides[3];
+// Multiply this lane's key with the queries, of which LOAD makes four numbers `held`.
+#define ADD_PRODUCTS(LOAD)                                          \
+    for (int d = 0; d < DIMS; d += 4) {                             \
+        float key[4];                                               \
+        UNROLL for (int i = 0; i < 4; i++) {                        \
+            key[i] = float(tile[lane * WIDTH + d + i]);             \
+        }                                                           \
+        UNROLL for (int q = 0; q < QUERIES; q++) {                  \
+            float held[4];                                          \
+            LOAD;                                                   \
+            UNROLL for (int i = 0; i < 4; i++) {                    \
+                weights[q] = fma(held[i], key[i], weights[q]);      \
+            }                                                       \
+        }                                                           \
+    }
+
 threadgroup T tile[TILE * WIDTH];
 int own[QUERIES];  // where a query begins; the last one where there are fewer
 float best[QUERIES];
@@ -124,18 +140,10 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
         weights[q] = 0.0f;
     }
     if (lane < count && QUERY(0) < HEADS * length) {
-        for (int d = 0; d < DIMS; d += 4) {
-            float key[4];
-            UNROLL for (int i = 0; i < 4; i++) {
-                key[i] = float(tile[lane * WIDTH + d + i]);
-            }
-            UNROLL for (int q = 0; q < QUERIES; q++) {
-                float held[4];
-                load_apart<4>(queries + own[q] + d * query_step, query_step, held);
-                UNROLL for (int i = 0; i < 4; i++) {
-                    weights[q] = fma(held[i], key[i], weights[q]);
-                }
-            }
+        if (query_step == 1) {
+            ADD_PRODUCTS(load_numbers<4>(queries + (own[q] + d), held))
+        } else {
+            ADD_PRODUCTS(load_apart<4>(queries + (own[q] + d * query_step), query_step, held))
         }
     }
     UNROLL for (int q = 0; q < QUERIES; q++) {

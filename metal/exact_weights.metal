@@ -57,7 +57,9 @@ inline void find_weights(
     const uint there = min(left, total);
     uint place = first;
     if (total == there && total <= 2 * LANES) {
-        ushort2 bytes = 0;
+        ushort2 bytes;
+        bytes.x = 0;
+        bytes.y = 0;
         if (lane < total) {
             bytes.x = high[lane];
         }

@@ -47,8 +47,11 @@ INSTRUCTION = re.compile(r"^  (?:(%[\w.]+) = )?(?:tail |notail |musttail )*(\w+)
 AMD = ["-target", "amdgcn-amd-amdhsa", "-mcpu=gfx1100", "-nogpulib", "-nostdinc", "-DMETAL_GPU"]
 
 FREE = frozenset(
-    "phi bitcast addrspacecast getelementptr extractelement insertelement extractvalue insertvalue zext trunc ptrtoint "
-    "inttoptr ret unreachable freeze sext alloca fneg shufflevector".split()
+    [
+        *("phi", "ret", "unreachable", "alloca", "getelementptr", "freeze", "fneg"),
+        *("bitcast", "addrspacecast", "ptrtoint", "inttoptr", "zext", "sext", "trunc"),
+        *("extractelement", "insertelement", "extractvalue", "insertvalue", "shufflevector"),
+    ]
 )
 CYCLES = {"mul": 4, "sitofp": 4, "uitofp": 4, "fptosi": 4, "fptoui": 4, "fptrunc": 4, "fdiv": 6, "udiv": 12, "sdiv": 12}
 SHIFTS = ("shl", "lshr", "ashr")
@@ -167,7 +170,8 @@ def executed(text: str, made: Launch) -> Block:
     _load_runtime(found_clang())
     runtime = ctypes.CDLL(None)
     runtime.metal_count_blocks(len(blocks))
-    named, out = dict(zip(prepared.spec.input_names, inputs)), (options["output_shapes"][0], options["output_dtypes"][0])
+    named = dict(zip(prepared.spec.input_names, inputs))
+    out = options["output_shapes"][0], options["output_dtypes"][0]
     report = run_text(text, named, {"out": out}, options["grid"][0], options["threadgroup"][0], compiled=library)
     assert report.error == "", report.error
     times = (ctypes.c_uint64 * len(blocks))()
@@ -211,7 +215,8 @@ ATTRIBUTES = {
 
 def amd_unit(text: str) -> str:
     """Return the text as a kernel of a GPU of AMD: threadgroup memory is static, attributes are asked for."""
-    body = re.sub(r"\bthreadgroup (\w+ \w+\[[^\];]*\]);", r"[[clang::loader_uninitialized]] static threadgroup \1;", text)
+    uninitialized = r"[[clang::loader_uninitialized]] static threadgroup \1;"
+    body = re.sub(r"\bthreadgroup (\w+ \w+\[[^\];]*\]);", uninitialized, text)
     taken, given = [], []
     for index, each in enumerate(parameters(text)):
         if each.is_buffer:
