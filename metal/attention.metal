@@ -103,7 +103,7 @@ const int query_step = queries_strides[3];
     for (int d = 0; d < DIMS; d += 4) {                             \
         float key[4];                                               \
         UNROLL for (int i = 0; i < 4; i++) {                        \
-            key[i] = float(tile[lane * WIDTH + d + i]);             \
+            key[i] = float(own_key[d + i]);                         \
         }                                                           \
         UNROLL for (int q = 0; q < QUERIES; q++) {                  \
             float held[4];                                          \
@@ -115,6 +115,7 @@ const int query_step = queries_strides[3];
     }
 
 threadgroup T tile[TILE * WIDTH];
+const threadgroup T* own_key = tile + lane * WIDTH;
 int own[QUERIES];  // where a query begins; the last one where there are fewer
 float best[QUERIES];
 float total[QUERIES];
@@ -141,9 +142,9 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     }
     if (lane < count && QUERY(0) < HEADS * length) {
         if (query_step == 1) {
-            ADD_PRODUCTS(load_numbers<4>(queries + (own[q] + d), held))
+            ADD_PRODUCTS(load_numbers<4>(queries + d + own[q], held))
         } else {
-            ADD_PRODUCTS(load_apart<4>(queries + (own[q] + d * query_step), query_step, held))
+            ADD_PRODUCTS(load_apart<4>(queries + d * query_step + own[q], query_step, held))
         }
     }
     UNROLL for (int q = 0; q < QUERIES; q++) {
@@ -167,10 +168,11 @@ for (int begin = block * BLOCK; begin < end; begin += TILE) {
     COPY(values, values_strides)
     threadgroup_barrier(mem_flags::mem_threadgroup);
     for (int key = 0; key < (QUERY(0) < HEADS * length ? count : 0); key++) {
+        const threadgroup T* value = tile + key * WIDTH;
         float values_of_key[SLICES];
         UNROLL for (int s = 0; s < SLICES; s++) {
             const int d = s * 32 + lane;
-            values_of_key[s] = DIMS % 32 == 0 || d < DIMS ? float(tile[key * WIDTH + d]) : 0.0f;
+            values_of_key[s] = DIMS % 32 == 0 || d < DIMS ? float(value[d]) : 0.0f;
         }
         UNROLL for (int q = 0; q < QUERIES; q++) {
             const float weight = simd_broadcast(weights[q], ushort(key));

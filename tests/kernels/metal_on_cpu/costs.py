@@ -18,7 +18,7 @@ import json
 import math
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -93,9 +93,17 @@ class Costs:
     spilled: int
 
 
-def cost(name: str, operation: str, rest: str, selecting: frozenset[str]) -> tuple[str, float]:
-    """Return an instruction's kind and cycles; `selecting`: comparisons that only choose between values."""
-    wide = re.match(r"(?: \w+)* i64 ", rest) is not None
+@dataclass(frozen=True)
+class Uses:
+    """Values by what uses them. selecting: comparisons that only choose. offsets: that only lead to an address."""
+
+    selecting: frozenset[str]
+    offsets: frozenset[str]
+
+
+def cost(name: str, operation: str, rest: str, uses: Uses) -> tuple[str, float]:
+    """Return an instruction's kind and cycles. Offsets have 32 bits on a GPU."""
+    wide = re.match(r"(?: \w+)* i64 ", rest) is not None and name not in uses.offsets
     if operation in ("load", "store"):
         space = re.search(r"addrspace\((\d)\)", rest)
         return f"{SPACES[space[1]] if space else 'stack'} {operation}", 1
@@ -106,7 +114,7 @@ def cost(name: str, operation: str, rest: str, selecting: frozenset[str]) -> tup
     if operation in SHIFTS:
         return "", SHIFT * (1 + wide) if wide or not rest.endswith(", 16") else 1
     if operation in ("icmp", "fcmp"):
-        return "", name not in selecting
+        return "", name not in uses.selecting
     if operation == "fpext":
         return "", " bfloat" in rest
     return "", 0 if operation in FREE else CYCLES.get(operation, 1) * (4 if wide else 1)
@@ -121,28 +129,36 @@ def call(found: re.Match[str] | None) -> float:
     return CALLS.get(known[1], 0) if known else 0
 
 
-def selecting_comparisons(code: str) -> frozenset[str]:
-    """Return the names of values that only stand in front of a `select`."""
-    chosen, others = set(), set()
-    for line in code.splitlines():
-        select = re.search(r"select i1 (%[\w.]+),(.*)", line)
+def uses_in(function: str) -> Uses:
+    """Return what uses the values of a function."""
+    chosen, others, users = set(), set(), defaultdict(set)
+    for line in function.splitlines():
+        defined, _, rest = line.strip().rpartition(" = ")
+        select = re.match(r"select i1 (%[\w.]+),(.*)", rest)
         chosen.update([select[1]] if select else [])
-        others.update(re.findall(r"%[\w.]+", select[2] if select else line.split(" = ", 1)[-1]))
-    return frozenset(chosen - others)
+        others.update(re.findall(r"%[\w.]+", select[2] if select else rest))
+        for name in re.findall(r"%[\w.]+", rest):
+            users[name].add("address" if rest.startswith("getelementptr") else defined or "other")
+    offsets = {"address"}
+    while found := {name for name, by in users.items() if by <= offsets} - offsets:
+        offsets |= found
+    return Uses(frozenset(chosen - others), frozenset(offsets))
 
 
 def blocks_of(code: str) -> tuple[str, list[Block]]:
     """Return the code with numbered marks, and what is in the blocks that have them."""
-    lines, blocks, selecting = [], [Block()], selecting_comparisons(code)
-    for line in code.splitlines():
-        if MARK.search(line):
-            blocks.append(Block())
-            line = MARK.sub(f"call void @metal_block(i32 {len(blocks) - 1})", line)
-        elif found := INSTRUCTION.match(line):
-            kind, cycles = cost(found[1] or "", found[2], found[3], selecting)
-            blocks[-1].cycles += cycles
-            blocks[-1].kinds[kind] += 1
-        lines.append(line)
+    lines, blocks = [], [Block()]
+    for function in re.split(r"^(?=define )", code, flags=re.MULTILINE):
+        uses = uses_in(function)
+        for line in function.splitlines():
+            if MARK.search(line):
+                blocks.append(Block())
+                line = MARK.sub(f"call void @metal_block(i32 {len(blocks) - 1})", line)
+            elif found := INSTRUCTION.match(line):
+                kind, cycles = cost(found[1] or "", found[2], found[3], uses)
+                blocks[-1].cycles += cycles
+                blocks[-1].kinds[kind] += 1
+            lines.append(line)
     return "\n".join([*lines, "declare void @metal_block(i32)", ""]), blocks
 
 
