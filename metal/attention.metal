@@ -17,8 +17,9 @@
 //     (B, KV, positions, groups) T. The positions are all S, or with ENTRIES a multiple of TILE.
 //     out (B, H, L, blocks, D + 2) float: of each query and block the sum of exp(score - best) value over the keys that it
 //     sees, the sum of exp(score - best), and best.
-// Macros: DIMS, a multiple of 4; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING, elements between keys
-//     in threadgroup memory, so that lanes find theirs in different banks; TILE, 32; ENTRIES; PLANES, 0 to 2.
+// Macros: DIMS, a multiple of 4; HEADS; BLOCK; QUERIES, of a SIMD group at most; SIMD_GROUPS; CAUSAL; MASKED; PADDING,
+//     elements between keys in threadgroup memory, so that lanes find theirs in different banks; TILE, 32; ENTRIES; PLANES,
+//     0 to 2.
 // The grid is whole threadgroups of SIMD_GROUPS * 32 threads: of each sequence, KV head, part of its heads, and block.
 
 enum { SLICES = (DIMS + 31) / 32, WIDTH = DIMS + PADDING };

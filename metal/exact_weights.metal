@@ -20,8 +20,8 @@ inline float float_of(ushort bits) {
     return as_type<float>(halves);
 }
 
-// Code i of a word, as a number. Where the code lies in its half of the word, it is part of the significand of a number that is
-// large enough for the code to count ones; that number is subtracted.
+// Code i of a word, as a number. Where the code lies in its half of the word, it is part of the significand of a number that
+// is large enough for the code to count ones; that number is subtracted.
 inline float code_value(uint word, int i) {
     const int place = i % 4 * CODE_BITS;
     const uint large = (127u + 23 - place) << 23;  // 2^(23 - place)

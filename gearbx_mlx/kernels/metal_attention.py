@@ -24,8 +24,8 @@ ROPE_THREADS = 64
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
 SIMD_GROUPS = 8
-# Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread of Apple's
-# cores has 128 registers, and addresses, keys and queries need as many again (metal/README.md).
+# Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
+# registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
 MOST_KEPT = 48
 TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
 JOIN_THREADS = 64
