@@ -287,7 +287,12 @@ OF_EXACT = {
     "zero cell wider": (MANY_EXACT, "fabs(scale) * 0.5f", "fabs(scale) * 1.5f", "bound off"),
     "another code": (ONE_EXACT, "code_value(word, i)", "code_value(word, i ^ 1)", "bound off"),
     "low byte of another weight": (ONE_EXACT, "two.y, lows[i])", "two.y, lows[i ^ 1])", "bound off"),
-    "low bytes of other columns": (MANY_EXACT, "(low + size_t(unit)", "(low + 1 + size_t(unit)", "off|out-of"),
+    "low bytes of other columns": (
+        MANY_EXACT,
+        "packed_uchar4*)low + unit",
+        "packed_uchar4*)low + 1 + unit",
+        "off|out-of",
+    ),
     "bytes swapped": (MANY_EXACT, "(near ? high : far) | low", "near ? low << 8 | high >> 8 : far | low", "bound off"),
     "first byte of each lane alone": (MANY_EXACT, "place < LANES ? two.x : two.y", "two.x", "bound off"),
     "too many bytes for two of each lane": (MANY_EXACT, "total <= 2 * LANES", "true", "bound off"),
@@ -332,8 +337,8 @@ def test_mutation_of_exact_weights_is_caught(name):
 OF_LIES = {
     "end of high forgotten": (
         "past the end",
-        "min(offsets[row_of[r] + 1], uint(high_bytes))",
-        "offsets[row_of[r] + 1]",
+        "min(offsets[row + 1], uint(high_bytes))",
+        "offsets[row + 1]",
         "out-of-bounds",
     ),
     "places not checked": ("past the end", "near && place < there", "near", "out-of-bounds"),
