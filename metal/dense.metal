@@ -14,10 +14,11 @@ const int columns = sizes[1];
 const int lane = thread_index_in_simdgroup;
 const int first_row = (threadgroup_position_in_grid.x * SIMD_GROUPS + simdgroup_index_in_threadgroup) * ROWS;
 
+// The part of a row that is this lane's.
 #if RAGGED
-#define OR_ZERO(i, value) ((i) < columns ? float(value) : 0.0f)
+#define LOAD(row, to) load_rest<CHUNK>((row) + k, columns - k, to)
 #else
-#define OR_ZERO(i, value) float(value)
+#define LOAD(row, to) load_numbers<CHUNK>((row) + k, to)
 #endif
 
 float sums[ROWS][VECTORS];
@@ -30,15 +31,20 @@ UNROLL for (int r = 0; r < ROWS; r++) {
 for (int k = lane * CHUNK; k < columns; k += 32 * CHUNK) {
     float weights[ROWS][CHUNK];
     UNROLL for (int r = 0; r < ROWS; r++) {
-        UNROLL for (int i = 0; i < CHUNK; i++) {
-            weights[r][i] = first_row + r < rows ? OR_ZERO(k + i, weight[size_t(first_row + r) * columns + k + i]) : 0.0f;
+        if (first_row + r < rows) {
+            LOAD(weight + size_t(first_row + r) * columns, weights[r]);
+        } else {
+            UNROLL for (int i = 0; i < CHUNK; i++) {
+                weights[r][i] = 0.0f;
+            }
         }
     }
     UNROLL for (int v = 0; v < VECTORS; v++) {
+        float held[CHUNK];
+        LOAD(x + v * columns, held);
         UNROLL for (int i = 0; i < CHUNK; i++) {
-            const float x_value = OR_ZERO(k + i, x[v * columns + k + i]);
             UNROLL for (int r = 0; r < ROWS; r++) {
-                sums[r][v] = fma(weights[r][i], x_value, sums[r][v]);
+                sums[r][v] = fma(weights[r][i], held[i], sums[r][v]);
             }
         }
     }

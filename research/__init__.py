@@ -12,6 +12,6 @@ MODULES = (
     *("lossless", "shapes", "experts", "batches", "decoding_costs", "hybrids", "disk", "products", "threads"),
     *("conservation", "processes", "llama_cpp", "owned", "pictures", "evidence", "fidelity", "launches"),
     *("energy", "kernels", "token", "server", "policies", "policy_regret", "final_answers", "pair", "starts"),
-    *("real_models", "mac"),
+    *("real_models", "mac", "metal_texts"),
 )
 sys.path.append(str(ROOT / "scripts"))  # pages, which the tools of the project use too

@@ -78,7 +78,7 @@ class MetalKernel(Protocol):
 class TextKernel:
     """A kernel made of one text of metal/, its T and the macros that specialize it; other fields as in `MetalKernel`.
 
-    library: a second text of metal/, with functions that the first one calls; "" for none.
+    libraries: further texts of metal/, with functions that the first one calls.
     """
 
     text: str
@@ -87,7 +87,7 @@ class TextKernel:
     macros: tuple[tuple[str, int], ...]
     strided: bool = False
     read_once: tuple[str, ...] = ()
-    library: str = ""
+    libraries: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ class TextKernel:
 
     @property
     def header(self) -> str:
-        return definitions(dict(self.macros), self.dtype) + (source_text(self.library) if self.library else "")
+        return definitions(dict(self.macros), self.dtype) + "".join(map(source_text, self.libraries))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,9 @@ ROPE_THREADS = 64
 
 BLOCK = 128  # keys of a threadgroup: predicted to be enough work for one, and few enough to use many
 SIMD_GROUPS = 8
-MOST_QUERIES = 16 * SIMD_GROUPS  # of a threadgroup; a SIMD group keeps the sums of its own in registers
+# Numbers that a lane keeps of its SIMD group's queries: of each its sums, and best, total and weight. A thread has 128
+# registers on Apple's cores, and addresses, keys and queries need as many again (metal/README.md).
+MOST_KEPT = 48
 TILE, TILE_BYTES = 32, 32 * 1024  # keys in threadgroup memory at a time, and its size
 JOIN_THREADS = 64
 CONTEXTS = 1024  # lengths of the KV cache, in blocks, for which launches are kept
@@ -40,12 +42,12 @@ Arrays = Sequence[mx.array]  # of keys, or of values: one plane or two, scales, 
 class Entries:
     """How keys and values lie in the KV cache, as buffers and macros of metal/attention.metal.
 
-    arrays: names of the buffers, of keys and of values. macros: names and values. library: a text with their functions.
+    arrays: names of the buffers, of keys and of values. macros: names and values. libraries: texts with functions.
     """
 
     arrays: tuple[str, ...] = ("keys", "values")
     macros: tuple[tuple[str, int], ...] = (("ENTRIES", 1), ("PLANES", 0))
-    library: str = ""
+    libraries: tuple[str, ...] = ("loads",)
 
 
 DENSE = Entries()
@@ -70,8 +72,8 @@ def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: m
 
 
 def fits_tile(width: int, dtype: mx.Dtype) -> bool:
-    """Whether a tile of heads of this width fits threadgroup memory."""
-    return TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
+    """Return whether a tile of heads of this width, taken four numbers at a time, fits threadgroup memory."""
+    return width % 4 == 0 and TILE * (width + padding(dtype)) * dtype.size <= TILE_BYTES
 
 
 def padding(dtype: mx.Dtype) -> int:
@@ -127,7 +129,7 @@ def _parts_prepared(
 ) -> Prepared:
     """For queries of this shape and type; keys in so many blocks; `hides`: "causal", "some" for a mask, or None."""
     batch, heads, length, width = shape
-    own_heads = heads_together(heads // kv_heads, length)
+    own_heads = heads_together(heads // kv_heads, length, width)
     masked = hides == "some"
     macros = {
         "DIMS": width,
@@ -150,16 +152,25 @@ def _parts_prepared(
         (*macros.items(), *entries.macros),
         strided=True,
         read_once=once,
-        library=entries.library,
+        libraries=entries.libraries,
     )
     threadgroups, threadgroup = batch * heads // own_heads * blocks, SIMD_GROUPS * LANES
     sums = (batch, heads, length, blocks, width + 2)
     return Prepared(kernel, options(threadgroups * threadgroup, threadgroup, sums, mx.float32), (mx.array(scale),))
 
 
-def heads_together(heads: int, length: int) -> int:
-    """How many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries."""
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= MOST_QUERIES))
+def heads_together(heads: int, length: int, width: int) -> int:
+    """Return how many query heads of a KV head a threadgroup computes: all of them, if it has room for their queries.
+
+    Else keys and values are read by several threadgroups, and all but the first find most of them in a cache.
+    """
+    most = queries_of_a_group(width) * SIMD_GROUPS
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * length <= most))
+
+
+def queries_of_a_group(width: int) -> int:
+    """Return how many queries of this width a SIMD group computes at most: a power of two."""
+    return 2 ** int(math.log2(MOST_KEPT // (math.ceil(width / LANES) + 3)))
 
 
 def joined(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
@@ -317,7 +328,7 @@ def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entri
         "GROUP": group_size,
     }
     arrays = tuple(name + part for name in ("keys", "values") for part in parts)
-    return Entries((*(("keys", "values") if entries else ()), *arrays), tuple(macros.items()), "kv_planes")
+    return Entries((*(("keys", "values") if entries else ()), *arrays), tuple(macros.items()), ("loads", "kv_planes"))
 
 
 def takes_rope(x: mx.array) -> bool:

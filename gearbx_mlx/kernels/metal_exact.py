@@ -13,12 +13,14 @@ import mlx.core as mx
 
 from ..errors import GearbxError
 from .exact import CODE_BITS, ExactMatrix
-from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text, variant_named
+from .metal import Launch, PackedLayout, Prepared, Variant, options, places_of_few, source_text
 from .metal_products import GROUP_SIZES, Spec, check_product, named, product_launch, threads
 
 TILE = 2**22  # weights that are decoded at a time
 MOST_BYTES = 2**31 - 1  # of `high`; kernels get numbers of 32 bits
-DECODER = Variant("registers", 2, 1)
+CODES = 8  # that a lane reads at a time: a word
+# Two rows of a SIMD group share activations, and a sum over its lanes; four would take twice the registers.
+PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 
 @functools.cache
@@ -28,6 +30,7 @@ def exact_layout(group_size: int) -> PackedLayout:
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
         arrays=("codes", "scales", "biases", "low", "high", "offsets"),
+        codes=CODES,
         macros=named(SIGN_BITS=0, GROUP_SIZE=group_size, CODE_BITS=CODE_BITS),
     )
 
@@ -52,7 +55,7 @@ class ExactSpec(Spec):
     @property
     def header(self) -> str:
         """The macros that specialize metal/exact.metal, and the functions that it calls."""
-        return super().header + source_text("exact_weights")
+        return super().header + source_text("loads") + source_text("exact_weights")
 
 
 def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None) -> Launch:
@@ -73,8 +76,7 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
     rows, columns = _shape(matrix)
     check_product(x, rows, columns, bias)
     vectors = x.size // columns
-    variant = variant_named("registers", layout.bits, vectors)
-    spec = ExactSpec(layout, vectors, variant, bias is not None, x.dtype)
+    spec = ExactSpec(layout, vectors, PRODUCT, bias is not None, x.dtype)
     inputs = [x, *matrix.arrays, *([] if bias is None else [bias])]
     return product_launch(spec, inputs, [rows, columns, matrix.high.size, rows])
 

@@ -404,7 +404,8 @@ def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tup
         "CHUNK": CHUNK,
         "RAGGED": int(columns % CHUNK != 0),
     }
-    kernel = TextKernel("dense", dtype, ("x", "weight", "sizes"), tuple(macros.items()), read_once=("weight",))
+    names = ("x", "weight", "sizes")
+    kernel = TextKernel("dense", dtype, names, tuple(macros.items()), read_once=("weight",), libraries=("loads",))
     threadgroup = SIMD_GROUPS * LANES
     threadgroups = math.ceil(rows / (SIMD_GROUPS * rows_each))
     how = options(threadgroups * threadgroup, threadgroup, (*shape[:-1], rows), dtype)

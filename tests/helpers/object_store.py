@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import platformdirs
@@ -45,5 +46,6 @@ def kept(made_of: Iterable[object], make: Callable[[Path], None]) -> Path:
 def forget_unused() -> None:
     """Remove what no test has used in a month."""
     for folder in FOLDER.glob("*"):
-        if folder.stat().st_mtime < time.time() - DAYS * 86400:
-            shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
+        with suppress(FileNotFoundError):  # another process has renamed or removed it
+            if folder.stat().st_mtime < time.time() - DAYS * 86400:
+                shutil.rmtree(folder) if folder.is_dir() else folder.unlink()

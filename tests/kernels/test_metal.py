@@ -417,10 +417,11 @@ def test_attention_refuses_what_it_cannot_compute(given):
 
 
 @pytest.mark.parametrize(
-    ("heads", "length", "together"), [(4, 16, 4), (8, 16, 8), (12, 16, 6), (71, 16, 1), (71, 1, 71)]
+    ("heads", "length", "width", "together"),
+    [(4, 16, 64, 4), (8, 16, 64, 4), (12, 5, 64, 12), (71, 16, 64, 1), (8, 4, 128, 8), (8, 16, 128, 2), (8, 5, 256, 4)],
 )
-def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, together):
-    assert heads_together(heads, length) == together
+def test_a_threadgroup_has_no_more_queries_than_it_has_room_for(heads, length, width, together):
+    assert heads_together(heads, length, width) == together
 
 
 def test_experts_of_a_verification_are_multiplied_one_by_one_on_metal(monkeypatch):

@@ -9,9 +9,9 @@ from exact_reference import as_float
 
 from gearbx_mlx.kernels.exact import ExactMatrix
 from gearbx_mlx.kernels.metal import Launch
-from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch
+from gearbx_mlx.kernels.metal_exact import decode_launch, exact_launch, exact_layout
 
-from .checks import CODES, SMALLEST, UNIT, each
+from .checks import SMALLEST, UNIT, each
 from .checks import exact as float64
 from .launch import Report
 
@@ -117,7 +117,8 @@ def fault(case: ExactCase, p: Product, report: Report) -> str:
     y, terms = x @ weight.T, np.abs(x) @ np.abs(weight).T
     if p.bias is not None:
         y, terms = y + float64(p.bias), terms + np.abs(float64(p.bias))
-    roundings = case.columns / (32 * CODES) + CODES + 5 + 2  # steps of a lane, terms of a step, lanes, the bias
+    codes = exact_layout(case.group).codes
+    roundings = case.columns / (32 * codes) + codes + 5 + 2  # steps of a lane, terms of a step, lanes, the bias
     bound = roundings * 2.0**-24 * terms + UNIT[case.dtype] * np.abs(y) + SMALLEST[case.dtype]
     off = np.abs(report.out[0] - y) / bound
     if not (off <= 1).all():
@@ -131,7 +132,7 @@ def access_fault(p: Product, report: Report, bias_reads: int = 0) -> str:
         return "outputs are not written exactly once"
     packed, begins = p.packed, np.full(len(p.packed.offsets), 64)
     begins[[0, -1]] = 32  # each lane reads the offsets at which a row's bytes begin and end
-    numbers = packed.group // CODES
+    numbers = packed.group // exact_layout(packed.group).codes
     wanted = {
         "codes": each(mx.array(packed.codes), 1),
         "scales": each(mx.array(packed.scales), numbers),

@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -116,6 +117,7 @@ def run_text(
     threadgroup: int,
     order: int = 0,
     schedule: int = 0,
+    compiled: Path | None = None,
 ) -> Report:
     """Runs a kernel's text.
 
@@ -123,6 +125,7 @@ def run_text(
         inputs: arrays and whole numbers, by name. outputs: shape and type, by name.
         grid: threads in all. threadgroup: threads of one; the last one may be partial, as with Metal.
         order: of reductions, 0 to 2. schedule: any number; it sets the order of threads between barriers.
+        compiled: the text's library, if it is not the one of `compiler.library`.
     """
 
     def memory(name: str) -> _Memory:
@@ -138,7 +141,7 @@ def run_text(
     buffers = (_Buffer * len(names))(*(m.described() for m in memories.values()))
     pointers = (ctypes.c_void_p * len(names))(*(b.data for b in buffers))
     job = _Job(grid, threadgroup, order, schedule, len(names), buffers, GUARD)
-    ctypes.CDLL(str(library(text))).run(ctypes.byref(job), pointers)
+    ctypes.CDLL(str(compiled or library(text))).run(ctypes.byref(job), pointers)
     return Report(
         error=job.message.decode(),
         out=[_from_bytes(memories[name].bytes.copy(), *outputs[name]) for name in outputs],

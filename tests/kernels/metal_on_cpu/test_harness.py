@@ -1,5 +1,6 @@
 """The harness itself: it computes correctly, and sees each kind of fault in small kernels."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from conftest import PATHS
 
 from gearbx_mlx.kernels.metal import Launch, build
-from gearbx_mlx.kernels.metal_attention import parts_launch
+from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
 from gearbx_mlx.kernels.metal_products import dense_launch
 
 from .cases import Case, launch, problem
@@ -19,7 +20,7 @@ from .conftest import NOT_CHECKED
 from .exact_cases import ExactCase, product
 from .launch import Report, run_call
 from .test_mutations import changer
-from .text import generated_text
+from .text import generated_text, parameters
 
 KERNELS, ROOT = Path(__file__).parents[1], Path(__file__).parents[3]
 
@@ -172,6 +173,15 @@ LAUNCHES = {
 }
 
 
+WITHOUT_ARRAYS = {
+    "attention joined": lambda: join_launch(mx.zeros((1, 4, 3, 2, 42)), mx.float16),
+    "rotary positions": lambda: rope_launch(QUERIES, mx.zeros((8,)), 5, False, 1.0),
+}
+ATTRIBUTE = re.compile(
+    r"\b\w+_(?:in|per)_(?:grid|threadgroup|simdgroup|quadgroup)\b|\bgrid_\w+|\bthread_execution_width\b"
+)
+
+
 def text_of(made: Launch) -> str:
     prepared = made.prepared
     return generated_text(build(prepared.spec), prepared.completed(made.inputs), prepared.options)
@@ -184,6 +194,15 @@ def test_loops_can_be_unrolled(name):
     text = text_of(LAUNCHES[name]())
     assert text.count("UNROLL for") > 3
     unroll(text)
+
+
+@pytest.mark.parametrize("name", LAUNCHES | WITHOUT_ARRAYS)
+def test_a_text_declares_each_attribute_that_it_names(name):
+    """MLX declares those that it finds in a kernel's body; it does not look into the header."""
+    text = text_of((LAUNCHES | WITHOUT_ARRAYS)[name]())
+    declared = {each.name for each in parameters(text) if not each.is_buffer}
+    assert {*ATTRIBUTE.findall(text)} == declared
+    assert declared
 
 
 @pytest.mark.clang

@@ -261,57 +261,61 @@ def test_mistake_does_not_compile(name):
 ONE_EXACT = ExactCase(13, 1056, 32, bias=True)
 MANY_EXACT = ExactCase(13, 640, vectors=5, dtype=mx.float32)
 
-LONE_COUNT = "uint before = 0; if (inside) before = simd_prefix_exclusive_sum(bytes);"
+LONE_COUNT = "uint before = 0; if (inside) before = simd_prefix_exclusive_sum(near);"
 
 # name: case, the text, its replacement, what the checks report
 OF_EXACT = {
-    "last step left out": (ONE_EXACT, "step < columns;", "step + LANES * CODES <= columns;", "bound off"),
+    "last step left out": (ONE_EXACT, "step < units;", "step + LANES <= units;", "bound off"),
     "one step too many": (
         ONE_EXACT,
-        "const bool inside = k < columns",
-        "const bool inside = k <= columns",
+        "const bool inside = at < units",
+        "const bool inside = at <= units",
         "out-of-bounds|off",
     ),
-    "lanes do not count together": (ONE_EXACT, "next[r] + before;", "next[r];", "bound off"),
-    "steps do not count together": (
-        ONE_EXACT,
-        "next[r] += simd_broadcast(before + bytes, LANES - 1);",
-        "",
-        "bound off",
-    ),
-    "bytes of the last lane forgotten": (ONE_EXACT, "before + bytes, LANES - 1", "before, LANES - 1", "bound off"),
-    "counted up to another lane": (ONE_EXACT, "before + bytes, LANES - 1", "before + bytes, LANES - 2", "bound off"),
+    "lanes do not count together": (ONE_EXACT, "first = as_type<ushort2>(before)[r];", "first = 0;", "bound off"),
+    "rows count together": (ONE_EXACT, "ushort2>(before)[r]", "ushort2>(before)[1 - r]", "bound off"),
+    "steps do not count together": (ONE_EXACT, "next[r] += total;", "", "bound off"),
+    "bytes of the last lane forgotten": (ONE_EXACT, "(before + near, LANES - 1)", "(before, LANES - 1)", "bound off"),
+    "counted up to another lane": (ONE_EXACT, "(before + near, LANES - 1)", "(before + near, LANES - 2)", "bound off"),
     "counted by lanes with columns only": (
         ONE_EXACT,
-        "const uint before = simd_prefix_exclusive_sum(bytes);",
+        "const uint before = simd_prefix_exclusive_sum(near);",
         LONE_COUNT,
         "divergence",
     ),
     "window elsewhere": (ONE_EXACT, "WINDOW = 144", "WINDOW = 16", "bound off"),
     "zero cell wider": (MANY_EXACT, "fabs(scale) * 0.5f", "fabs(scale) * 1.5f", "bound off"),
-    "low bits of another weight": (ONE_EXACT, "i * LOW_BITS)", "(i ^ 1) * LOW_BITS)", "bound off"),
-    "low bits of other columns": (
+    "another code": (ONE_EXACT, "code_value(word, i)", "code_value(word, i ^ 1)", "bound off"),
+    "low byte of another weight": (ONE_EXACT, "two.y, lows[i])", "two.y, lows[i ^ 1])", "bound off"),
+    "low bytes of other columns": (
         MANY_EXACT,
-        "device ushort*)low + unit *",
-        "device ushort*)low + 1 + unit *",
+        "packed_uchar4*)low + unit",
+        "packed_uchar4*)low + 1 + unit",
         "off|out-of",
     ),
-    "bytes swapped": (MANY_EXACT, "uint(high[at]) << 8 | low", "low << 8 | uint(high[at])", "bound off"),
-    "another group": (MANY_EXACT, "unit * CODES / GROUP_SIZE;", "(unit * CODES / GROUP_SIZE) ^ 1;", "bound off|out-of"),
+    "bytes swapped": (MANY_EXACT, "(near ? high : far) | low", "near ? low << 8 | high >> 8 : far | low", "bound off"),
+    "first byte of each lane alone": (MANY_EXACT, "place < LANES ? two.x : two.y", "two.x", "bound off"),
+    "too many bytes for two of each lane": (MANY_EXACT, "total <= 2 * LANES", "true", "bound off"),
+    "another group": (MANY_EXACT, "at / (GROUP_SIZE / CODES);", "(at / (GROUP_SIZE / CODES) ^ 1);", "bound off|out-of"),
     "byte read twice": (
         MANY_EXACT,
-        "uint(high[at]) << 8",
-        "uint(high[at] & ((const volatile device uchar*)high)[at]) << 8",
+        "bytes.x = high[lane];",
+        "bytes.x = high[lane] & ((const volatile device uchar*)high)[lane];",
         "exactly as often",
     ),
-    "rows past the last": (ONE_EXACT, "        if (first_row + r < rows) {", "        if (true) {", "out-of-bounds"),
+    "rows past the last": (
+        ONE_EXACT,
+        "        if (inside && first_row + r < rows) {\n            const uint unit",
+        "        if (inside) {\n            const uint unit",
+        "out-of-bounds",
+    ),
     "offsets past the last": (
         ONE_EXACT,
         "const bool there = first_row + r < rows;",
         "const bool there = true;",
         "out-of-bounds",
     ),
-    "wrong vector": (MANY_EXACT, "x[v * columns", "x[columns", "bound off"),
+    "wrong vector": (MANY_EXACT, "x + v * columns", "x + columns", "bound off"),
     "step added to another row": (MANY_EXACT, "weights[r][i], held", "weights[0][i], held", "bound off"),
     "lanes not summed": (ONE_EXACT, "simd_sum(sums[r][v])", "sums[r][v]", "bound off"),
     "all lanes write": (ONE_EXACT, "lane == 0 && row < rows", "row < rows", "exactly once"),
@@ -333,12 +337,12 @@ def test_mutation_of_exact_weights_is_caught(name):
 OF_LIES = {
     "end of high forgotten": (
         "past the end",
-        "min(offsets[row_of[r] + 1], uint(high_bytes))",
-        "offsets[row_of[r] + 1]",
+        "min(offsets[row + 1], uint(high_bytes))",
+        "offsets[row + 1]",
         "out-of-bounds",
     ),
-    "places not checked": ("past the end", "at <= end[r] && bytes <= end[r] - at", "true", "out-of-bounds"),
-    "row runs into the next": ("one byte short", "bytes <= end[r] - at", "bytes <= high_bytes - at", "a number"),
+    "places not checked": ("past the end", "near && place < there", "near", "out-of-bounds"),
+    "row runs into the next": ("one byte short", "left[r] -= min(left[r], total);", "", "a number"),
     "no number is a zero": ("empty", "NOT_A_NUMBER = 0x7fc0", "NOT_A_NUMBER = 0", "a number"),
 }
 

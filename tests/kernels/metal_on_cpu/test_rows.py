@@ -52,8 +52,8 @@ ORDER_BY_ROWS = {
     "dense": (
         "high",
         "dense",
-        "sums[r][v] = fma(weights[r][i], x_value, sums[r][v]);",
-        "sums[r][v] = VECTORS > 1 ? weights[r][i] * x_value + sums[r][v] : fma(weights[r][i], x_value, sums[r][v]);",
+        "sums[r][v] = fma(weights[r][i], held[i], sums[r][v]);",
+        "sums[r][v] = VECTORS > 1 ? weights[r][i] * held[i] + sums[r][v] : fma(weights[r][i], held[i], sums[r][v]);",
     ),
     "packed": (
         "mid",
@@ -65,13 +65,13 @@ ORDER_BY_ROWS = {
     "attention": (
         "high",
         "attention",
-        "fma(float(QUERY_AT(q, d)), float(tile[lane * WIDTH + d]), score)",
-        "fma(float(QUERY_AT(q, d ^ CAUSAL)), float(tile[lane * WIDTH + (d ^ CAUSAL)]), score)",
+        "weights[q] = fma(held[i], key[i], weights[q]);",
+        "weights[q] = fma(held[i ^ CAUSAL], key[i ^ CAUSAL], weights[q]);",
     ),
 }
 TO_SCORES = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        weights[q] = 0.0f;"
 TO_VALUES = "\n    COPY(values"
-TO_SUMS = "\n    UNROLL for (int q = 0; q < QUERIES; q++) {\n        for (int key"
+TO_SUMS = "\n    for (int key"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 ATTENTION = {  # mistakes: the text, its replacement
     "no barrier before the scores": (BARRIER + TO_SCORES, TO_SCORES),

@@ -64,6 +64,8 @@ jmp_buf scheduler;
 int current = -1;
 std::function<void(int)> body;
 unsigned char exchanged[1024 / LANES][LANES][16];
+std::vector<std::vector<uint32_t>> visits;  // of each block of a text that is counted (costs.py): by thread
+std::vector<uint64_t> executed;             // and by SIMD groups, which go through a block as often as their busiest lane
 char* arena;
 std::vector<Shadow> shadow;
 std::vector<Variable> variables;
@@ -245,6 +247,17 @@ void run_threadgroup(int size) {
     if (waiting && !job->errors) report_divergence(size);
 }
 
+void count_visits(int size) {
+    for (size_t block = 0; block < visits.size(); block++) {
+        std::vector<uint32_t>& of_threads = visits[block];
+        for (int from = 0; from < size; from += LANES) {
+            const auto begin = of_threads.begin() + from;
+            executed[block] += *std::max_element(begin, begin + std::min(LANES, size - from));
+        }
+        std::fill(of_threads.begin(), of_threads.end(), 0);
+    }
+}
+
 void forget_threadgroup_memory() {
     if (shadow.empty()) shadow.resize(ARENA), memset(arena, 0xFF, ARENA);
     std::fill_n(shadow.begin(), used_arena(), Shadow{});
@@ -307,8 +320,23 @@ void metal_run(Job* the_job, Kernel kernel, void** arguments) {
         };
         forget_threadgroup_memory();
         run_threadgroup(size);
+        count_visits(size);
     }
 }
+
+void metal_block(uint32_t block) {
+    if (current >= 0) visits[block][current]++;
+}
+
+// Count the blocks of the kernel that runs next.
+void metal_count_blocks(uint32_t blocks) {
+    visits.assign(blocks, std::vector<uint32_t>(1024));
+    executed.assign(blocks, 0);
+}
+
+void metal_counted_blocks(uint64_t* into) { std::copy(executed.begin(), executed.end(), into); }
+
+void __sanitizer_cov_trace_pc_guard_init(uint32_t*, uint32_t*) {}
 
 // What clang's instrumentation calls before each load and store, and for undefined behaviour.
 #define TRACED(size)                                                        \
