@@ -35,9 +35,9 @@ MOST_MACHINES = 16  # a new version of MLX makes another one
 MATVEC, EXACT, DENSE, ATTENTION, ROPE = TEXTS = ("matvec", "exact", "dense", "attention", "rope")
 PARTS = {  # a text's files of metal/
     MATVEC: ("matvec", "codes"),
-    EXACT: ("exact", "exact_weights", "codes"),
-    DENSE: ("dense",),
-    ATTENTION: ("attention", "attention_join", "kv_planes"),
+    EXACT: ("exact", "exact_weights", "codes", "loads"),
+    DENSE: ("dense", "loads"),
+    ATTENTION: ("attention", "attention_join", "kv_planes", "loads"),
     ROPE: ("rope",),
 }
 
