@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..decoding.mode import Mode, refuse_draft_model
+from ..decoding.mode import Mode, check_draft_model
 from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, made
 from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
@@ -134,8 +134,7 @@ class GearedChat:
             raise GearbxError(f"mode '{mode.name}' needs gears, and {self._why}")
         check_mode(mode.name, self.modes)
         check_governing(self._settings, mode.name)
-        if mode.name == KICKDOWN:
-            refuse_draft_model(mode.name, self._keywords)
+        check_draft_model(mode.name, self._keywords["draft_model"])
         check_in_ladder(flags, self._geared.gearbox.ladder)
         if mode.name == KICKDOWN or getattr(mode, "thresholds", AUTO) != AUTO:
             mode.settled(self._geared.gearbox, self.tokenizer, None)

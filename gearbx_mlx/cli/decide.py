@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
-from ..decoding.mode import SAME, Mode
+from ..decoding.mode import SAME, Mode, check_draft_model
 from ..decoding.modes import (
     KICKDOWN,
     LOSSLESS,
@@ -174,6 +174,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     mode, by, asked = choose_mode(settings, layout, saved)
     check_flags(mode, settings.mode.given(), several_modes)
     check_governing(settings, mode)
+    check_draft_model(mode, settings.cache.draft_model)
     if settings.cache.kv_gears is not None:
         check_kv_mode(mode, None)
     if model is not None and without_gears(model):
@@ -272,8 +273,6 @@ def check_governing(settings: GearedSettings, mode: str) -> None:
     flag = "--residency with a size" if settings.controller.target_tps is None else "--target-tps"
     if reason := mode_class(mode).uncapped:
         raise GearbxError(f"--mode {mode} {reason}; leave out {flag}, or use --mode route")
-    if settings.cache.draft_model is not None:
-        raise GearbxError(f"with --draft-model tokens come several at a time and cannot be timed; leave out {flag}")
 
 
 def check_in_ladder(flags: Any, ladder: Ladder) -> None:

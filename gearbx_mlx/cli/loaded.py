@@ -25,10 +25,9 @@ from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
-from ..gears.activations import compute_in
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import is_quantized, vocabulary
-from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
 from ..gears.ladder import Ladder
@@ -42,7 +41,7 @@ from ..ranks.place import current
 from ..settings import flag_of, human_bytes
 from .bases import Base, find_base
 from .decide import Decision, decide, governed
-from .flags import DEQUANT_CACHE, CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
+from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
@@ -177,11 +176,9 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     settings = decision.settings
     name, dtype, gears = settings.model.model, settings.model.dtype, settings.gears
     kernels, residency = gears.kernels, gears.residency.name
-    if decision.observes:
-        if kernels.name == MEASURE:
-            note("kernels: nothing is measured without gears")
-        return Observer(model, decision.ladder, dtype=dtype)
     show_compiling()
+    if decision.observes:
+        return Observer(model, decision.ladder, dtype=dtype, **kernels.of_gearbox)
     show_encoding()
     layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
     if decision.precision is not None and decision.saved is None:
@@ -197,9 +194,8 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
         residency=residency,
         checkpoint=find(name or DEMO_MODEL) if residency == "disk" else None,
         dtype=dtype,
-        kernels="mlx" if kernels.name == DEQUANT_CACHE else kernels.name,
-        activations=kernels.activations,
         base=None if base is None else base.layers,
+        **kernels.of_gearbox,
         **layers,
     )
     if kernels.name == MEASURE:
@@ -407,10 +403,11 @@ def load_draft_model(path: str | None, tokenizer: Any) -> Any:
     """mlx-lm's draft model, or None. Raises GearbxError for another vocabulary."""
     if path is None:
         return None
+    show_compiling()
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(f"--draft-model {path}: its vocabulary is not that of the model")
-    compute_in(model, "auto", is_quantized(model))
+    in_one_gear(model)
     return model
 
 
@@ -558,8 +555,9 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
     warn_of_pair(small_model, settings.model)
+    show_compiling()
     large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):
-        compute_in(model, settings.dtype, is_quantized(model))
+        in_one_gear(model, settings.dtype)
     return LoadedPair(small, large, tokenizer, config)

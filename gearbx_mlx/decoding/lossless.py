@@ -163,7 +163,7 @@ class Beside:
     def drafts(self) -> bool:
         """Return whether drafts can be taken back from the cache throughout a text; say so where they cannot."""
         try:
-            check_draftable(self.cache, "draft model", self.longest)
+            check_draftable(self.cache, self.longest)
         except GearbxError as error:
             warnings.warn(f"{error}; it drafts nothing", GearbxWarning, stacklevel=5)
             return False

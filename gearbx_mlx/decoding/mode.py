@@ -24,6 +24,7 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
+from .modes import LOSSLESS
 from .response import GearResponse
 
 SAME = "same"  # as a prompt gear: the one that begins the text
@@ -94,16 +95,12 @@ class Mode:
             "or stream_generate for each text"
         )
 
-    def check_controller(self, controller: Governor, gearbox: Any, has_draft_model: bool) -> None:
+    def check_controller(self, controller: Governor, gearbox: Any) -> None:
         """Raises GearbxError where a controller cannot cap the gears."""
         if self.uncapped:
             raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
             raise GearbxError("a controller follows one machine's clock, and ranks share this model; leave it out")
-        if has_draft_model:
-            raise GearbxError(
-                "with a draft model tokens come several at a time and cannot be timed; leave one of them out"
-            )
         if gearbox is not controller.gearbox:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
@@ -194,10 +191,10 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
     return reads != writes
 
 
-def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:
-    """Raises GearbxError for a draft model in a mode whose gears are all of one model."""
-    if keywords.get("draft_model") is not None:
-        raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'lossless'")
+def check_draft_model(mode: str, draft_model: object) -> None:
+    """Raises GearbxError for a draft model, or its name, in another mode than lossless."""
+    if draft_model is not None and mode != LOSSLESS:
+        raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:

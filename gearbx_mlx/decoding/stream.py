@@ -32,7 +32,7 @@ from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
 from .lossless import measured_seconds
-from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
+from .mode import Mode, check_draft_model, check_known, encoded, making, turn, vocabulary_of
 from .modes import mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
@@ -79,13 +79,14 @@ def stream_generate(
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
     chosen = choose_mode(model, gearbox, mode, controller is not None, drafted)
+    check_draft_model(chosen.name, kwargs.get("draft_model"))
     with making:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
         check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
     if controller is not None:
-        chosen.check_controller(controller, box, drafted)
+        chosen.check_controller(controller, box)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
         return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None)

@@ -272,9 +272,6 @@ def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: li
 
 
 def trace_fields(mode: Any, keywords: dict[str, Any]) -> tuple[str, ...]:
-    """Fields of a response that the trace shows in this mode, with a draft model and with a KV cache in gears."""
-    if keywords["kv_gears"] is not None:
-        return (*mode.trace_fields, "kv_bytes", "kv_caches")
-    if keywords["draft_model"] is None:
-        return mode.trace_fields
-    return tuple(dict.fromkeys((*mode.trace_fields, "passes", "weight_bytes", "drafted", "from_draft")))
+    """Fields of a response that the trace shows in this mode, and with a KV cache in gears."""
+    of_cache = ("kv_bytes", "kv_caches") if keywords["kv_gears"] is not None else ()
+    return (*mode.trace_fields, *of_cache)

@@ -28,7 +28,6 @@ MODES = {  # each in one gear, or with the text of one gear
     "telemetry-only": {"mode": "telemetry-only"},
     "pair": {"small_model": str(DEMO_MODEL), "thresholds": "0.5"},
     "draft model": {"gears": TOP, "draft_model": str(DEMO_MODEL)},
-    "draft model of mlx-lm": {"gears": TOP, "mode": "static", "draft_model": str(DEMO_MODEL)},
 }
 
 
