@@ -191,10 +191,10 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
         stored = of_codes(name, codes, layout, gears, observes, learns)
     elif precision is not None:
         stored = of_manifest(precision, layout, gears)
-    elif drafts and model is not None and takes_whole(gears, model):
+    elif drafts and model is not None:
         stored = of_drafts(name, layout, gears, model)
     else:
-        stored = of_original(layout)
+        stored = of_original(layout, drafting)
     if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
         check_in_ladder(settings.mode, stored.ladder)
     format = format_with(gears, stored.format, None if saved is None else name)
@@ -289,11 +289,14 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
 # The gears and their format.
 
 
-def of_original(layout: LayoutSettings) -> StoredGears:
-    """Decide by flags, else by default."""
+def of_original(layout: LayoutSettings, drafting: bool) -> StoredGears:
+    """Decide by flags, else by default: no gear in the middle where drafts and the top gear do all the work."""
     filled = layout.filled(None, "")
     why = "the defaults" if layout.gears is None else "the gears that were asked for"
-    return StoredGears(layout.gears or default_ladder(filled["format"]), **filled, why=why)
+    usual = default_ladder(filled["format"])
+    if drafting:
+        usual = Ladder([usual[0].bits, usual.top.bits])
+    return StoredGears(layout.gears or usual, **filled, why=why)
 
 
 def of_checkpoint(name: str | None, saved: Manifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
@@ -359,17 +362,18 @@ def ladder_of_codes(codes: OwnCodes, asked: LayoutSettings, given: Mapping[str, 
 
 
 def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model: nn.Module) -> StoredGears:
-    """Decide how a model of bfloat16 is stored that drafts for itself: what is faster, where memory has room for it.
+    """Decide how a model is stored that drafts for itself: what is faster, where memory has room for it.
 
-    Apple's GPUs wait for memory, and format exact has fewer bytes. A CPU computes while it decodes them, and other GPUs
-    have no kernel for that: there the weights as they are, with a draft beside them, are faster.
+    Apple's GPUs wait for memory, and format exact, which bfloat16 can have, has fewer bytes. A CPU computes while it
+    decodes them, and other GPUs have no kernel for that: there the weights as they are, with a draft beside them, are
+    faster.
     """
     filled, whole = layout.filled(None, ""), Ladder.parse(WHOLE_LADDER)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     beside = weights * whole[0].bits // DENSE
     sizes = f"{human_bytes(beside)} beside the {human_bytes(weights)} of the checkpoint"
     short = device() == CPU and ROOM * beside > available_memory()
-    if short or device() == METAL:
+    if (short or device() == METAL) and takes_whole(flags, model):
         note = ""
         if short:
             seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
@@ -378,8 +382,11 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
         why = f"one exact copy of the weights with its draft inside, since {reason}"
         return StoredGears(whole, **filled | {"format": WHOLE}, why=why, note=note)
     note = ""
-    if name is not None:  # else next to nothing
-        note = f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here"
+    if short:
+        note = f"memory is short for drafts of {sizes}; one gear of 8 bits takes half of it: --mode static --gears 8"
+    elif name is not None:  # else next to nothing
+        less = "; --format exact takes less memory than the checkpoint, and is slower here"
+        note = f"drafts take about {sizes}{less if stored_dtype(model) == mx.bfloat16 else ''}"
     return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
 
 

@@ -25,15 +25,17 @@ from ..decoding.stream import parameters_of
 from ..errors import GearbxError, GearbxWarning, about, one_line
 from ..files.reading import parse_json, shown, typed
 from ..files.writing import replacing_arrays
+from ..gears.activations import compute_in
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import is_quantized, vocabulary
 from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
-from ..gears.ladder import Ladder
+from ..gears.ladder import DENSE, Ladder
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE
 from ..kernels.device import recommended_memory
+from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
@@ -93,6 +95,11 @@ class Loaded:
         if found is not None:
             decision = replace(decision, why=f"{decision.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(decision, self.model, found)
+        if is_mlx_lm(gearbox) and settings.gears.kernels.name == "auto":
+            note(
+                f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
+                "is many times as fast, and rounds otherwise"
+            )
         if isinstance(gearbox, Observer) and not decision.codes and settings.mode.mode != TELEMETRY_ONLY:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
@@ -117,6 +124,11 @@ class Loaded:
         gearbox = self.in_gears().gearbox
         assert isinstance(gearbox, Gearbox)
         return gearbox
+
+
+def is_mlx_lm(gearbox: Gearbox | Observer) -> bool:
+    """Return whether a model in its original weights alone computes on a CPU as mlx-lm does."""
+    return isinstance(gearbox, Gearbox) and gearbox.ladder[0].dense and not gearbox.kernels.native and on_cpu()
 
 
 @dataclass(frozen=True)
@@ -555,9 +567,8 @@ def load_pair(settings: ModelSettings, small_model: str, chat_template: str = ""
         GearbxError: a model that cannot be loaded, or another tokenizer.
     """
     warn_of_pair(small_model, settings.model)
-    show_compiling()
     large, tokenizer, config = load_model(settings, chat_template)
     small = load_small(small_model, tokenizer, trust_remote_code=settings.trust_remote_code)
     for model in (small, large):
-        in_one_gear(model, settings.dtype)
+        compute_in(model, settings.dtype, is_quantized(model))
     return LoadedPair(small, large, tokenizer, config)

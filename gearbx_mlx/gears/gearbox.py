@@ -580,6 +580,7 @@ class Observer:
         self.storage = {"": storage}
         self.layers: list[str] = []
         self.unmanaged = dict.fromkeys(linear, "telemetry only")
+        self._own_bits = {path: getattr(module, "bits", DENSE) for path, module in linear.items()}
         read = sum(layer_bytes(module, storage) for module in linear.values())
         shapes = (getattr(module, "weight_shape", None) or dense_shape(module) for module in linear.values())
         weights = sum(map(math.prod, shapes))
@@ -609,12 +610,11 @@ class Observer:
 
     def layer_paths(self) -> list[LayerPath]:
         """Every linear layer with its bits, which are the same in each gear."""
-        modules = layers_of(self.model)
-        return [
-            LayerPath(path, (bits,) * len(self.ladder), kernels_of(modules[path], self.kernels, None)[0], reason)
-            for path, reason in self.unmanaged.items()
-            for bits in (getattr(modules[path], "bits", DENSE),)
-        ]
+        modules, found = layers_of(self.model), []
+        for path, reason in self.unmanaged.items():
+            kernels, _ = kernels_of(linear_of(modules[path]), self.kernels, None)
+            found.append(LayerPath(path, (self._own_bits[path],) * len(self.ladder), kernels, reason))
+        return found
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         return self._token_bytes

@@ -28,6 +28,7 @@ from ..cli.tables import layers_table, pair_table, summary_table
 from ..compat.templates import prepare
 from ..compat.versions import versions
 from ..decoding.caches import length
+from ..decoding.lossless import gain_of_calibration
 from ..decoding.mode import Mode
 from ..decoding.response import GearResponse
 from ..decoding.route import auto_thresholds
@@ -101,6 +102,7 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
         write_text(file, as_json(result))
 
 
+LEAST_GAIN, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
 OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
 TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
 PIECE = 1 << 20  # bytes
@@ -242,9 +244,24 @@ def run(settings: GenerateSettings) -> int:
     if geared.loaded.decision.mode_by:
         result["mode_chosen_by"] = flag_of(geared.loaded.decision.mode_by)
     show_summary(result, summary_table(result, mode.rows(result)), settings.output.told, summary)
+    if settings.output.told:
+        tell_gain(geared, result)
     if settings.output.describes and isinstance(gearbox, Gearbox) and gearbox.kernels.native:
         show_kernels(gearbox)  # of the gears and numbers of vectors that the text had
     return status
+
+
+def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
+    """Say what a calibrated base would gain where many drafts were rejected, and there is none."""
+    decision, gearbox = geared.loaded.decision, geared.gearbox
+    if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
+        return
+    gain, rejected = gain_of_calibration(gearbox), 1 - summary["acceptance_rate"]
+    if gain is not None and gain >= LEAST_GAIN and rejected >= OFTEN_REJECTED:
+        terminal.note(
+            f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
+            f"about {gain:.2f} times as fast: give --base once, which takes minutes and is kept"
+        )
 
 
 def to_read(

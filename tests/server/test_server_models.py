@@ -59,6 +59,8 @@ def test_a_quantized_checkpoint_of_four_bits_drafts_by_lookup(tmp_path):
 
 @pytest.mark.slow
 def test_a_draft_model_drafts(small):
+    with served(gears="16", **QUIET) as client:
+        expected = text_of(client)
     with served(draft_model=str(DEMO_MODEL), gears="16", **QUIET) as client:
         answer = complete(client)
         assert answer["choices"][0]["text"] == expected
