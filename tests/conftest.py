@@ -358,6 +358,14 @@ def demo():
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nearest_codes():
+    """Conversions choose no codes by a text unless a test asks for it: that takes a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gearbx_mlx.convert.gears.calibrates", lambda settings, plan: False)
+        yield patch
+
+
 @pytest.fixture(scope="session")
 def smollm2_model():
     """A real language model and its tokenizer, where its package is installed."""

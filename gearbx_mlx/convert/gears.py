@@ -15,7 +15,7 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.bases import Base, answered, key_of, make_base, show_rounded, text_of
+from ..cli.bases import Base, answered, free_layers, key_of, make_base, show_rounded, tell_cost, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
@@ -40,7 +40,7 @@ from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, Manifest
 from ..loading import DEMO_MODEL, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
-from . import BudgetSettings, ConvertSettings
+from . import NEAREST, BudgetSettings, ConvertSettings
 
 Loads = Callable[..., tuple[nn.Module, Any]]
 """Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
@@ -69,7 +69,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
-    if conversion.calibrate is not None:
+    if conversion.asks_text or (conversion.calibrate is None and calibrates(settings, plan)):
         original = partial(load_cast, source, conversion.dtype, trusted)
         base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
     converter = Converter(model, plan, work, base.layers if base else None)
@@ -102,7 +102,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     flags = {
         "--dtype": conversion.dtype,
         "--embeddings": conversion.embeddings,
-        "--calibrate": conversion.calibrate is not None,
+        "--calibrate": conversion.asks_text,
         "--manifest": conversion.manifest,
         "the floors": settings.quality,
     }
@@ -111,19 +111,30 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
+def calibrates(settings: ConvertSettings, plan: Plan) -> bool:
+    """Return whether codes are chosen by a text without being asked: where nothing else has chosen them."""
+    others = settings.quality is not None or settings.conversion.manifest is not None
+    return not others and get_format(plan.format).takes_base
+
+
+def calibrated(file: str | None, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base | None:
     """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
-        file: of the text; "": what ships, with answers that a copy of the model writes.
+        file: of the text; "": what ships, with answers that a copy of the model writes. None: the same, and the nearest
+            codes (None) where the lowest gear leaves no choice.
 
     Raises:
         GearbxError: no text, or a layout whose lowest gear leaves no choice.
     """
     text, format = text_of(tokenizer, file), get_format(plan.format)
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
+    free = free_layers(model, key, format)
+    if file is None and not free:
+        return None
     base = key.find()
     if base is None:
+        tell_cost(free, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:

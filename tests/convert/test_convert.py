@@ -53,7 +53,7 @@ def convert(command, tmp_path):
 @pytest.fixture(scope="module")
 def geared(tmp_path_factory):
     out = tmp_path_factory.mktemp("commands") / "geared"
-    arguments = ["--device", "cpu", "--gears", "3,4,8,16", "--mlx-path", out]
+    arguments = ["--device", "cpu", "--gears", "3,4,8,16", "--mlx-path", out, "--calibrate", "none"]
     subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
     return out
 
