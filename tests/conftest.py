@@ -362,7 +362,8 @@ def demo():
 def nearest_codes():
     """Conversions choose no codes by a text unless a test asks for it: that takes a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gearbx_mlx.convert.gears.calibrates", lambda settings, plan: False)
+        settings = import_module("gearbx_mlx.convert").ConvertSettings
+        patch.setattr(settings, "calibrates", property(lambda self: self.conversion.asks_text))
         yield patch
 
 

@@ -12,7 +12,7 @@ from ..cli.flags import LayerSettings, device_flag
 from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError, numbers
-from ..formats import has_codebooks
+from ..formats import OF_MLX, has_codebooks
 from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder, default_ladder
 from ..settings import Settings, flag, given, parse_bytes
 
@@ -249,10 +249,21 @@ class ConvertSettings:
         return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
+    def calibrates(self) -> bool:
+        """Whether a text chooses the lowest gear's codes: as asked, and by default where they are free."""
+        conversion = self.conversion
+        others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
+        by_default = conversion.calibrate is None and not others and self.layout.chosen_format in OF_MLX
+        return conversion.asks_text or by_default
+
+    @property
     def ladder(self) -> Ladder:
-        """The gears to write."""
+        """The gears to write; by default those of mode lossless, of which the lower one has codes of its own."""
         by_quality = self.floors.wanted or self.budget.wanted
-        return self.layout.gears or default_ladder(self.layout.chosen_format, by_quality)
+        usual = default_ladder(self.layout.chosen_format, by_quality)
+        if self.calibrates:
+            usual = Ladder([usual[0].bits, usual.top.bits])
+        return self.layout.gears or usual
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:
@@ -287,7 +298,7 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
     Args:
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
-        keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
+        keywords: the command's other flags by name, with its defaults: gears ("4,16"), format, manage, q_group_size,
             dtype, device, calibrate (a file of text; "": what ships; "none"), embeddings, revision,
             trust_remote_code, upload_repo, manifest, auto_bits, memory_budget, target_bpw, prompts; restore, a
             checkpoint of format exact whose original is written instead.

@@ -69,7 +69,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
-    if conversion.asks_text or (conversion.calibrate is None and calibrates(settings, plan)):
+    if codes is None and settings.calibrates:
         original = partial(load_cast, source, conversion.dtype, trusted)
         base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
     converter = Converter(model, plan, work, base.layers if base else None)
@@ -111,12 +111,6 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrates(settings: ConvertSettings, plan: Plan) -> bool:
-    """Return whether codes are chosen by a text without being asked: where nothing else has chosen them."""
-    others = settings.quality is not None or settings.conversion.manifest is not None
-    return not others and get_format(plan.format).takes_base
-
-
 def calibrated(file: str | None, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base | None:
     """Return the base: as an earlier run made and kept it, or made now.
 
@@ -131,6 +125,7 @@ def calibrated(file: str | None, original: Loads, model: nn.Module, tokenizer: A
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     free = free_layers(model, key, format)
     if file is None and not free:
+        note("base: the nearest codes, with which all of these gears begin; --gears 4,16 leaves a choice")
         return None
     base = key.find()
     if base is None:
