@@ -503,9 +503,13 @@ class LearnedPolicy:
         """
         if self.round_seconds is None:
             return None
+        return min(self._least(0.0), self._token_alone()) / self._least(mended)
+
+    def _least(self, mended: float) -> float:
+        """What a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
         least, written, right = math.inf, 1.0, 1.0
         for drafted in range(1, MOST_DRAFTED + 1):
             right *= 1 - (1 - mended) * (1 - self._acceptance.of_place(drafted - 1))
             written += right
             least = min(least, self._round(drafted) / written)
-        return min(self._in_rounds(), self._token_alone()) / least
+        return least

@@ -34,14 +34,14 @@ class TestOneGear:
         assert observer.compute_dtype == mx.float32
         assert len(natives(model.modules())) == len(observer.unmanaged)
         assert {path.kernels for path in observer.layer_paths()} == {"native"}
-        assert mx.allclose(model(PROMPT[None]), exact(PROMPT[None]), atol=0.02).item()
+        assert mx.allclose(model(PROMPT), exact(PROMPT), atol=0.02).item()
 
     def test_with_the_kernels_of_mlx_it_is_mlx_lm_bit_for_bit(self, make):
         model = make()
         observer = Observer(model, "4,8,16", kernels="mlx")
         assert not observer.kernels.native
         assert observer.compute_dtype == mx.bfloat16
-        assert mx.array_equal(model(PROMPT[None]), make()(PROMPT[None])).item()
+        assert mx.array_equal(model(PROMPT), make()(PROMPT)).item()
 
     def test_it_counts_the_same_bits_and_bytes(self, make):
         observers = [Observer(make(), kernels=kernels) for kernels in ("auto", "mlx")]
