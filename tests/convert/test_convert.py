@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,17 @@ from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.conversion import converter
 from gearbx_mlx.conversion.model_card import Provenance, provenance
+from gearbx_mlx.convert import ConvertSettings
 from gearbx_mlx.convert import convert as convert_model
+from gearbx_mlx.formats import FORMATS as ALL_FORMATS
+from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.gears.manifest import VERSION
 
+CALIBRATES = ConvertSettings.calibrates  # which conftest.py replaces
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
 MODELS = {
@@ -56,6 +62,47 @@ def geared(tmp_path_factory):
     arguments = ["--device", "cpu", "--gears", "3,4,8,16", "--mlx-path", out, "--calibrate", "none"]
     subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
     return out
+
+
+class TestChosenCodes:
+    """By default a text chooses the codes of the lowest gear."""
+
+    @pytest.mark.parametrize(
+        ("flags", "chosen", "ladder"),
+        [
+            ({}, True, "4,16"),
+            ({"format": "affine"}, True, "4,16"),
+            ({"gears": "4,8,16"}, True, "4,8,16"),
+            ({"calibrate": "none"}, False, "4,8,16"),
+            ({"format": "codebook"}, False, "4,16"),
+            ({"format": "codebook", "auto_bits": ""}, False, "2,16"),
+        ],
+    )
+    def test_where_nothing_else_chooses_them(self, monkeypatch, flags, chosen, ladder):
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        settings = command_settings(ConvertSettings, flags)
+        assert (settings.calibrates, str(settings.ladder)) == (chosen, ladder)
+
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_in_every_format_that_has_free_codes(self, monkeypatch, format):
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        settings = command_settings(ConvertSettings, {"format": format, "gears": "4,16"})
+        assert settings.calibrates == get_format(format).takes_base
+
+    def test_its_cost_is_said_first_and_the_base_is_another_one(self, convert, command, monkeypatch, tmp_path):
+        source, nearest = convert("llama", "--gears", "4,16")
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        said = command("convert", "--model", source, "--mlx-path", tmp_path / "chosen").err
+        assert re.search(r"base: \d+ tokens choose the codes of \d+ layers, which takes about 1 minute here", said)
+        assert "--calibrate none" in said
+        bases = [weights_of(mlx_lm.load(str(place))[0]) for place in (nearest, tmp_path / "chosen")]
+        assert any(not mx.array_equal(array, bases[1][name]).item() for name, array in bases[0].items())
+
+    def test_gears_that_begin_with_the_same_codes_have_the_nearest(self, convert, command, monkeypatch, tmp_path):
+        source, _ = convert("llama", "--gears", "4,16")
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        said = command("convert", "--model", source, "--mlx-path", tmp_path / "planes", "--gears", "4,8,16").err
+        assert "base: the nearest codes, with which all of these gears begin; --gears 4,16 leaves a choice" in said
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:

@@ -1,12 +1,18 @@
 """Mode lossless as a command: what its summary and trace say, and what it refuses."""
 
 import json
+from importlib import import_module
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from mlx_lm import convert
 
+from gearbx_mlx import Gearbox
 from gearbx_mlx.loading import DEMO_MODEL
+
+run = import_module("gearbx_mlx.generate.run")
 
 
 @pytest.mark.slow
@@ -54,3 +60,19 @@ def test_mistakes_get_one_line(command, arguments, says):
     done = command("generate", "-m", 3, *arguments)
     assert done.status == 2
     assert says in done.err.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("rejected", "gain", "told"), [(0.3, 1.2, True), (0.05, 1.2, False), (0.3, 1.01, False), (0.3, None, False)]
+)
+def test_where_drafts_were_rejected_it_says_what_calibration_would_gain(capsys, monkeypatch, rejected, gain, told):
+    monkeypatch.setattr(run, "gain_of_calibration", lambda gearbox: gain)
+    box = Mock(spec=Gearbox, base={})
+    geared = SimpleNamespace(gearbox=box, loaded=SimpleNamespace(decision=SimpleNamespace(takes_base=True)))
+    run.tell_gain(geared, {"acceptance_rate": 1 - rejected})
+    said = " ".join(capsys.readouterr().err.split())
+    expected = "30% of the drafts were rejected. By the times of this run, a calibrated base would make it about 1.20"
+    assert said.startswith(expected) is told
+    box.base = {"a layer": None}
+    run.tell_gain(geared, {"acceptance_rate": 1 - rejected})
+    assert not capsys.readouterr().err
