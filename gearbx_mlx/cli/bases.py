@@ -254,7 +254,7 @@ def tell_cost(layers: Sequence[Layer], text: BaseText, instead: str) -> None:
         instead: what takes less.
     """
     tokens = min(READ, sum(map(len, text.texts)) + len(text.requests) * ANSWER)
-    minutes = math.ceil(expected_seconds(layers, tokens) / 60)
+    minutes = max(1, round(expected_seconds(layers, tokens) / 60))
     answers = f"the model answers {len(text.requests)} requests, and " if text.requests else ""
     note(
         f"base: {answers}{tokens} tokens choose the codes of {len(layers)} layers, which takes about {minutes} "

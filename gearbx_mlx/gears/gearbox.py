@@ -530,8 +530,7 @@ def in_one_gear(
 ) -> Gearbox | None:
     """Put a model whose precision stays as it is on the kernels that are fastest here.
 
-    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding: MLX's take 15 times as long. On a GPU
-    they are MLX's.
+    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's.
 
     Args:
         dtype, kernels, activations: as of `Gearbox`.
