@@ -26,7 +26,7 @@ import numpy as np
 import platformdirs
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import LONGEST, calibrate_base, ladder_of, steps, unfit
+from ..conversion.calibrated_base import LONGEST, calibrate_base, free_layers, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
@@ -240,19 +240,16 @@ def key_of(
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
 
-def free_layers(model: nn.Module, key: BaseKey, format: Format) -> list[Layer]:
-    """Return the layers whose lowest gear may have other codes than the nearest ones."""
-    layers, _ = discover(model, key.manage, key.group_size, format)
-    stored = ((layer, ladder_of(layer, format, key.ladder)) for layer in layers)
-    return [layer for layer, bits in stored if not unfit(layer, format, bits, key.group_size)]
-
-
-def tell_cost(layers: Sequence[Layer], text: BaseText, instead: str) -> None:
-    """Say what a calibration of these layers does, and for about how long, before it begins.
+def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, instead: str) -> None:
+    """Say what a calibration does, and for about how long, before it begins.
 
     Args:
         instead: what takes less.
+
+    Raises:
+        GearbxError: a format or a ladder whose lowest codes are not free.
     """
+    layers, _ = free_layers(discover(model, key.manage, key.group_size, format)[0], format, key.ladder, key.group_size)
     tokens = min(READ, sum(map(len, text.texts)) + len(text.requests) * ANSWER)
     minutes = max(1, round(expected_seconds(layers, tokens) / 60))
     answers = f"the model answers {len(text.requests)} requests, and " if text.requests else ""
@@ -321,7 +318,7 @@ def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | No
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
-        tell_cost(free_layers(model, key, decision.format), text, "without --base drafts have the nearest codes")
+        tell_cost(model, key, decision.format, text, "without --base drafts have the nearest codes")
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
             base = make_base(model, key, decision.format, texts, progress)

@@ -15,7 +15,7 @@ from ..bit_selection.defaults import Floors
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.bases import Base, answered, free_layers, key_of, make_base, show_rounded, tell_cost, text_of
+from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_cost, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
 from ..cli.terminal import counting, escaped, messages, note, progress_bar
@@ -71,7 +71,12 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
     base = None
     if codes is None and settings.calibrates:
         original = partial(load_cast, source, conversion.dtype, trusted)
-        base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
+        try:
+            base = calibrated(conversion.calibrate or "", original, model, tokenizer, plan)
+        except GearbxError as error:
+            if conversion.asks_text:
+                raise
+            note(f"base: the nearest codes, since {one_line(error)}")
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
@@ -111,25 +116,20 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     return codes
 
 
-def calibrated(file: str | None, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base | None:
+def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, plan: Plan) -> Base:
     """Return the base: as an earlier run made and kept it, or made now.
 
     Args:
-        file: of the text; "": what ships, with answers that a copy of the model writes. None: the same, and the nearest
-            codes (None) where the lowest gear leaves no choice.
+        file: of the text; "": what ships, with answers that a copy of the model writes.
 
     Raises:
         GearbxError: no text, or a layout whose lowest gear leaves no choice.
     """
     text, format = text_of(tokenizer, file), get_format(plan.format)
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
-    free = free_layers(model, key, format)
-    if file is None and not free:
-        note("base: the nearest codes, with which all of these gears begin; --gears 4,16 leaves a choice")
-        return None
     base = key.find()
     if base is None:
-        tell_cost(free, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
+        tell_cost(model, key, format, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:

@@ -89,20 +89,38 @@ class TestChosenCodes:
         settings = command_settings(ConvertSettings, {"format": format, "gears": "4,16"})
         assert settings.calibrates == get_format(format).takes_base
 
-    def test_its_cost_is_said_first_and_the_base_is_another_one(self, convert, command, monkeypatch, tmp_path):
-        source, nearest = convert("llama", "--gears", "4,16")
+    @pytest.mark.slow
+    def test_its_cost_is_said_first_and_the_base_is_another_one(self, demo, command, monkeypatch, tmp_path):
+        source = tmp_path / "original"
+        save_model(tiny_model(dtype=mx.bfloat16, vocab_size=demo.tokenizer.vocab_size), source)
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
         said = command("convert", "--model", source, "--mlx-path", tmp_path / "chosen").err
-        assert re.search(r"base: \d+ tokens choose the codes of \d+ layers, which takes about 1 minute here", said)
-        assert "--calibrate none" in said
-        bases = [weights_of(mlx_lm.load(str(place))[0]) for place in (nearest, tmp_path / "chosen")]
+        assert re.search(r"requests, and \d+ tokens choose the codes of 15 layers, which takes about 1 minute", said)
+        assert "--calibrate none takes the nearest codes, at once" in said
+        flags = "--gears", "4,16", "--calibrate", "none"
+        assert command("convert", "--model", source, "--mlx-path", tmp_path / "nearest", *flags).status == 0
+        bases = [weights_of(mlx_lm.load(str(tmp_path / name))[0]) for name in ("nearest", "chosen")]
         assert any(not mx.array_equal(array, bases[1][name]).item() for name, array in bases[0].items())
 
-    def test_gears_that_begin_with_the_same_codes_have_the_nearest(self, convert, command, monkeypatch, tmp_path):
+    @pytest.mark.parametrize(
+        ("gears", "why"),
+        [
+            ("4,8,16", "no layer has codes to calibrate: the gears 4,8 begin with the same codes; give --gears 4,16"),
+            ("4,16", "prompts[0] has token"),  # the demo model's tokenizer knows more of them
+        ],
+    )
+    def test_what_cannot_be_calibrated_has_the_nearest_unless_it_was_asked_for(
+        self, convert, command, monkeypatch, tmp_path, gears, why
+    ):
         source, _ = convert("llama", "--gears", "4,16")
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
-        said = command("convert", "--model", source, "--mlx-path", tmp_path / "planes", "--gears", "4,8,16").err
-        assert "base: the nearest codes, with which all of these gears begin; --gears 4,16 leaves a choice" in said
+        given = "convert", "--model", source, "--gears", gears, "--mlx-path"
+        done = command(*given, tmp_path / "default")
+        assert done.status == 0
+        assert f"base: the nearest codes, since {why}" in done.err
+        done = command(*given, tmp_path / "asked", "--calibrate")
+        assert done.status == 2
+        assert why in done.err
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:
