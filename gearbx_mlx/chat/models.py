@@ -11,8 +11,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..decoding.mode import Mode, check_draft_model
-from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, made
+from ..decoding.mode import Mode
+from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, check_draft_model, made
 from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from ..bit_selection.precision import PrecisionManifest, read_precision
 from ..compat.versions import versions
 from ..decoding.caches import check_kv_mode
-from ..decoding.mode import SAME, Mode, check_draft_model
+from ..decoding.mode import SAME, Mode
 from ..decoding.modes import (
     KICKDOWN,
     LOSSLESS,
@@ -25,6 +25,7 @@ from ..decoding.modes import (
     SETTINGS,
     STATIC,
     TELEMETRY_ONLY,
+    check_draft_model,
     flags_of_mode,
     made,
     mode_class,

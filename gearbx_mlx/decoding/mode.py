@@ -24,7 +24,6 @@ from ..ranks.agreement import agreement_of
 from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
 from ..telemetry.summary import Tally
 from .governor import Governor
-from .modes import LOSSLESS
 from .response import GearResponse
 
 SAME = "same"  # as a prompt gear: the one that begins the text
@@ -189,12 +188,6 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
         return False
     reads, writes = mode.gears_of_text(gearbox)
     return reads != writes
-
-
-def check_draft_model(mode: str, draft_model: object) -> None:
-    """Raises GearbxError for a draft model, or its name, in another mode than lossless."""
-    if draft_model is not None and mode != LOSSLESS:
-        raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:

@@ -32,8 +32,8 @@ from ..telemetry.summary import Tally, kv_summary, summarize
 from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor
 from .lossless import measured_seconds
-from .mode import Mode, check_draft_model, check_known, encoded, making, turn, vocabulary_of
-from .modes import mode_class
+from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
+from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
