@@ -21,7 +21,7 @@ ASKED = "Tom has 3 apples and 4 pears. How many fruits has he?"
 MORE = "He buys 2 more apples. How many are there now?"
 TOP = "3,16"
 MODES = {  # each in one gear, or with the text of one gear
-    "route": {"gears": "16"},
+    "route": {"gears": "16", "kernels": "mlx"},
     "static": {"gears": TOP, "mode": "static"},
     "kickdown": {"gears": TOP, "mode": "kickdown", "thresholds": "0"},
     "lossless": {"gears": TOP, "mode": "lossless"},
