@@ -412,7 +412,7 @@ def generation_keywords(
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
-    """mlx-lm's draft model, or None. Raises GearbxError for another vocabulary."""
+    """The draft model on the kernels that are fastest here, or None. Raises GearbxError for another vocabulary."""
     if path is None:
         return None
     show_compiling()

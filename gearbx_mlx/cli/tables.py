@@ -135,7 +135,7 @@ def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = ()) -> Tab
 
 
 def draft_model_line(draft: dict[str, Any] | None) -> str:
-    """mlx-lm's draft model, if there is one."""
+    """The draft model, if there is one."""
     if draft is None:
         return ""
     return f"{draft['name']}, {draft['passes']} passes, {human_bytes(draft['weight_bytes'])} of weights read"

@@ -404,7 +404,7 @@ class Responses(Iterator[GearResponse]):
 
         Args:
             model: its name; without one, the type of its class in mlx-lm.
-            beside: the name of the small model or of mlx-lm's draft model.
+            beside: the name of the small model or of the draft model.
         """
         name, speed = model or type_of(self.model), RunSpeed()
         speed.add(self.last)
