@@ -376,6 +376,11 @@ def times_faster(first: list[list[tuple[Any, float]]], other: list[list[tuple[An
     return [statistics.median(ratios(a, b)) for a, b in zip(*seconds, strict=True)]
 
 
+def times_faster_once(first: list[list[tuple[Any, float]]], other: list[list[tuple[Any, float]]]) -> list[float]:
+    """Like `times_faster`, where the first way has one trial of each prompt."""
+    return [a[0][1] / statistics.median(spent for _, spent in b) for a, b in zip(first, other, strict=True)]
+
+
 def token_ms(way: list[list[tuple[Any, float]]]) -> float:
     """Milliseconds of a token of a way, the median of all its texts."""
     return 1000 * statistics.median(spent for trials in way for _, spent in trials)
@@ -436,6 +441,52 @@ def lossless_time(
     ]
     block = "lossless_time" if lookup_tokens else "lossless_time_without_lookup"
     return Found({block: table_here(head, rows)}, {"faster": faster, "same": same})
+
+
+@study("docs/results.md", "README.md", minutes=2)
+def beside_mlx_lm(
+    prompts: list[Path] = [ASSISTANT],  # noqa: B006 - nothing changes it
+    num_prompts: list[int] = [3],  # noqa: B006
+    model: str = "smollm2",
+    max_tokens: int = 100,
+    trials: int = 3,
+) -> Found:
+    """How many tokens a second one gear and mode lossless write, beside mlx-lm, which writes each text once.
+
+    Args:
+        prompts: Files: one per line, or JSON Lines as in GSM8K.
+        num_prompts: Of each file.
+        trials: Texts of one gear and of mode lossless for each prompt, whose median counts.
+    """
+    writer, (plain, tokenizer) = Writer(model, "4,16", "planes", Lossless()), load(model)
+    asked = first_prompts(tokenizer, prompts, num_prompts)
+
+    def by_mlx_lm(prompt: list[int], most: int) -> tuple[list[int], float]:
+        return generated(mlx_lm.stream_generate(plain, tokenizer, prompt, most))
+
+    ways: dict[str, Callable[..., Any]] = {
+        "mlx-lm": by_mlx_lm,
+        "one gear of 16 bits (`--mode static`)": writer.alone,
+        "`--mode lossless`, the default": writer.lossless,
+    }
+    for write in (writer.alone, writer.lossless):  # makes the gears
+        write(asked[0], 32)
+    found = {name: [[write(prompt, max_tokens)] for prompt in asked] for name, write in ways.items()}
+    for place, prompt in enumerate(asked):
+        for name in [*ways][1:] * (trials - 1):
+            found[name][place].append(ways[name](prompt, max_tokens))
+    first = found["mlx-lm"]
+    rows, data = [], {}
+    for name, each in found.items():
+        speed, faster, same = 1000 / token_ms(each), times_faster_once(first, each), agreeing(first, each)
+        rows.append([name, f"{speed:.1f}", spread(faster), f"{same} of {len(asked)}"])
+        data[name] = {"tokens_per_second": speed, "faster": faster, "same": same}
+    head = [
+        f"{named(model)}, {len(asked)} prompts, {max_tokens} tokens",
+        "tokens a second",
+        "times as fast: median (range)",
+    ]
+    return Found({"beside_mlx_lm": table_here([*head, "texts as mlx-lm's"], rows)}, data)
 
 
 @study("docs/lossless.md", minutes=12)

@@ -32,9 +32,9 @@ from rich.progress import Progress
 TEXT = "--data {inputs}/text.txt --context 16 --tokens 48"
 COMMANDS = {
     "generate": "generate -m 40 --mode route --gears 4,16 --trace out.jsonl",  # lossless drafts by measured time
-    "convert": "convert --mlx-path out --gears 4,8,16",
-    "convert a mixture": "convert --model {inputs}/mixture --mlx-path out --gears 4,16",
-    "convert exact": "convert --mlx-path out --gears 4,16 --format exact",
+    "convert": "convert --mlx-path out --gears 4,8,16 --calibrate none",
+    "convert a mixture": "convert --model {inputs}/mixture --mlx-path out --gears 4,16 --calibrate none",
+    "convert exact": "convert --mlx-path out --gears 4,16 --format exact --calibrate none",
     "restore": "convert --restore {inputs}/exact --mlx-path out",
     "convert by quality": "convert --mlx-path out --format codebook --auto-bits",
     "convert a table": "convert --manifest {inputs}/manifest.json --gears 4 --mlx-path out",

@@ -363,6 +363,15 @@ def demo():
     return SimpleNamespace(model=model, tokenizer=tokenizer, path=DEMO_MODEL)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nearest_codes():
+    """Conversions choose no codes by a text unless a test asks for it: that takes a minute."""
+    with pytest.MonkeyPatch.context() as patch:
+        settings = import_module("gearbx_mlx.convert").ConvertSettings
+        patch.setattr(settings, "calibrates", property(lambda self: self.conversion.asks_text))
+        yield patch
+
+
 @pytest.fixture(scope="session")
 def smollm2_model():
     """A real language model and its tokenizer, where its package is installed."""

@@ -83,8 +83,8 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         thresholds, reached = calibration.kickdown_thresholds([found for text in entropies for found in text], shares)
     else:
         gate = vars(settings.gate)
-        observer = Observer(loaded.model, ladder, dtype=settings.model.dtype)
-        journal = Journal(place, inputs, list[float])
+        observer = Observer(loaded.model, ladder, dtype=settings.model.dtype, **settings.gears.kernels.of_gearbox)
+        journal = Journal(place, inputs | {"native": observer.kernels.native}, list[float])
         entropies = recorded(journal, prompts, partial(generated_entropies, observer, loaded.tokenizer))
         thresholds, reached = calibration.share_thresholds(entropies, shares, vocab_size, **gate)
     file = ThresholdFile(

@@ -16,8 +16,8 @@ from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_quer
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache
-from ..decoding.mode import Mode, refuse_draft_model
-from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, made
+from ..decoding.mode import Mode
+from ..decoding.modes import KICKDOWN, MODES, PAIR, ROUTE, STATIC, TELEMETRY_ONLY, check_draft_model, made
 from ..decoding.pair import PairedModel
 from ..decoding.response import GearResponse
 from ..decoding.stream import stream_generate
@@ -160,8 +160,7 @@ class GearedChat:
             raise GearbxError(f"mode '{mode.name}' needs gears, and {self._why}")
         check_mode(mode.name, self.modes)
         check_governing(self._settings, mode.name)
-        if mode.name == KICKDOWN:
-            refuse_draft_model(mode.name, self._keywords)
+        check_draft_model(mode.name, self._keywords["draft_model"])
         check_in_ladder(flags, self._geared.gearbox.ladder)
         if mode.name == KICKDOWN or getattr(mode, "thresholds", AUTO) != AUTO:
             mode.settled(self._geared.gearbox, self.tokenizer, None)

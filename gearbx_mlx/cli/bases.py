@@ -11,6 +11,7 @@ planes under the names that mlx-lm gives them.
 import hashlib
 import math
 import os
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,16 +22,18 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import mlx.nn as nn
 import msgspec
+import numpy as np
 import platformdirs
 from mlx_lm.sample_utils import make_sampler
 
-from ..conversion.calibrated_base import LONGEST, calibrate_base, steps
+from ..conversion.calibrated_base import LONGEST, calibrate_base, free_layers, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
 from ..files.writing import make_directory, replacing_arrays
 from ..formats.base import Format
-from ..gears.discovery import discover
+from ..formats.tied import linear_of
+from ..gears.discovery import Layer, discover
 from ..gears.gearbox import Gearbox, model_fingerprint
 from ..kernels.bit_planes import Planes
 from ..loading import DEMO_MODEL
@@ -45,6 +48,7 @@ MOST = 16_384  # tokens of a text that are read
 ANSWER = 128  # tokens of an answer at most
 TOGETHER = 24  # answers that are written at a time
 TEMPERATURE = 0.7
+PROBE = 1024  # rows and columns of a product that is timed
 AGAIN = "install the package again"
 
 
@@ -236,6 +240,44 @@ def key_of(
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
 
+def tell_cost(model: nn.Module, key: BaseKey, format: Format, text: BaseText, instead: str) -> None:
+    """Say what a calibration does, and for about how long, before it begins.
+
+    Args:
+        instead: what takes less.
+
+    Raises:
+        GearbxError: a format or a ladder whose lowest codes are not free.
+    """
+    layers, _ = free_layers(discover(model, key.manage, key.group_size, format)[0], format, key.ladder, key.group_size)
+    tokens = min(READ, sum(map(len, text.texts)) + len(text.requests) * ANSWER)
+    minutes = max(1, round(expected_seconds(layers, tokens) / 60))
+    answers = f"the model answers {len(text.requests)} requests, and " if text.requests else ""
+    note(
+        f"base: {answers}{tokens} tokens choose the codes of {len(layers)} layers, which takes about {minutes} "
+        f"minute{'s' * (minutes > 1)} here and is kept; {instead}"
+    )
+
+
+def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
+    """Estimate how long a calibration takes, by a product of numpy, which does most of it.
+
+    For each layer (O, I) the text is read twice and its inputs are summed up in two matrices (I, I). These are inverted
+    and factored, and columns correct those that follow, for codes and scales.
+    """
+    work = 0.0
+    for layer in layers:
+        *experts, rows, width = linear_of(layer.module).weight.shape
+        read, solved = 2 * width * (rows + width), 4 * width * width * (rows + width)
+        work += tokens * read + math.prod(experts) * solved
+    square, seconds = np.ones((PROBE, PROBE), np.float32), math.inf
+    for _ in range(3):  # the first one wakes threads
+        start = time.perf_counter()
+        square @ square
+        seconds = min(seconds, time.perf_counter() - start)
+    return work * seconds / PROBE**3
+
+
 def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
     """Calibrate a base, and keep it.
 
@@ -276,6 +318,7 @@ def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | No
     if base is not None:
         note(f"base: calibrated earlier, {key.file.parent}")
     elif text is not None:
+        tell_cost(model, key, decision.format, text, "without --base drafts have the nearest codes")
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
             base = make_base(model, key, decision.format, texts, progress)

@@ -25,6 +25,7 @@ from ..decoding.modes import (
     SETTINGS,
     STATIC,
     TELEMETRY_ONLY,
+    check_draft_model,
     flags_of_mode,
     made,
     mode_class,
@@ -175,6 +176,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     mode, by, asked = choose_mode(settings, layout, saved)
     check_flags(mode, settings.mode.given(), several_modes)
     check_governing(settings, mode)
+    check_draft_model(mode, settings.cache.draft_model)
     if settings.cache.kv_gears is not None:
         check_kv_mode(mode, None)
     if model is not None and without_gears(model):
@@ -191,10 +193,10 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
         stored = of_codes(name, codes, layout, gears, observes, learns)
     elif precision is not None:
         stored = of_manifest(precision, layout, gears)
-    elif drafts and model is not None and takes_draft(gears, model):
+    elif drafts and model is not None and not is_quantized(model):
         stored = of_drafts(name, layout, gears, model)
     else:
-        stored = of_original(layout)
+        stored = of_original(layout, drafting)
     if saved or codes is not None or layout.gears or not is_packed(name):  # whose codes say later which gears it has
         check_in_ladder(settings.mode, stored.ladder)
     format = format_with(gears, stored.format, None if saved is None else name)
@@ -276,8 +278,6 @@ def check_governing(settings: GearedSettings, mode: str) -> None:
     reason = mode_class(mode).uncapped
     if reason and (timed or (settings.gears.residency.limit is not None and mode not in (LOSSLESS, STATIC))):
         raise GearbxError(f"--mode {mode} {reason}; leave out {flag}, or use --mode route")
-    if governed(settings, mode) and settings.cache.draft_model is not None:
-        raise GearbxError(f"with --draft-model tokens come several at a time and cannot be timed; leave out {flag}")
 
 
 def check_in_ladder(flags: Any, ladder: Ladder) -> None:
@@ -294,11 +294,14 @@ def check_in_ladder(flags: Any, ladder: Ladder) -> None:
 # The gears and their format.
 
 
-def of_original(layout: LayoutSettings) -> StoredGears:
-    """Decide by flags, else by default."""
+def of_original(layout: LayoutSettings, drafting: bool) -> StoredGears:
+    """Decide by flags, else by default: no gear in the middle where drafts and the top gear do all the work."""
     filled = layout.filled(None, "")
     why = "the defaults" if layout.gears is None else "the gears that were asked for"
-    return StoredGears(layout.gears or default_ladder(filled["format"]), **filled, why=why)
+    usual = default_ladder(filled["format"])
+    if drafting:
+        usual = Ladder([usual[0].bits, usual.top.bits])
+    return StoredGears(layout.gears or usual, **filled, why=why)
 
 
 def of_checkpoint(name: str | None, saved: Manifest, layout: LayoutSettings, flags: GearFlags) -> StoredGears:
@@ -379,27 +382,24 @@ def of_drafts(name: str | None, layout: LayoutSettings, flags: GearFlags, model:
     if device() != CPU:
         why = f"the weights as they are, and a draft of {sizes}"
         return StoredGears(whole, **filled | {"format": BESIDE}, why=why)
-    if ROOM * beside > available_memory():
+    short = ROOM * beside > available_memory()
+    if short and takes_whole(flags, model):
         seconds = seconds_as_stored(model, ACTIVATIONS[flags.kernels.activations], filled["group_size"])
         note = f"memory is short for drafts of {sizes}: format exact stores both once{cost_of_whole(seconds)}"
         why = "one exact copy of the weights with its draft inside, since memory is short"
         return StoredGears(whole, **filled | {"format": WHOLE}, why=why, note=note)
     note = ""
-    if name is not None:  # else next to nothing
-        note = f"drafts take about {sizes}; --format exact takes less memory than the checkpoint, and is slower here"
+    if short:
+        note = f"memory is short for drafts of {sizes}; one gear of 8 bits takes half of it: --mode static --gears 8"
+    elif name is not None:  # else next to nothing
+        less = "; --format exact takes less memory than the checkpoint, and is slower here"
+        note = f"drafts take about {sizes}{less if stored_dtype(model) == mx.bfloat16 else ''}"
     return StoredGears(whole, **filled, why="a draft beside the weights as they are, which is fastest here", note=note)
 
 
-def takes_draft(flags: GearFlags, model: nn.Module) -> bool:
-    """Return whether a model has 4 bits beside its weights, or inside of them, and no gear between.
-
-    On a CPU it has to be one that can have format exact, and be fast: MLX's kernels decode such weights slowly.
-    """
-    if is_quantized(model):
-        return False
-    if device() != CPU:
-        return True
-    if flags.kernels.name == MLX or stored_dtype(model) != mx.bfloat16:
+def takes_whole(flags: GearFlags, model: nn.Module) -> bool:
+    """Return whether a model can have format exact, and be fast: MLX's kernels on a CPU decode such weights slowly."""
+    if stored_dtype(model) != mx.bfloat16 or flags.kernels.name == MLX:
         return False
     show_compiling()
     return choose_kernels(flags.kernels.name, True, flags.kernels.activations, ours_alone=True).native

@@ -84,10 +84,12 @@ class CacheSettings(Settings):
         rare=True,
         parse=kv_ladder,
     )
-    draft_model: str | None = flag(None, "A model to be used for speculative decoding.", named=True)
+    draft_model: str | None = flag(
+        None, "A smaller model with the tokenizer of --model, which drafts for it in mode lossless.", named=True
+    )
     num_draft_tokens: int | None = flag(
         None,
-        "Tokens to draft at once. Default: 3; in mode lossless as many as save time, N at most",
+        "The most tokens that --draft-model drafts at once. Default: as many as save time",
         least=1,
         metavar="N",
         rare=True,
@@ -417,6 +419,11 @@ class KernelsFlag(NamedTuple):
 
     name: str
     activations: str = DEFAULT_ACTIVATIONS
+
+    @property
+    def of_gearbox(self) -> dict[str, str]:
+        """The keywords of a Gearbox or an Observer."""
+        return {"kernels": "mlx" if self.name == DEQUANT_CACHE else self.name, "activations": self.activations}
 
 
 def parse_residency(text: str) -> ResidencyFlag:

@@ -29,13 +29,14 @@ from ..formats import get_format
 from ..gears.activations import compute_in
 from ..gears.cost import ModelFiles, needed_memory, read_files
 from ..gears.discovery import is_quantized, vocabulary
-from ..gears.gearbox import Gearbox, Observer, model_fingerprint
+from ..gears.gearbox import Gearbox, Observer, in_one_gear, model_fingerprint
 from ..gears.in_place import own_codes, without_gears
 from ..gears.kernel_choices import measure_gears
-from ..gears.ladder import WHOLE, WHOLE_LADDER, Ladder
+from ..gears.ladder import DENSE, WHOLE, WHOLE_LADDER, Ladder
 from ..gears.saved import saved_gears
 from ..kernels import MEASURE, metal
 from ..kernels.device import recommended_memory, whole_memory
+from ..kernels.dispatch import on_cpu
 from ..kernels.tuner import FAILED
 from ..loading import DEMO_MODEL, find, is_packed, load, load_small, model_name
 from ..machine.readers import OwnMemory, Reader, Scripted, Watch, this_machine
@@ -43,7 +44,7 @@ from ..ranks.place import current
 from ..settings import flag_of, human_bytes
 from .bases import Base, find_base
 from .decide import Decision, decide, governed
-from .flags import DEQUANT_CACHE, CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
+from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSettings, check_sampling
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
@@ -102,6 +103,11 @@ class Loaded:
         if found is not None:
             decision = replace(decision, why=f"{decision.why}; the lowest gear's codes are calibrated")
         gearbox = make_gearbox(decision, self.model, found)
+        if is_mlx_lm(gearbox) and settings.gears.kernels.name == "auto":
+            note(
+                f"--gears {DENSE} is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native "
+                "is many times as fast, and rounds otherwise"
+            )
         if isinstance(gearbox, Observer) and not decision.codes and settings.mode.mode != TELEMETRY_ONLY:
             note(
                 f"{self.name} is quantized and divided between ranks: telemetry only, no layer changes gear; "
@@ -126,6 +132,11 @@ class Loaded:
         gearbox = self.in_gears().gearbox
         assert isinstance(gearbox, Gearbox)
         return gearbox
+
+
+def is_mlx_lm(gearbox: Gearbox | Observer) -> bool:
+    """Return whether a model in its original weights alone computes on a CPU as mlx-lm does."""
+    return isinstance(gearbox, Gearbox) and gearbox.ladder[0].dense and not gearbox.kernels.native and on_cpu()
 
 
 @dataclass(frozen=True)
@@ -201,11 +212,9 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     settings = decision.settings
     name, dtype, gears = settings.model.model, settings.model.dtype, settings.gears
     kernels, residency = gears.kernels, gears.residency.name
-    if decision.observes:
-        if kernels.name == MEASURE:
-            note("kernels: nothing is measured without gears")
-        return Observer(model, decision.ladder, dtype=dtype)
     show_compiling()
+    if decision.observes:
+        return Observer(model, decision.ladder, dtype=dtype, **kernels.of_gearbox)
     show_encoding()
     layers: dict[str, Any] = {"manage": decision.manage, "widths": decision.cap_bits}
     if decision.precision is not None and decision.saved is None:
@@ -221,9 +230,8 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
         residency=residency,
         checkpoint=find(name or DEMO_MODEL) if residency == "disk" else None,
         dtype=dtype,
-        kernels="mlx" if kernels.name == DEQUANT_CACHE else kernels.name,
-        activations=kernels.activations,
         base=None if base is None else base.layers,
+        **kernels.of_gearbox,
         **layers,
     )
     if kernels.name == MEASURE:
@@ -479,13 +487,14 @@ def generation_keywords(
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
-    """mlx-lm's draft model, or None. Raises GearbxError for another vocabulary."""
+    """The draft model on the kernels that are fastest here, or None. Raises GearbxError for another vocabulary."""
     if path is None:
         return None
+    show_compiling()
     model, own = load(path)
     if own.vocab_size != tokenizer.vocab_size:
         raise GearbxError(f"--draft-model {path}: its vocabulary is not that of the model")
-    compute_in(model, "auto", is_quantized(model))
+    in_one_gear(model)
     return model
 
 

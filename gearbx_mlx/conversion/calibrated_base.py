@@ -73,18 +73,8 @@ def calibrate_base(
     read = [list(text[:LONGEST]) for text in texts if len(text) > 1]
     if not read:
         raise GearbxError("no text of two tokens or more to calibrate with; give one")
-    if not format.takes_base:
-        raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
-    fit, found = list[Layer](), CalibratedBase()
-    for layer in layers:
-        reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
-        if reason:
-            found.rounded[layer.path] = reason
-        else:
-            fit.append(layer)
-    if not fit:
-        reasons = "; ".join(sorted({*found.rounded.values()}))
-        raise GearbxError(f"no layer has codes to calibrate: {reasons}; give --gears 4,16")
+    fit, rounded = free_layers(layers, format, ladder, group_size)
+    found = CalibratedBase(rounded=rounded)
     # The places of filled-up tokens are lost where a mixture sorts tokens by their experts.
     walk = Walk(model, batches(read, 0 if any(has_experts(layer) for layer in fit) else TOGETHER))
     for number in range(len(walk.blocks) + 1):
@@ -94,6 +84,29 @@ def calibrate_base(
             walk.read(number, BlockCodes(of_block, format, ladder, group_size, found, block is None))
         advance()
     return found
+
+
+def free_layers(
+    layers: Sequence[Layer], format: Format, ladder: Sequence[int], group_size: int
+) -> tuple[list[Layer], dict[str, str]]:
+    """Return the layers whose lowest gear may have other codes than the nearest ones; path to reason of the others.
+
+    Raises:
+        GearbxError: a format or a ladder whose lowest codes are not free.
+    """
+    if not format.takes_base:
+        raise GearbxError(f"format {format.name} has no codes to calibrate; give --format planes, affine or exact")
+    free, rounded = list[Layer](), dict[str, str]()
+    for layer in layers:
+        reason = unfit(layer, format, ladder_of(layer, format, ladder), group_size)
+        if reason:
+            rounded[layer.path] = reason
+        else:
+            free.append(layer)
+    if not free:
+        reasons = "; ".join(sorted({*rounded.values()}))
+        raise GearbxError(f"no layer has codes to calibrate: {reasons}; give --gears 4,16")
+    return free, rounded
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..cli.flags import LayerSettings, device_flag
 from ..cli.parser import command_settings, parser_of
 from ..cli.start import call, command
 from ..errors import GearbxError, numbers
-from ..formats import has_codebooks
+from ..formats import OF_MLX, has_codebooks
 from ..gears.ladder import DTYPES, EMBEDDINGS, Ladder, default_ladder
 from ..settings import Settings, flag, given, parse_bytes
 
@@ -118,6 +118,7 @@ class BudgetSettings(Settings):
         return round(reserved)
 
 
+NEAREST = "none"  # as --calibrate
 DESCRIPTION = (
     "Write a checkpoint that holds several gears. mlx-lm reads it as a 4-bit model if the format is planes or affine. "
     "To continue an interrupted run, give the same command again."
@@ -144,11 +145,12 @@ class ConversionSettings(Settings):
     device: str | None = device_flag()
     calibrate: str | None = flag(
         None,
-        "Choose the lowest gear's codes for the inputs of its layers in a text: UTF-8, or JSON Lines as in GSM8K. The "
-        "base is better in as many bits, and drafts agree more often. Without TEXT: what ships.",
+        "The text whose inputs choose the lowest gear's codes: UTF-8, or JSON Lines as in GSM8K. The base is better in "
+        "as many bits, and drafts agree more often. Without TEXT, and by default: what ships. none: the nearest codes, "
+        "at once.",
         nargs="?",
         const="",
-        metavar="TEXT",
+        metavar="TEXT|none",
     )
     embeddings: str | None = flag(
         None,
@@ -180,6 +182,11 @@ class ConversionSettings(Settings):
         named=True,
     )
 
+    @property
+    def asks_text(self) -> bool:
+        """Whether codes are to be chosen by a text, also where that is not the default."""
+        return self.calibrate not in (None, NEAREST)
+
 
 @dataclass(frozen=True)
 class ConvertSettings:
@@ -204,7 +211,7 @@ class ConvertSettings:
                 f"--dtype {self.conversion.dtype}: format exact has the weights bit for bit; leave it out, "
                 "or convert the model first with mlx_lm.convert --dtype, which rounds"
             )
-        elif self.conversion.calibrate is not None and (self.floors.wanted or self.budget.wanted):
+        elif self.conversion.asks_text and (self.floors.wanted or self.budget.wanted):
             raise GearbxError("--calibrate chooses codes of 3 and 4 bits; leave it out, or leave out floors and budget")
         elif not self.ladder.quantized_bits:
             raise GearbxError(f"--gears {self.ladder}: nothing to convert; give a gear of fewer bits")
@@ -230,7 +237,7 @@ class ConvertSettings:
             raise GearbxError(
                 "--manifest names the layers and their weights; leave out --dtype, --manage and --embeddings"
             )
-        if self.conversion.calibrate is not None:
+        if self.conversion.asks_text:
             raise GearbxError("--manifest has measured the nearest codes; leave out --calibrate")
         if self.floors.wanted or self.budget.wanted:
             raise GearbxError("--manifest has the bits of every layer; leave out the floors and the budget")
@@ -242,10 +249,21 @@ class ConvertSettings:
         return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
+    def calibrates(self) -> bool:
+        """Whether a text chooses the lowest gear's codes: as asked, and by default where they are free."""
+        conversion = self.conversion
+        others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
+        by_default = conversion.calibrate is None and not others and self.layout.chosen_format in OF_MLX
+        return conversion.asks_text or by_default
+
+    @property
     def ladder(self) -> Ladder:
-        """The gears to write."""
+        """The gears to write; by default those of mode lossless, of which the lower one has codes of its own."""
         by_quality = self.floors.wanted or self.budget.wanted
-        return self.layout.gears or default_ladder(self.layout.chosen_format, by_quality)
+        usual = default_ladder(self.layout.chosen_format, by_quality)
+        if self.calibrates:
+            usual = Ladder([usual[0].bits, usual.top.bits])
+        return self.layout.gears or usual
 
     @property
     def quality(self) -> Floors | BudgetSettings | None:
@@ -280,11 +298,10 @@ def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model
     Args:
         hf_path: a local directory or a Hub repository, as in `mlx_lm.convert`; None: the demo model.
         mlx_path: the directory to write.
-        keywords: the command's other flags by name, with its defaults: gears ("4,8,16"), format, manage, q_group_size,
-            dtype, device, calibrate (a file of text; "": what ships), embeddings, revision, trust_remote_code,
-            upload_repo, manifest, auto_bits,
-            memory_budget, target_bpw, prompts; restore, a checkpoint of format exact whose original is
-            written instead.
+        keywords: the command's other flags by name, with its defaults: gears ("4,16"), format, manage, q_group_size,
+            dtype, device, calibrate (a file of text; "": what ships; "none"), embeddings, revision,
+            trust_remote_code, upload_repo, manifest, auto_bits, memory_budget, target_bpw, prompts; restore, a
+            checkpoint of format exact whose original is written instead.
 
     Raises:
         GearbxError: a keyword that does not exist, arguments that exclude each other, a model that cannot be converted,

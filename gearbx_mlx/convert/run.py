@@ -20,7 +20,7 @@ from ..bit_selection.codebook_selection import select_bits, selection_as_dict, s
 from ..bit_selection.h_process import Limits, fit_floors, measure_reserve, point_rows, points_table
 from ..bit_selection.precision import PrecisionManifest, fit, read_precision
 from ..bit_selection.precision import fit as fit_precision
-from ..cli.bases import Base, answered, key_of, make_base, show_rounded, text_of
+from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_cost, text_of
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
@@ -62,7 +62,7 @@ from ..gears.tensor_files import header_of
 from ..loading import DEMO_MODEL, find, gears_of, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
-from . import BudgetSettings, ConvertSettings
+from . import NEAREST, BudgetSettings, ConvertSettings
 
 Loads = Callable[..., tuple[nn.Module, Any]]
 """Loads a copy of the model that is converted, and its tokenizer. lazy: as of `load`."""
@@ -91,9 +91,14 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
         original = partial(load_cast, source, conversion.dtype, trusted)
         plan = replace(plan, bits=bits_for(settings.quality, original, plan, work))
     base = None
-    if conversion.calibrate is not None:
+    if codes is None and settings.calibrates:
         original = partial(load_cast, source, conversion.dtype, trusted)
-        base = calibrated(conversion.calibrate, original, model, tokenizer, plan)
+        try:
+            base = calibrated(conversion.calibrate or "", original, model, tokenizer, plan)
+        except GearbxError as error:
+            if conversion.asks_text:
+                raise
+            note(f"base: the nearest codes, since {one_line(error)}")
     converter = Converter(model, plan, work, base.layers if base else None)
     try:
         files = open_original(source) if get_format(plan.format).ladders else None
@@ -124,7 +129,7 @@ def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | Non
     flags = {
         "--dtype": conversion.dtype,
         "--embeddings": conversion.embeddings,
-        "--calibrate": conversion.calibrate is not None,
+        "--calibrate": conversion.asks_text,
         "--manifest": conversion.manifest,
         "the floors": settings.quality,
     }
@@ -146,6 +151,7 @@ def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, pla
     key = key_of(model, format, plan.gears, plan.manage, plan.group_size, text)
     base = key.find()
     if base is None:
+        tell_cost(model, key, format, text, f"--calibrate {NEAREST} takes the nearest codes, at once")
         with progress_bar() as progress:
             texts = list(text.texts)
             if text.requests:

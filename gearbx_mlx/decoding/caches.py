@@ -257,11 +257,10 @@ def check_quantizable(model: nn.Module, bits: int, group_size: int = 64, max_kv_
         ) from error
 
 
-def check_draftable(cache: Cache, name: str, tokens: float) -> None:
-    """Raises GearbxError unless drafts can be taken back from a cache throughout a text.
+def check_draftable(cache: Cache, tokens: float) -> None:
+    """Raises GearbxError unless drafts can be taken back from a draft model's cache throughout a text.
 
     Args:
-        name: of the model, for the error.
         tokens: that are added at most: of prompt, text and a draft together.
     """
     part = min(parts(cache), key=room)
@@ -272,7 +271,9 @@ def check_draftable(cache: Cache, name: str, tokens: float) -> None:
     if full is not None:
         why = f"has room for {full} tokens; give fewer --max-tokens, or leave --draft-model out"
     kind = type(part).__name__
-    raise GearbxError(f"--draft-model: drafts are taken back from the KV cache, and the {kind} of the {name} {why}")
+    raise GearbxError(
+        f"--draft-model: drafts are taken back from the KV cache, and the {kind} of the draft model {why}"
+    )
 
 
 class KeptCache:

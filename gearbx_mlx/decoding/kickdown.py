@@ -18,7 +18,7 @@ from ..routing.gates import Monitor, check_thresholds, default_thresholds
 from ..telemetry.summary import Tally
 from .caches import Snapshot
 from .governor import Governor
-from .mode import Mode, gear_of_prompt, refuse_draft_model, thresholds_for
+from .mode import Mode, gear_of_prompt, thresholds_for
 from .modes import KickdownSettings
 from .response import GearResponse, Step
 from .sampling import geared_responses, sampled
@@ -122,7 +122,6 @@ class Kickdown(KickdownSettings, Mode):
     def stream(
         self, model: nn.Module, tokenizer: Any, prompt: Any, *, gearbox: Any, controller: Governor | None, **kwargs: Any
     ) -> Iterator[GearResponse]:
-        refuse_draft_model(self.name, kwargs)
         # Logits processors change the distribution that is sampled, so that its entropy is not the one computed here.
         share = not kwargs.get("logits_processors")
         prefill, _ = self.gears_of_text(gearbox)

@@ -94,16 +94,12 @@ class Mode:
             "or stream_generate for each text"
         )
 
-    def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any, has_draft_model: bool) -> None:
+    def check_controller(self, controller: Governor | MemoryGuard, gearbox: Any) -> None:
         """Raises GearbxError where a controller cannot cap the gears."""
         if self.uncapped and controller.caps:
             raise GearbxError(f"mode '{self.name}' {self.uncapped}; use mode 'route'")
         if agreement_of(controller.gearbox.model).group is not None:
             raise GearbxError("a controller follows one machine's clock, and ranks share this model; leave it out")
-        if has_draft_model and controller.caps:
-            raise GearbxError(
-                "with a draft model tokens come several at a time and cannot be timed; leave one of them out"
-            )
         if gearbox is not controller.gearbox:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
@@ -192,12 +188,6 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
         return False
     reads, writes = mode.gears_of_text(gearbox)
     return reads != writes
-
-
-def refuse_draft_model(mode: str, keywords: Mapping[str, Any]) -> None:
-    """Raises GearbxError for a draft model in a mode whose gears are all of one model."""
-    if keywords.get("draft_model") is not None:
-        raise GearbxError(f"mode '{mode}' takes no draft model: the gears are all of one model; use mode 'lossless'")
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:

@@ -226,6 +226,12 @@ def flags_of_mode(name: str) -> dict[str, Field]:
     return flags_in(SETTINGS[name]) if name in SETTINGS else {}
 
 
+def check_draft_model(mode: str, draft_model: object) -> None:
+    """Raises GearbxError for a draft model, or its name, in another mode than lossless."""
+    if draft_model is not None and mode != LOSSLESS:
+        raise GearbxError(f"mode '{mode}' takes no draft model; leave it out, or use mode '{LOSSLESS}'")
+
+
 def made(name: str, given: Mapping[str, Any]) -> "Mode":
     """Return a mode with the flags that are given and belong to it; a file of thresholds says more of its gate.
 

@@ -23,6 +23,7 @@ from ..errors import GearbxError
 from ..gears.activations import model_dtype, stored_dtype
 from ..gears.cost import token_bytes
 from ..gears.discovery import tied_head, vocabulary
+from ..gears.gearbox import attached
 from ..routing.gates import AUTO, Gate, Monitor, Reading
 from ..routing.pair import BITS, NAMES, SMALL, first_model, pair_gate, pair_monitor, scaled
 from ..telemetry.summary import Tally
@@ -34,7 +35,6 @@ from .response import GearResponse
 from .sampling import has_nan, not_finite, reader_of
 
 PREFILL_STEP_SIZE = 2048  # mlx-lm's
-REFUSED = ("draft_model", "input_embeddings")
 
 
 class TrailingCache:
@@ -104,7 +104,10 @@ class Call:
 
 
 def bytes_read(model: nn.Module) -> int:
-    """Bytes of weights that a token reads, in the type of the checkpoint."""
+    """Bytes of weights that a token reads, in the type of the checkpoint, or in the gear that is engaged."""
+    gearbox = attached(model)
+    if gearbox is not None:
+        return gearbox.weight_bytes_per_token(gearbox.gear)
     return token_bytes(model, {}, {"": stored_dtype(model)}, tied_head(model))
 
 
@@ -202,9 +205,8 @@ class Pair(PairSettings, Mode):
         **kwargs: Any,
     ) -> Iterator[GearResponse]:
         assert self.small_model is not None
-        for name in REFUSED:
-            if kwargs.pop(name, None) is not None:
-                raise GearbxError(f"mode 'pair' has no {name}; leave it out")
+        if kwargs.pop("input_embeddings", None) is not None:
+            raise GearbxError("mode 'pair' has no input_embeddings; leave it out")
         check_vocabularies(tokenizer, self.small_model, model)
         pair = PairedModel(self.small_model, model, prefill_step_size)
         gate = self.gate_for(pair)

@@ -119,6 +119,9 @@ class DraftPolicy(Protocol):
     def round_seconds(self) -> float | None:
         """A token in rounds, likewise."""
 
+    def gain(self, mended: float) -> float | None:
+        """How many times as fast a token would be with this share of the rejected drafts accepted, likewise."""
+
     def length(self, room: int, early: bool = False) -> int:
         """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each.
 
@@ -181,6 +184,7 @@ class FixedPolicy:
         """Return how many are worth a verification at usual costs."""
         return LearnedPolicy().looked_up(probabilities, room)
 
+    def gain(self, mended: float) -> None: ...
     def add_round(self, **round: object) -> None: ...
     def add_alone(self, seconds: float) -> None: ...
 
@@ -567,3 +571,21 @@ class LearnedPolicy:
     def round_seconds(self) -> float | None:
         """A token in rounds as measured in this run; None where there were too few."""
         return self._spent / self._tokens if self._tokens >= SHORTEST else None
+
+    def gain(self, mended: float) -> float | None:
+        """Return how many times as fast a token would be if this share of the rejected drafts were accepted.
+
+        None where this run has seen too few rounds for an estimate.
+        """
+        if self.round_seconds is None:
+            return None
+        return min(self._least(0.0), self._token_alone()) / self._least(mended)
+
+    def _least(self, mended: float) -> float:
+        """What a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
+        least, written, right = math.inf, 1.0, 1.0
+        for drafted in range(1, MOST_DRAFTED + 1):
+            right *= 1 - (1 - mended) * (1 - self._acceptance.of_place(drafted - 1))
+            written += right
+            least = min(least, self._round(drafted) / written)
+        return least

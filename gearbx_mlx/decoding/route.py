@@ -5,14 +5,12 @@ is handed out, the pass that computes t + 1 has been dispatched. A shift made th
 stays in one gear, with the same kernels and in the same type as all other modes: the top gear's text is the one that
 mode lossless writes. Mode telemetry-only shifts nothing, and names the gear that mode route would use.
 
-All of them take mlx-lm's speculative decoding with a draft model. Thresholds may be found by the model itself (GEARBX
-4.2), at first use, once for a gearbox: the entropies of the prompt in the top gear say how sure this model is of text
-of this kind. A prompt that is too short says too little: then three short prompts are continued instead, as GEARBX
-does on MLX.
+Thresholds may be found by the model itself (GEARBX 4.2), at first use, once for a gearbox: the entropies of the prompt
+in the top gear say how sure this model is of text of this kind. A prompt that is too short says too little: then three
+short prompts are continued instead, as GEARBX does on MLX.
 """
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -22,10 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from mlx_lm.generate import GenerationResponse
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
 
 from ..errors import GearbxError
 from ..gears.gearbox import Gearbox, Observer
@@ -33,17 +28,12 @@ from ..gears.ladder import Gear, Ladder
 from ..ranks.agreement import agreement_of
 from ..routing.calibration import FEWEST_SAMPLES, median_thresholds, percentile_thresholds
 from ..routing.gates import AUTO, Gate, Monitor, OneGear, ThresholdGate, first_gear
-from ..telemetry.summary import Tally, draft_rows, draft_summary
 from .batches import BatchText, SharedMode
-from .caches import check_draftable
 from .governor import Governor
 from .mode import encoded, gear_of_prompt, of_model, thresholds_for, vocabulary_of
 from .modes import RouteSettings, StaticSettings
-from .pair import bytes_read
-from .response import GearResponse, SampledToken, Step, single_pass
-from .sampling import Sampled, entropy_bits, geared_responses, reader_of, sampled
-
-DRAFTED = 3  # tokens that a draft model drafts at once, as in mlx_lm.generate
+from .response import GearResponse, single_pass
+from .sampling import entropy_bits, geared_responses, reader_of, sampled
 
 
 @dataclass(frozen=True)
@@ -60,7 +50,7 @@ class InEngagedGear(SharedMode):
         text = self.text(gearbox, tokenizer, prompt)
         gearbox.shift(text.first)  # so that it is made, and not in the middle of the text
         gearbox.shift(text.prompt_gear)
-        told, draft_model = kwargs.pop("prompt_progress_callback", None), kwargs.pop("draft_model", None)
+        told = kwargs.pop("prompt_progress_callback", None)
 
         def progress(read: int, tokens: int) -> None:
             if told is not None:
@@ -68,25 +58,15 @@ class InEngagedGear(SharedMode):
             if read == tokens - 1:
                 gearbox.shift(text.first)
 
-        if draft_model is None:
-            kwargs["prompt_progress_callback"] = progress
-            source = sampled(
-                model, tokenizer, prompt, lambda: single_pass(gearbox, gearbox.gear), reader_of(gearbox), **kwargs
-            )
-        else:
-            source = with_draft_model(model, tokenizer, prompt, gearbox, text.first, draft_model, **kwargs)
+        kwargs["prompt_progress_callback"] = progress
+        how = (lambda: single_pass(gearbox, gearbox.gear)), reader_of(gearbox)
+        source = sampled(model, tokenizer, prompt, *how, **kwargs)
         return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
         """What one text of a batch has of its own; of a gate that was given, a copy."""
         text = self.text(gearbox, tokenizer, prompt)
         return replace(text, gate=deepcopy(text.gate))
-
-    def summary(self, tally: Tally) -> dict[str, Any]:
-        return draft_summary(tally, sum(tally.passes.values())) if tally.drafted else {}
-
-    def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        return draft_rows(summary)
 
 
 @dataclass(frozen=True)
@@ -180,63 +160,6 @@ class TelemetryOnly(Route):
         observer = gearbox or Observer(model)
         of_model(observer, model)
         return observer
-
-
-def with_draft_model(
-    model: nn.Module,
-    tokenizer: Any,
-    prompt: Any,
-    gearbox: Gearbox | Observer,
-    first: Gear,
-    draft_model: nn.Module,
-    max_tokens: int = 256,
-    num_draft_tokens: int | None = None,
-    **kwargs: Any,
-) -> Sampled:
-    """mlx-lm's responses of its speculative decoding, and the entropy and step of each.
-
-    A round drafts `num_draft_tokens`, verifies them in one pass of the model, and ends with a token of the model's own.
-    Its cost, the drafts' bytes included, stands with its first token. `first` is engaged when the prompt is read: then
-    the draft model's first token is sampled.
-
-    Raises:
-        GearbxError: ranks that share the model; a cache from which drafts cannot be taken back.
-    """
-    if agreement_of(model).group is not None:
-        raise GearbxError("ranks share this model, and mlx-lm's draft models run in one process; use mode 'lossless'")
-    num_draft_tokens = num_draft_tokens or DRAFTED
-    prompt, max_tokens = encoded(tokenizer, prompt), sys.maxsize if max_tokens < 0 else max_tokens
-    given, layers = kwargs.pop("prompt_cache", None), len(model.layers)
-    if given is not None:  # by mlx-lm's reckoning the model's caches come first, and then the draft model's
-        given = given if len(given) > layers else [*given, *make_prompt_cache(draft_model)]
-    longest = len(prompt) + max_tokens + min(num_draft_tokens, max_tokens)
-    check_draftable(given[:layers] if given else make_prompt_cache(model), "model", longest)
-    check_draftable(given[layers:] if given else make_prompt_cache(draft_model), "draft model", longest)
-    entropy, draft_bytes = reader_of(gearbox).entropy, bytes_read(draft_model)
-    sampler = kwargs.pop("sampler", None) or greedy_sampler
-    keywords = {"draft_model": draft_model, "num_draft_tokens": num_draft_tokens, "prompt_cache": given, **kwargs}
-    number, new_round, gear, in_prompt = 0, True, first, True
-
-    def sample(logprobs: mx.array) -> mx.array:
-        nonlocal in_prompt
-        if in_prompt:
-            gearbox.shift(first)
-        in_prompt = False
-        return sampler(logprobs)
-
-    def seen(response: GenerationResponse) -> SampledToken:
-        nonlocal number, new_round, gear
-        if new_round:
-            gear, drafted = gearbox.gear, min(num_draft_tokens, max_tokens - number)
-            read = gearbox.weight_bytes_per_token(gear, drafted + 1) + drafted * draft_bytes
-            step = Step(gear, (), single_pass(gearbox, gear).passes, read, drafted=drafted)
-        else:
-            step = Step(gear, (), (0,) * len(gearbox.ladder))
-        number, new_round = number + 1, not response.from_draft  # the model's own token is the last of a round
-        return SampledToken(entropy(response.logprobs), step)
-
-    keywords |= {"sampler": sample, "max_tokens": max_tokens}
-    return ((response, seen(response)) for response in mlx_stream_generate(model, tokenizer, prompt, **keywords))
 
 
 SHORT_PROMPTS = (

@@ -34,7 +34,7 @@ from .caches import cache_in_gears, check_kv_mode, check_quantizable
 from .governor import Governor, MemoryGuard
 from .lossless import measured_seconds
 from .mode import Mode, check_known, encoded, making, turn, vocabulary_of
-from .modes import mode_class
+from .modes import check_draft_model, mode_class
 from .pair import Pair, bytes_read
 from .response import BatchGearResponse, GearResponse, Seen
 from .sampling import Sampler, sampler_beside
@@ -81,13 +81,14 @@ def stream_generate(
         gearbox = controller.gearbox
     drafted = kwargs.get("draft_model") is not None
     chosen = choose_mode(model, gearbox, mode, controller is not None and controller.caps, drafted)
+    check_draft_model(chosen.name, kwargs.get("draft_model"))
     with making:
         box = chosen.gearbox_for(model, gearbox)
     if box is not None and not isinstance(prompt, str):
         check_known("prompt", np.array(prompt, int).reshape(-1).tolist(), vocabulary_of(box))
     kwargs |= cache_keywords(chosen, model, box, kv_gears, kv_gear, kwargs)
     if controller is not None:
-        chosen.check_controller(controller, box, drafted)
+        chosen.check_controller(controller, box)
     keywords = {"gearbox": box, "controller": controller, "max_tokens": max_tokens, **kwargs}
     if box is None:
         return Responses(chosen.stream(model, tokenizer, prompt, **keywords), model, chosen, None, began=began)
@@ -424,7 +425,7 @@ class Responses(Iterator[GearResponse]):
 
         Args:
             model: its name; without one, the type of its class in mlx-lm.
-            beside: the name of the small model or of mlx-lm's draft model.
+            beside: the name of the small model or of the draft model.
         """
         name, speed = model or type_of(self.model), RunSpeed()
         speed.add(self)

@@ -24,7 +24,8 @@ from ..formats.base import Format
 from ..formats.tied import linear_of
 from ..kernels.bit_planes import Planes
 from ..kernels.device import check_device, device_in_use
-from .activations import Typed, compute_in, layer_bytes, stored_dtype
+from ..kernels.dispatch import KernelChoice, on_cpu
+from .activations import Typed, compute_in, layer_bytes, model_dtype, stored_dtype
 from .adapters import base_arrays, layers_of, places_of, put_modules, tree_of
 from .cost import (
     LayerPath,
@@ -35,6 +36,7 @@ from .cost import (
     whole_model_speedup,
 )
 from .discovery import DENSE_LAYERS, QUANTIZED, Layer, Predicate, at_least, at_most, none_managed, tied_head
+from .in_place import own_codes
 from .kernel_choices import KernelChoices, choose_kernels
 from .ladder import DEFAULT_ACTIVATIONS, DEFAULT_KERNELS, DEFAULT_LADDER, DENSE, Gear, Ladder
 from .layout import (
@@ -148,7 +150,7 @@ class Gearbox:
         self._places = places_of(model)
         self.layers, self._embeddings = use_kernels(model, self.kernels, self.layers, self._embeddings)
         # MLX's kernels compute what mlx-lm would compute with a quantized checkpoint, in its type.
-        in_float32 = quantized and (self.kernels.native or not self.of_codes)
+        in_float32 = self.kernels.native or (quantized and not self.of_codes)
         self.compute_dtype, self.storage, scales = compute_model_in(model, self._changing, layout, dtype, in_float32)
         self._shapes = {layer.path: layer.module.weight.shape for layer in self.layers}
         self._biases = {layer.path: layer.module.bias.size if "bias" in layer.module else 0 for layer in self.layers}
@@ -538,28 +540,69 @@ def model_fingerprint(model: nn.Module) -> str:
     return with_adapters(base, model)
 
 
-class Observer:
-    """Has the interface of a Gearbox and names the gear that it would engage, but changes no module.
+def in_one_gear(
+    model: nn.Module, dtype: str = "auto", kernels: str = DEFAULT_KERNELS, activations: str = DEFAULT_ACTIVATIONS
+) -> Gearbox | None:
+    """Put a model whose precision stays as it is on the kernels that are fastest here.
 
-    Bytes, bits and, with `dtype` "auto", the type to compute in are those of the model as it is: its text is mlx-lm's.
+    On a CPU with "auto" these are ours, whose text is mlx-lm's but for rounding; on a GPU they are MLX's.
+
+    Args:
+        dtype, kernels, activations: as of `Gearbox`.
+
+    Returns the gearbox that holds its one gear, or that it has already; None for a model that mlx-lm computes.
+
+    Raises:
+        GearbxError: as `Gearbox`.
+    """
+    if attached(model) is not None:
+        return attached(model)
+    if kernels == "mlx" or (kernels == "auto" and not on_cpu()) or sharding_of(model) is not None:
+        compute_in(model, dtype, quantized=False)
+        return None
+    saved, codes = saved_gears(model), own_codes(model)
+    bits = saved.manifest.ladder[0].bits if saved is not None else DENSE if codes is None else codes.bits
+    chosen = "native" if kernels == "auto" else kernels
+    return Gearbox(model, Ladder([bits]), dtype=dtype, kernels=chosen, activations=activations)
+
+
+class Observer:
+    """Has the interface of a Gearbox and names the gear that it would engage, but changes no precision.
+
+    Bytes and bits are those of the model as it is. Where `in_one_gear` puts it on native kernels, its text is mlx-lm's
+    but for rounding; with kernels "mlx" it is mlx-lm's bit for bit.
+
+    Args:
+        dtype, kernels, activations: as of `Gearbox`.
     """
 
-    def __init__(self, model: nn.Module, ladder: Ladder | str = DEFAULT_LADDER, *, dtype: str = "auto"):
+    def __init__(
+        self,
+        model: nn.Module,
+        ladder: Ladder | str = DEFAULT_LADDER,
+        *,
+        dtype: str = "auto",
+        kernels: str = DEFAULT_KERNELS,
+        activations: str = DEFAULT_ACTIVATIONS,
+    ):
         self.ladder = ladder if isinstance(ladder, Ladder) else Ladder.parse(ladder)
         self.model, self.device = model, device_in_use()
         head = tied_head(model)
         kinds = (*DENSE_LAYERS, *(kind for kind in QUANTIZED if kind is not nn.QuantizedEmbedding))
         linear = {path: m for path, m in layers_of(model).items() if isinstance(m, kinds) or path == head}
-        self.compute_dtype = compute_in(model, dtype, quantized=False)
         storage = stored_dtype(model)
         self.storage = {"": storage}
         self.layers: list[str] = []
         self.unmanaged = dict.fromkeys(linear, "telemetry only")
+        self._own_bits = {path: getattr(module, "bits", DENSE) for path, module in linear.items()}
         read = sum(layer_bytes(module, storage) for module in linear.values())
         shapes = (getattr(module, "weight_shape", None) or dense_shape(module) for module in linear.values())
         weights = sum(map(math.prod, shapes))
         self._bits = 8 * read / weights if weights else 8.0 * storage.size
         self._token_bytes = token_bytes(model, {}, self.storage, head)
+        own = in_one_gear(model, dtype, kernels, activations)
+        self.kernels = KernelChoice(False, "as asked") if own is None else own.kernels
+        self.compute_dtype = model_dtype(model) if own is None else own.compute_dtype
         self.gear = self.ladder.top
         self.shifts = 0
         self.shift_seconds = self.making_seconds = 0.0
@@ -581,11 +624,11 @@ class Observer:
 
     def layer_paths(self) -> list[LayerPath]:
         """Every linear layer with its bits, which are the same in each gear."""
-        modules = layers_of(self.model)
-        return [
-            LayerPath(path, (getattr(modules[path], "bits", DENSE),) * len(self.ladder), "mlx", reason)
-            for path, reason in self.unmanaged.items()
-        ]
+        modules, found = layers_of(self.model), []
+        for path, reason in self.unmanaged.items():
+            kernels, _ = kernels_of(linear_of(modules[path]), self.kernels, None)
+            found.append(LayerPath(path, (self._own_bits[path],) * len(self.ladder), kernels, reason))
+        return found
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
         return self._token_bytes

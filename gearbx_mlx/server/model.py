@@ -13,7 +13,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from ..cli.decide import check_in_ladder, decide
 from ..cli.loaded import Geared, Loaded, LoadedPair, load_draft_model, load_pair
 from ..decoding.mode import SAME, Mode
-from ..decoding.modes import PAIR, TELEMETRY_ONLY, made
+from ..decoding.modes import LOSSLESS, PAIR, TELEMETRY_ONLY, made
 from ..errors import GearbxError, about
 from ..files.model_directory import context_length
 from ..gears.discovery import vocabulary
@@ -40,7 +40,7 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
     if governed:
         return GOVERNED
     if has_draft_model:
-        return ("route", "lossless", "static")
+        return (LOSSLESS,)
     return SHIFTING
 
 

@@ -54,7 +54,7 @@ REFUSED = [
     *((f"{name} --gears 16,8,4", "ascend") for name in ("generate", "calibrate", "benchmark decode")),
     *((f"{name} --gears 4,7", "not supported") for name in ("generate", "calibrate")),
     ("generate --gears a", "whole numbers"),
-    ("generate --format groupwise", "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
+    ("generate --format groupwise --gears 4,8,16", "format 'groupwise' has no gear of 8 bits; choose from 4, 16"),
     ("generate --format rowwise --gears 3,16", "'rowwise' has no gear of 3 bits; choose from 2, 4, 6, 8, 16"),
     ("generate --thresholds 3,1", "ascend"),
     ("generate --thresholds 1,1", "ascend"),

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,12 +20,17 @@ from huggingface_hub import HfApi, ModelCard
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.conversion import converter
 from gearbx_mlx.conversion.model_card import Provenance, provenance
+from gearbx_mlx.convert import ConvertSettings
 from gearbx_mlx.convert import convert as convert_model
+from gearbx_mlx.formats import FORMATS as ALL_FORMATS
+from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
 from gearbx_mlx.gears.manifest import VERSION
 
+CALIBRATES = ConvertSettings.calibrates  # which conftest.py replaces
 FORMATS = {"planes": "4,5,8,16", "affine": "3,8,16", "rowwise": "2,6,16", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,16", "codebook-library": "2,16"}
 MODELS = {
@@ -53,9 +59,68 @@ def convert(command, tmp_path):
 @pytest.fixture(scope="module")
 def geared(tmp_path_factory):
     out = tmp_path_factory.mktemp("commands") / "geared"
-    arguments = ["--device", "cpu", "--gears", "3,4,8,16", "--mlx-path", out]
+    arguments = ["--device", "cpu", "--gears", "3,4,8,16", "--mlx-path", out, "--calibrate", "none"]
     subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
     return out
+
+
+class TestChosenCodes:
+    """By default a text chooses the codes of the lowest gear."""
+
+    @pytest.mark.parametrize(
+        ("flags", "chosen", "ladder"),
+        [
+            ({}, True, "4,16"),
+            ({"format": "affine"}, True, "4,16"),
+            ({"gears": "4,8,16"}, True, "4,8,16"),
+            ({"calibrate": "none"}, False, "4,8,16"),
+            ({"format": "codebook"}, False, "4,16"),
+            ({"format": "codebook", "auto_bits": ""}, False, "2,16"),
+        ],
+    )
+    def test_where_nothing_else_chooses_them(self, monkeypatch, flags, chosen, ladder):
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        settings = command_settings(ConvertSettings, flags)
+        assert (settings.calibrates, str(settings.ladder)) == (chosen, ladder)
+
+    @pytest.mark.parametrize("format", ALL_FORMATS)
+    def test_in_every_format_that_has_free_codes(self, monkeypatch, format):
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        settings = command_settings(ConvertSettings, {"format": format, "gears": "4,16"})
+        assert settings.calibrates == get_format(format).takes_base
+
+    @pytest.mark.slow
+    def test_its_cost_is_said_first_and_the_base_is_another_one(self, demo, command, monkeypatch, tmp_path):
+        source = tmp_path / "original"
+        save_model(tiny_model(dtype=mx.bfloat16, vocab_size=demo.tokenizer.vocab_size), source)
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        said = command("convert", "--model", source, "--mlx-path", tmp_path / "chosen").err
+        assert re.search(r"requests, and \d+ tokens choose the codes of 15 layers, which takes about 1 minute", said)
+        assert "--calibrate none takes the nearest codes, at once" in said
+        flags = "--gears", "4,16", "--calibrate", "none"
+        assert command("convert", "--model", source, "--mlx-path", tmp_path / "nearest", *flags).status == 0
+        bases = [weights_of(mlx_lm.load(str(tmp_path / name))[0]) for name in ("nearest", "chosen")]
+        assert any(not mx.array_equal(array, bases[1][name]).item() for name, array in bases[0].items())
+
+    @pytest.mark.parametrize(
+        ("gears", "why"),
+        [
+            ("4,8,16", "no layer has codes to calibrate: the gears 4,8 begin with the same codes; give --gears 4,16"),
+            ("4,16", "prompts[0] has token"),  # the demo model's tokenizer knows more of them
+        ],
+    )
+    def test_what_cannot_be_calibrated_has_the_nearest_unless_it_was_asked_for(
+        self, convert, command, monkeypatch, tmp_path, gears, why
+    ):
+        source, _ = convert("llama", "--gears", "4,16")
+        monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        given = "convert", "--model", source, "--gears", gears, "--mlx-path"
+        done = command(*given, tmp_path / "default")
+        assert done.status == 0
+        assert f"base: the nearest codes, since {why}" in done.err
+        done = command(*given, tmp_path / "asked", "--calibrate")
+        assert done.status == 2
+        assert why in done.err
 
 
 def same_model(a: nn.Module, b: nn.Module) -> bool:
@@ -309,11 +374,8 @@ class TestBitsByQuality:
 def whole(tmp_path_factory):
     """A broken checkpoint of the demo model."""
     out = tmp_path_factory.mktemp("whole") / "broken"
-    subprocess.run(
-        [sys.executable, "-m", "gearbx_mlx.convert", "--device", "cpu", "--mlx-path", out],
-        check=True,
-        capture_output=True,
-    )
+    arguments = ["--device", "cpu", "--mlx-path", out, "--calibrate", "none"]
+    subprocess.run([sys.executable, "-m", "gearbx_mlx.convert", *arguments], check=True, capture_output=True)
     return out
 
 

@@ -149,20 +149,6 @@ def test_a_cache_that_cannot_be_quantized_is_refused_before_the_text(demo, archi
         stream_generate(model, demo.tokenizer, [1, 5, 9], 5, kv_bits=4, **{"kv_group_size": 32} | keywords)
 
 
-@pytest.mark.parametrize(
-    ("target", "draft", "complaint"),
-    [
-        ("lfm2", "llama", "the ArraysCache of the model keeps a state"),
-        ("llama", "mamba", "the ArraysCache of the draft model keeps a state"),
-        ("gemma3_text", "llama", "the RotatingKVCache of the model has room for 64 tokens"),
-    ],
-)
-def test_drafts_that_cannot_be_taken_back_are_refused_before_the_text(demo, target, draft, complaint):
-    model, draft_model = tiny_model(target), tiny_model(draft)
-    with pytest.raises(GearbxError, match=complaint):
-        next(stream_generate(model, demo.tokenizer, BEGUN, 60, mode="static", draft_model=draft_model))
-
-
 TOKENS = st.lists(st.integers(1, 3), max_size=6)
 FIRST = [5, 9, 2, 7, 11, 6, 3]
 WINDOW = len(FIRST)

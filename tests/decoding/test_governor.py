@@ -99,7 +99,7 @@ class TestGoverned:
         ("options", "message"),
         [
             ({"mode": "lossless"}, "mode 'lossless' writes the top gear's text"),
-            ({"mode": "route", "draft_model": object()}, "leave one of them out"),
+            ({"mode": "route", "draft_model": object()}, "takes no draft model"),
         ],
     )
     def test_where_gears_cannot_be_capped(self, geared, options, message):

@@ -1,12 +1,18 @@
 """Mode lossless as a command: what its summary and trace say, and what it refuses."""
 
 import json
+from importlib import import_module
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from mlx_lm import convert
 
+from gearbx_mlx import Gearbox
 from gearbx_mlx.loading import DEMO_MODEL
+
+run = import_module("gearbx_mlx.generate.run")
 
 
 @pytest.mark.slow
@@ -32,3 +38,19 @@ def test_a_checkpoint_of_4_bits_has_no_gears_to_compare(command, tmp_path, monke
     done = command("calibrate", "--model", tmp_path / "q", "--mode", "kickdown", "-m", 3, "--ignore-chat-template")
     assert done.status == 2
     assert "quantized already" in done.err
+
+
+@pytest.mark.parametrize(
+    ("rejected", "gain", "told"), [(0.3, 1.2, True), (0.05, 1.2, False), (0.3, 1.01, False), (0.3, None, False)]
+)
+def test_where_drafts_were_rejected_it_says_what_calibration_would_gain(capsys, monkeypatch, rejected, gain, told):
+    monkeypatch.setattr(run, "gain_of_calibration", lambda gearbox: gain)
+    box = Mock(spec=Gearbox, base={})
+    geared = SimpleNamespace(gearbox=box, loaded=SimpleNamespace(decision=SimpleNamespace(takes_base=True)))
+    run.tell_gain(geared, {"acceptance_rate": 1 - rejected})
+    said = " ".join(capsys.readouterr().err.split())
+    expected = "30% of the drafts were rejected. By the times of this run, a calibrated base would make it about 1.20"
+    assert said.startswith(expected) is told
+    box.base = {"a layer": None}
+    run.tell_gain(geared, {"acceptance_rate": 1 - rejected})
+    assert not capsys.readouterr().err

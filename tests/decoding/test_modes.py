@@ -25,7 +25,7 @@ from gearbx_mlx import (
 )
 from gearbx_mlx.decoding import modes
 from gearbx_mlx.loading import DEMO_MODEL, load
-from gearbx_mlx.routing.gates import OneGear, read_thresholds
+from gearbx_mlx.routing.gates import read_thresholds
 
 TALE = "Once upon a time there was a king"
 
@@ -194,49 +194,10 @@ class TestEntropy:
             assert [response.entropy for response in responses] == pytest.approx([1.0] * len(responses))
 
 
-class TestDraftModel:
-    @pytest.mark.parametrize("mode", [Route(gate=OneGear(1), initial_gear="high"), Static()], ids=["route", "static"])
-    def test_its_drafts_passes_and_bytes_are_counted(self, geared_demo, demo, mode):
-        draft_model, _ = load()
-        top, drafted_bytes = geared_demo.ladder.top, Observer(draft_model).weight_bytes_per_token(None)
-        responses = list(
-            stream_generate(
-                demo.model,
-                demo.tokenizer,
-                TALE,
-                17,
-                mode=mode,
-                gearbox=geared_demo,
-                draft_model=draft_model,
-                num_draft_tokens=4,
-            )
-        )
-        rounds = [response for response in responses if sum(response.passes)]
-        assert len(responses) == 17
-        # The draft model is the model itself: rounds of four drafts and a token of the model's own, until the end.
-        assert [response.drafted for response in rounds] == [4, 4, 4, 2]
-        assert sum(response.from_draft for response in responses) == 14
-        read = [geared_demo.weight_bytes_per_token(top, r.drafted + 1) + r.drafted * drafted_bytes for r in rounds]
-        assert [response.weight_bytes for response in rounds] == read
-
-    def test_the_summary_and_the_trace_show_them(self, command, tmp_path):
-        files = "--summary", tmp_path / "s.json", "--trace", tmp_path / "t.jsonl"
-        result = command("generate", "-m", 30, "--mode", "static", "--draft-model", DEMO_MODEL, *files)
-        assert result.status == 0
-        assert " accepted (" in result.err
-        summary = json.loads((tmp_path / "s.json").read_text())
-        trace = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
-        assert summary["accepted"] == sum(entry["from_draft"] for entry in trace) > 15
-        assert summary["drafted"] == sum(entry["drafted"] for entry in trace) >= summary["accepted"]
-        assert summary["verifications"] == sum(any(entry["passes"]) for entry in trace)
-        assert summary["accepted"] + summary["verifications"] in (30, 31)
-        draft = summary["draft_model"]
-        assert draft["name"] == str(DEMO_MODEL)
-        assert draft["passes"] == summary["drafted"]
-        # The draft model is the model itself, so its bytes are known from the model's.
-        assert draft["weight_bytes"] == summary["drafted"] * summary["weight_bytes_per_token_top"]
-        verifying = summary["verifications"] * summary["weight_bytes_per_token_top"]
-        assert sum(entry["weight_bytes"] for entry in trace) == pytest.approx(
-            draft["weight_bytes"] + verifying, rel=0.01
-        )
-        assert f"{draft['passes']} drafted by" in " ".join(result.err.split())
+@pytest.mark.parametrize("mode", ["route", "static", "kickdown", "telemetry-only"])
+def test_a_draft_model_is_for_mode_lossless(geared_demo, demo, command, mode):
+    with pytest.raises(GearbxError, match=f"mode '{mode}' takes no draft model; leave it out, or use mode 'lossless'"):
+        stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, draft_model=demo.model)
+    result = command("generate", "--mode", mode, "--draft-model", DEMO_MODEL)
+    assert result.status == 2
+    assert "use mode 'lossless'" in result.err

@@ -191,9 +191,11 @@ class TestWherePrecautionsAreNeeded:
         with pytest.raises(GearbxError, match="the small model has a vocabulary of 128, and the tokenizer one of 4096"):
             stream_pair(tiny_model(), large, demo.tokenizer, TALE)
 
-    @pytest.mark.parametrize("name", ["draft_model", "input_embeddings"])
-    def test_what_a_pair_has_not(self, demo, small, large, name):
-        with pytest.raises(GearbxError, match=name):
+    @pytest.mark.parametrize(
+        ("name", "complaint"), [("draft_model", "draft model"), ("input_embeddings", "no input_emb")]
+    )
+    def test_what_a_pair_has_not(self, demo, small, large, name, complaint):
+        with pytest.raises(GearbxError, match=complaint):
             stream_pair(small, large, demo.tokenizer, TALE, **{name: small})
 
     def test_a_cache_of_one_model(self, demo, small, large):

@@ -21,14 +21,13 @@ ASKED = "Tom has 3 apples and 4 pears. How many fruits has he?"
 MORE = "He buys 2 more apples. How many are there now?"
 TOP = "3,16"
 MODES = {  # each in one gear, or with the text of one gear
-    "route": {"gears": "16"},
+    "route": {"gears": "16", "kernels": "mlx"},
     "static": {"gears": TOP, "mode": "static"},
     "kickdown": {"gears": TOP, "mode": "kickdown", "thresholds": "0"},
     "lossless": {"gears": TOP, "mode": "lossless"},
     "telemetry-only": {"mode": "telemetry-only"},
     "pair": {"small_model": str(DEMO_MODEL), "thresholds": "0.5"},
     "draft model": {"gears": TOP, "draft_model": str(DEMO_MODEL)},
-    "draft model of mlx-lm": {"gears": TOP, "mode": "static", "draft_model": str(DEMO_MODEL)},
 }
 
 

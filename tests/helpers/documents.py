@@ -54,6 +54,7 @@ SHORTER = {
     "analyze": "--max-tokens 6",
     "calibrate": "--max-tokens 24 --num-prompts 1",
     "evaluate": "--tokens 24 --context 12",
+    "convert --gears": "--calibrate none",
     "convert codebook": "--manage attention",
     "convert --calibrate": "--manage attention --calibrate text.txt",
     "sensitivity": "--num-samples 1 --sequence-length 12 --manage attention",

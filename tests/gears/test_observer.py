@@ -1,0 +1,95 @@
+"""A model in its own precision: on a CPU by native kernels, whose logits are mlx-lm's but for rounding."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from conftest import PROMPT, tiny_model
+
+from gearbx_mlx import Gearbox, GearbxError, Observer, load, stream_generate
+from gearbx_mlx.decoding.pair import bytes_read
+from gearbx_mlx.gears import gearbox as module
+from gearbx_mlx.gears.gearbox import attached, in_one_gear
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+def quantized() -> nn.Module:
+    model = tiny_model(dtype=mx.bfloat16)
+    nn.quantize(model, group_size=64, bits=4)
+    return model
+
+
+def bfloat16() -> nn.Module:
+    return tiny_model(dtype=mx.bfloat16)
+
+
+@pytest.mark.parametrize("make", [quantized, bfloat16])
+class TestOneGear:
+    def test_it_has_native_layers_and_the_logits_of_mlx_lm_but_for_rounding(self, make):
+        model, exact = make(), make()
+        exact.set_dtype(mx.float32)
+        observer = Observer(model, "4,8,16")
+        assert observer.kernels.native
+        assert observer.compute_dtype == mx.float32
+        assert {path.kernels for path in observer.layer_paths()} == {"native"}
+        assert mx.allclose(model(PROMPT), exact(PROMPT), atol=0.02).item()
+
+    def test_with_the_kernels_of_mlx_it_is_mlx_lm_bit_for_bit(self, make):
+        model = make()
+        observer = Observer(model, "4,8,16", kernels="mlx")
+        assert not observer.kernels.native
+        assert observer.compute_dtype == mx.bfloat16
+        assert mx.array_equal(model(PROMPT), make()(PROMPT)).item()
+
+    def test_it_counts_the_same_bits_and_bytes(self, make):
+        observers = [Observer(make(), kernels=kernels) for kernels in ("auto", "mlx")]
+        bits, read = ([f(each) for each in observers] for f in (bits_of, bytes_of))
+        assert bits[0] == bits[1]
+        assert read[0] == read[1] == bytes_read(observers[0].model)
+
+    def test_a_gpu_keeps_the_kernels_of_mlx(self, make, monkeypatch):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+        model = make()
+        assert in_one_gear(model) is None
+        assert attached(model) is None
+
+    def test_a_model_that_has_gears_keeps_them(self, make):
+        model = make()
+        gearbox = Gearbox(model, "4" if make is quantized else "4,16")
+        assert in_one_gear(model) is gearbox
+        assert Observer(model).kernels is gearbox.kernels
+
+
+def bits_of(observer: Observer) -> float:
+    return observer.bits_per_weight(observer.gear)
+
+
+def bytes_of(observer: Observer) -> int:
+    return observer.weight_bytes_per_token(observer.gear)
+
+
+def test_telemetry_writes_the_text_of_one_gear(demo):
+    texts = []
+    for mode in ("telemetry-only", "static"):
+        model = quantized_demo()
+        run = stream_generate(model, demo.tokenizer, "Once upon a time", 12, mode=mode)
+        texts.append([response.token for response in run])
+    assert texts[0] == texts[1]
+
+
+def quantized_demo() -> nn.Module:
+    model, _ = load()
+    nn.quantize(model, group_size=64, bits=8)
+    return model
+
+
+def test_kernels_that_do_not_exist_are_refused():
+    with pytest.raises(GearbxError, match="kernels 'fast' do not exist"):
+        Observer(bfloat16(), kernels="fast")
+
+
+def test_the_original_weights_alone_say_what_they_cost(command):
+    said = command("generate", "-m", 2, "--gears", "16").err
+    assert "--gears 16 is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native" in said
+    for kernels in ("native", "mlx"):
+        assert "bit for bit" not in command("generate", "-m", 2, "--gears", "16", "--kernels", kernels).err
