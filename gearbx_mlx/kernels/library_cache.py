@@ -113,7 +113,7 @@ class CachedLibrary:
 
 
 def open_entry(name: str) -> CachedLibrary:
-    """The entry for a library with this name. Raises CacheUnusable and OSError as `open_cache`."""
+    """The entry for a library with this name. Raises CacheUnusable as `open_cache`."""
     return checked(CachedLibrary(open_cache() / name))
 
 
