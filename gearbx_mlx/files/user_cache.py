@@ -4,6 +4,7 @@ What is read from it is as good as the weights and the code that it was made of,
 all of it, and for the directories above it.
 """
 
+import functools
 import os
 import stat
 import warnings
@@ -34,8 +35,13 @@ def why(error: CacheUnusable | OSError) -> str:
 
 
 def warn_of(error: CacheUnusable | OSError) -> None:
-    """Say why something in the cache is neither read nor written; a command says it once."""
-    warnings.warn(f"{why(error)}; until then it is not used", GearbxWarning, stacklevel=2)
+    """Say once why something in the cache is neither read nor written."""
+    say_once(f"{why(error)}; until then it is not used")
+
+
+@functools.cache  # Python's own "once" forgets at each warnings.catch_warnings
+def say_once(text: str) -> None:
+    warnings.warn(text, GearbxWarning, stacklevel=3)
 
 
 def open_cache() -> Path:
