@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 from ..errors import GearbxError
-from .model_directory import count_arrays
+from .model_directory import check_regular, count_arrays
 from .reading import parse_json, read_as, typed, unreadable
 
 ARRAYS, SETTINGS = "adapters.safetensors", "adapter_config.json"
@@ -50,6 +50,7 @@ def read_adapter(directory: Path) -> Adapter:
         if not directory.is_dir():
             what = "is a file" if directory.exists() else "the adapter path does not exist"
             raise GearbxError(f"{directory}: {what}; {REMEDY}")
+        check_regular(directory)
         for name in (ARRAYS, SETTINGS):
             if not os.path.lexists(directory / name):
                 raise GearbxError(f"{directory}: no {name} there; {REMEDY}")
