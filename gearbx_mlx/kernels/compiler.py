@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -306,7 +307,7 @@ class Compilers:
 
     def start(self, command: list[str]) -> "subprocess.Popen[str]":
         """Start a command in a process group of its own. Raises Unavailable where it cannot be run."""
-        streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
         with self._lock:
             if self._ended:
                 raise Unavailable("it was interrupted")
