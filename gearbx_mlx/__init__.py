@@ -4,9 +4,24 @@
 `--help` should not wait for it. EAGER_IMPORT=1 imports all of them at once.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+import os
+import signal
+import sys
 
-import lazy_loader
+
+def _is_command() -> bool:
+    """Return whether Python was started for a command of this package: by its script, or by -m, until that is found."""
+    name, *rest = sys.argv or [""]
+    started = sys.orig_argv[-1 - len(rest)] if name == "-m" else os.path.basename(name).replace("-", "_")
+    return started.partition(".")[0] == __name__
+
+
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the imports below have nothing to finish, and a traceback of no use
+
+from importlib.metadata import PackageNotFoundError, version  # noqa: E402
+
+import lazy_loader  # noqa: E402
 
 try:
     __version__ = version("gearbx-mlx")

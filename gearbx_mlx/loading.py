@@ -33,6 +33,8 @@ from .files.model_directory import (
     COMPLETE,
     check_json,
     check_layers,
+    check_quantization,
+    check_regular,
     count_arrays,
     parse_object,
     read_adapter,
@@ -146,6 +148,7 @@ def check_model(directory: Path, trusted: bool, change: dict) -> None:
     arrays = count_arrays(directory)
     config = read_config(directory) | change
     check_layers(config, arrays, directory / "config.json")
+    check_quantization(config, directory / "config.json")
     if config.get("model_file") is None:
         check_type(config, directory / "config.json")
     elif not trusted:  # mlx-lm before 0.32 runs it without a question
@@ -257,6 +260,7 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
     try:
         path = Path(path_or_hf_repo).expanduser()
         if path.is_dir():
+            check_regular(path)
             return path
         is_file, is_there = path.is_file(), path.exists()
     except (OSError, RuntimeError) as error:

@@ -34,7 +34,7 @@ def run(settings: UsersCacheSettings) -> int:
     """Print a line for each kind on stdout, after removing what is to go."""
     try:
         directory = open_cache()
-    except (CacheUnusable, OSError) as error:
+    except CacheUnusable as error:
         raise GearbxError(f"the cache cannot be used: {error}") from error
     wanted = settings.cache.empty
     if wanted is not None:

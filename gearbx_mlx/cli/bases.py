@@ -23,14 +23,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
-import platformdirs
 from mlx_lm.sample_utils import make_sampler
 
 from ..conversion.calibrated_base import LONGEST, calibrate_base, free_layers, steps
 from ..decoding.stream import batch_generator
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import json_lines, read_text
-from ..files.writing import make_directory, replacing_arrays
+from ..files.user_cache import CacheUnusable, cache_entry, check_owner, warn_of
+from ..files.writing import replacing_arrays
 from ..formats.base import Format
 from ..formats.tied import linear_of
 from ..gears.discovery import Layer, discover
@@ -162,11 +162,12 @@ class Base:
     """A calibrated base.
 
     layers: path to the lowest gear's plane. rounded: path to reason of layers that have the nearest codes, all or some
-    of their experts.
+    of their experts. file: in which it is kept, if it is.
     """
 
     layers: dict[str, Planes]
     rounded: dict[str, str] = field(default_factory=dict)
+    file: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -180,34 +181,55 @@ class BaseKey:
     group_size: int
     text: str = ""
 
-    @property
     def file(self) -> Path:
-        """The file in the user's cache, or in the folder GEARBX_BASES."""
+        """Return the file, in the user's cache or in the folder GEARBX_BASES.
+
+        Raises:
+            CacheUnusable: another user could write to the folder, or the cache cannot be used.
+            OSError: the folder cannot be read.
+        """
         about = f"{VERSION} {self.format} {self.ladder} {self.manage} {self.group_size}"
         short = hashlib.sha256(about.encode()).hexdigest()[:8]
         name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"
-        folder = os.environ.get("GEARBX_BASES")
-        cache = platformdirs.user_cache_path("gearbx-mlx", appauthor=False) / "bases"
-        return (Path(folder) if folder else cache) / name
+        named = os.environ.get("GEARBX_BASES")
+        folder = Path(named) if named else cache_entry("bases")
+        check_owner(folder)
+        return folder / name
 
     def find(self) -> "Base | None":
-        """The base that is kept, the latest one for any text; None where there is none, or it is damaged."""
+        """Return the base that is kept, the latest one for any text; None where there is none, or it is damaged.
+
+        Warns:
+            GearbxWarning: another user could have written it; it is not read.
+        """
         try:
-            files = sorted(self.file.parent.glob(self.file.name), key=lambda file: file.stat().st_mtime)
-            return read_base(files[-1], self) if files else None
-        except OSError:
-            return None
+            file = self.file()
+            files = sorted(file.parent.glob(file.name), key=lambda file: file.lstat().st_mtime)
+            for latest in files[-1:]:
+                check_owner(latest)
+                return read_base(latest, self)
+        except (CacheUnusable, OSError) as error:
+            warn_of(error)
+        return None
 
     def keep(self, base: Base) -> None:
-        """Write a base. Raises GearbxError where the cache cannot be written."""
-        make_directory(self.file.parent)
+        """Write a base; warn where it cannot be kept."""
         arrays = {
             f"{path}.{name}": array for path, planes in base.layers.items() for name, array in zip(NAMES, planes.arrays)
         }
         about = {"fingerprint": self.fingerprint, "group_size": str(self.group_size), "bits": str(self.ladder[0])}
         about["rounded"] = msgspec.json.encode(base.rounded).decode()
-        with replacing_arrays(self.file) as place:
-            mx.save_safetensors(place, arrays, about)
+        try:
+            file = self.file()
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replacing_arrays(file) as place:
+                mx.save_safetensors(place, arrays, about)
+            file.chmod(0o600)  # with any umask: what others may write to is never used
+            base.file = file
+        except (CacheUnusable, OSError) as error:
+            warn_of(error)
+        except GearbxError as error:
+            warnings.warn(f"{error}; the base is made again at the next start", GearbxWarning, stacklevel=2)
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:
@@ -222,7 +244,7 @@ def read_base(file: Path, key: BaseKey) -> Base | None:
         for path in {name.rpartition(".")[0] for name in arrays}:
             words, scales, biases = (arrays[f"{path}.{name}"] for name in NAMES)
             layers[path] = Planes([words], scales, [biases], (bits,), group_size)
-        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]))
+        return Base(layers, msgspec.json.decode(about["rounded"], type=dict[str, str]), file)
     except (RuntimeError, KeyError, ValueError):
         return None
 
@@ -279,7 +301,7 @@ def expected_seconds(layers: Sequence[Layer], tokens: int) -> float:
 
 
 def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[list[int]], progress: Any) -> Base:
-    """Calibrate a base, and keep it.
+    """Calibrate a base, and keep it where the cache can be written.
 
     Args:
         model: not quantized, without gears.
@@ -287,7 +309,7 @@ def make_base(model: nn.Module, key: BaseKey, format: Format, texts: Sequence[li
         progress: a bar (`progress_bar`).
 
     Raises:
-        GearbxError: as `calibrate_base`, or a cache that cannot be written.
+        GearbxError: as `calibrate_base`.
     """
     layers, _ = discover(model, key.manage, key.group_size, format)
     task = progress.add_task("calibrating", total=steps(model))
@@ -315,14 +337,15 @@ def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | No
     ladder = [gear.bits for gear in decision.ladder]
     key = key_of(model, decision.format, ladder, decision.manage, decision.group_size, text)
     base = key.find()
-    if base is not None:
-        note(f"base: calibrated earlier, {key.file.parent}")
+    if base is not None and base.file is not None:
+        note(f"base: calibrated earlier, {base.file.parent}")
     elif text is not None:
         tell_cost(model, key, decision.format, text, "without --base drafts have the nearest codes")
         with progress_bar() as progress:
             texts = text.texts + answered(model, tokenizer, text.requests, progress)
             base = make_base(model, key, decision.format, texts, progress)
-        note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens, and kept")
+        kept = ", and kept" if base.file else ""
+        note(f"base: {len(base.layers)} layers calibrated with {sum(map(len, texts))} tokens{kept}")
         show_rounded(base)
     return base
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import NoneType
@@ -66,6 +67,10 @@ class FlagParser(argparse.ArgumentParser):
     def settings(self) -> Any:
         """The settings of the command line. Raises GearbxError for flags that contradict each other or the files."""
         return command_settings(self.kind, vars(self.parse_args()))
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with one line, without argparse's usage before it."""
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help shows the flags\n")
 
     def refuse(self, word: str) -> NoReturn:
         """Exit with one line for a word that is not a flag."""
@@ -170,11 +175,20 @@ def argparse_keywords(item: Any, annotation: Any) -> dict[str, Any]:
     if kind is bool and "type" not in item.metadata["argparse"]:
         return {"action": "store_true", **keywords}
     if kind in (int, float) and not item.metadata["parse"]:
-        keywords["type"] = kind
+        keywords["type"] = partial(parsed_number, kind)
     if choices := item.metadata["choices"]:
         # argparse refuses a word; the settings refuse a number, in one line like any other number out of bounds.
         keywords |= {"choices": choices} if kind is str else {"metavar": f"{{{','.join(map(str, choices))}}}"}
     return keywords | item.metadata["argparse"]
+
+
+def parsed_number(kind: type, text: str) -> Any:
+    """Return a flag's number. Raises ArgumentTypeError, which argparse shows with the flag's name, for other text."""
+    try:
+        return kind(text)
+    except ValueError:
+        what = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{text} is not a {what}") from None
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:

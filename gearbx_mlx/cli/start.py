@@ -75,8 +75,13 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
         choose_device(settings)  # before the body imports mlx-lm, which keeps the device that it finds
         body = body_of(settings)
         import_module("gearbx_mlx.kernels.compiler").instructions()  # refuses a wrong GEARBX_CPU before work begins
-        with import_module("gearbx_mlx.kernels.device").wired_memory():
-            return signals.run_to_end(partial(body, settings))
+        device = import_module("gearbx_mlx.kernels.device")
+        try:
+            with device.wired_memory():
+                return signals.run_to_end(partial(body, settings))
+        finally:
+            if place_here() is None:  # else a pass may wait for a rank that is gone
+                device.finish()
 
     signals.end_at_once()
     terminal.run(partial(together, name, run))

@@ -251,13 +251,13 @@ def show_compiling() -> None:
 
 
 @contextmanager
-def compiling(files: int) -> Iterator[Callable[[], None]]:
-    """A progress bar for as many files; gives what is called after each."""
+def compiling(files: int, kept: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar for as many files; gives what is called after each. kept: for later commands, too."""
     began = time.monotonic()
-    note(f"{COMPILING}: this happens once, and may take a minute")
+    note(f"{COMPILING}: this {'happens once, and ' * kept}may take a minute")
     with counting(COMPILING, files) as advance:
         yield advance
-    note(f"compiled in {time.monotonic() - began:.0f} s, and kept")
+    note(f"compiled in {time.monotonic() - began:.0f} s{', and kept' * kept}")
 
 
 def spinner(text: str) -> AbstractContextManager:

@@ -219,11 +219,16 @@ class Pair(PairSettings, Mode):
 
     def gate_for(self, pair: PairedModel) -> Gate:
         """The gate, after it has engaged the first model."""
-        threshold = scaled(BITS, pair.vocab_size) if self.threshold is None else self.threshold
+        threshold = self.threshold_with(pair.large)
         gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else self.gate
         pair.engaged = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)
         gate.reset(pair.engaged)
         return gate
+
+    def threshold_with(self, large: nn.Module) -> float:
+        """Return the threshold in bits: the one that is given, or EAD's, scaled to the vocabulary."""
+        both = min(vocabulary(self.small_model), vocabulary(large))
+        return scaled(BITS, both) if self.threshold is None else self.threshold
 
     def summary(self, tally: Tally) -> dict[str, Any]:
         return {

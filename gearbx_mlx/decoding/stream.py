@@ -509,7 +509,7 @@ def summary_of_pair(
         of_mode=mode.summary(tally),
         parameters=parameters,
         parameter_ratio=parameter_ratio(tally.mean(tally.gear_tokens["large"]), counts),
-        threshold_bits=mode.threshold,
+        threshold_bits=mode.threshold_with(large),
         window=mode.window,
         min_gear_duration=mode.min_gear_duration,
         **speed.summary(),

@@ -462,7 +462,7 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, ids["bos"])]
         )
-    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{f"{name}_token": tokens[place] for name, place in ids.items() if place is not None},

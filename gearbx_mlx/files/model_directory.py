@@ -90,6 +90,31 @@ def check_layers(config: dict[str, Any], arrays: int, file: Path) -> None:
                 raise GearbxError(f"{file}: {name} is {shown(value)}, and {why}; {AGAIN}")
 
 
+def check_quantization(config: Mapping[str, Any], file: Path) -> None:
+    """Raises GearbxError for groups or codes of no size, of the model or of a layer: MLX divides by them and ends.
+
+    Args:
+        file: of the configuration.
+    """
+    for part in (config.get("quantization"), config.get("quantization_config")):
+        levels = (part, *part.values()) if isinstance(part, dict) else ()
+        for name in ("group_size", "bits"):
+            for value in (level.get(name) for level in levels if isinstance(level, dict)):
+                if isinstance(value, int | float) and value < 1:
+                    raise GearbxError(f"{file}: {name} of its quantization is {shown(value)}, below 1; {AGAIN}")
+
+
+def check_regular(directory: Path) -> None:
+    """Raises GearbxError for a pipe or a device in the place of a file of a model, which would be waited for."""
+    try:
+        for place in directory.iterdir():
+            ours = any(fnmatch(place.name, pattern) for pattern in READ)
+            if ours and place.exists() and not (place.is_file() or place.is_dir()):
+                raise GearbxError(f"{place}: is a pipe or a device, not a file; {COMPLETE}")
+    except OSError as error:
+        raise unreadable(directory, error) from error
+
+
 def check_no_file_of_model(path: Path) -> None:
     """Raises GearbxError for a place that belongs to a model or an adapter, also one behind a link."""
     for place in (path, Path(os.path.realpath(path))):
@@ -152,6 +177,7 @@ def read_adapter(directory: Path) -> Adapter:
         if not directory.is_dir():
             what = "is a file" if directory.exists() else "the adapter path does not exist"
             raise GearbxError(f"{directory}: {what}; {REMEDY}")
+        check_regular(directory)
         for name in (ARRAYS, SETTINGS):
             if not os.path.lexists(directory / name):
                 raise GearbxError(f"{directory}: no {name} there; {REMEDY}")

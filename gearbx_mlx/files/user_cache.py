@@ -4,13 +4,16 @@ What is read from it is as good as the weights and the code that it was made of,
 all of it, and for the directories above it.
 """
 
+import functools
 import os
 import stat
+import warnings
 from pathlib import Path
 
 import platformdirs
 
-from .writing import remove_parts
+from ..errors import GearbxWarning, one_line
+from .writing import FULL, remove_parts
 
 NAME = "gearbx-mlx"
 
@@ -19,15 +22,44 @@ class CacheUnusable(Exception):
     """The cache cannot be used; the message says why, and what to do, in one line."""
 
 
+def unusable(error: OSError) -> CacheUnusable:
+    """Return the error for what the system refuses in the cache."""
+    place = f"{error.filename}: " if error.filename else ""
+    remedy = "make room, or set" if error.errno in FULL else "set"
+    return CacheUnusable(f"{place}{error.strerror or one_line(error)}; {remedy} XDG_CACHE_HOME to another directory")
+
+
+def why(error: CacheUnusable | OSError) -> str:
+    """Return why something in the cache cannot be used, and what to do."""
+    return str(unusable(error) if isinstance(error, OSError) else error)
+
+
+def warn_of(error: CacheUnusable | OSError) -> None:
+    """Say once why something in the cache is neither read nor written."""
+    say_once(f"{why(error)}; until then it is not used")
+
+
+@functools.cache  # Python's own "once" forgets at each warnings.catch_warnings
+def say_once(text: str) -> None:
+    warnings.warn(text, GearbxWarning, stacklevel=3)
+
+
 def open_cache() -> Path:
     """Return the user's cache, which is created if it is missing, without what killed processes left there.
 
     It is `gearbx-mlx` in $XDG_CACHE_HOME, ~/.cache or ~/Library/Caches.
 
     Raises:
-        CacheUnusable: another user could have written to the cache.
-        OSError: it cannot be created or read.
+        CacheUnusable: another user could have written to the cache, or it cannot be created or read.
     """
+    try:
+        return opened()
+    except OSError as error:
+        raise unusable(error) from error
+
+
+def opened() -> Path:
+    """Return the cache as `open_cache` does. Raises OSError where the system refuses something."""
     directory = platformdirs.user_cache_path(NAME, appauthor=False)
     if not directory.is_absolute():  # platformdirs leaves ~ as it is where there is no home directory
         raise CacheUnusable(f"there is no home directory for {directory}; set XDG_CACHE_HOME to a directory")
@@ -40,6 +72,20 @@ def open_cache() -> Path:
     check_owner(directory)
     remove_parts(directory)
     return directory
+
+
+def cache_entry(name: str) -> Path:
+    """Return the place of a file or directory of the cache that no other user can have written; it may be missing.
+
+    Raises:
+        CacheUnusable: another user could have written it, or the cache cannot be used.
+    """
+    place = open_cache() / name
+    try:
+        check_owner(place)
+    except OSError as error:
+        raise unusable(error) from error
+    return place
 
 
 def check_owner(path: Path, shared: bool = False) -> None:

@@ -11,15 +11,18 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -289,34 +292,70 @@ def compile_library(recipe: Recipe, library: Path, compiled: Callable[[], None] 
     bindings.write_text("".join(f'#include "{source}"\n' for source in recipe.bindings))
     units = {bindings: [*COLD, f"-I{SOURCES}"]} | {kernel: [] for kernel in recipe.kernels}  # the longest one first
     objects = {source: str(library.with_name(f"{source.stem}.o")) for source in units}
+    compilers = Compilers()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         commands = ([*command, *own, "-c", str(s), "-o", objects[s]] for s, own in units.items())
-        for _ in pool.map(run_compiler, commands):
-            compiled()
+        try:
+            for _ in pool.map(compilers.run, commands):
+                compiled()
+        except KeyboardInterrupt:  # a compiler takes up to a minute to end by itself
+            compilers.end()
+            raise
     # Of an inline function in several objects, the linker keeps the first: the bindings' slower one is the last.
     linked = [*(objects[kernel] for kernel in recipe.kernels), objects[bindings]]
-    run_compiler([*command, "-shared", *linked, *recipe.link, "-o", str(library)])
+    compilers.run([*command, "-shared", *linked, *recipe.link, "-o", str(library)])
     compiled()
     if not library.is_file():
         raise Unavailable(f"{Path(command[0]).name} reported success and wrote no CPU kernels")
 
 
-def run_compiler(command: list[str]) -> None:
-    """Run one command of the compiler. Raises Unavailable with the first error that it prints.
+class Compilers:
+    """Runs commands of the compiler, several at a time, and ends those that run where the whole is interrupted."""
 
-    Where that is that it does not know a Mac's processor, the message ends with compilers that do.
-    """
-    name = Path(command[0]).name
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise Unavailable(f"{name} did not compile the CPU kernels within {SECONDS} s") from None
-    except OSError as error:
-        raise Unavailable(f"{name} cannot be run: {error.strerror}") from None
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
-        first = lines[0].strip()[:200] if lines else f"status {done.returncode}"
-        remedy = "; use Apple's c++ (CXX=/usr/bin/c++), or GCC 15" if OLDEST_MAC in first else ""
-        raise Unavailable(f"{name} could not compile the CPU kernels: {first}{remedy}")
+    def __init__(self) -> None:
+        self._lock, self._ended = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def start(self, command: list[str]) -> "subprocess.Popen[str]":
+        """Start a command in a process group of its own. Raises Unavailable where it cannot be run."""
+        streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        with self._lock:
+            if self._ended:
+                raise Unavailable("it was interrupted")
+            try:
+                process = subprocess.Popen(command, text=True, errors="replace", start_new_session=True, **streams)
+            except OSError as error:
+                raise Unavailable(f"{Path(command[0]).name} cannot be run: {error.strerror}") from None
+            self._running.add(process)
+        return process
+
+    def run(self, command: list[str]) -> None:
+        """Run one command. Raises Unavailable with the first error that it prints.
+
+        Where that is that it does not know a Mac's processor, the message ends with compilers that do.
+        """
+        name = Path(command[0]).name
+        with self.start(command) as process:
+            try:
+                _, said = process.communicate(timeout=SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                raise Unavailable(f"{name} did not compile the CPU kernels within {SECONDS} s") from None
+            except KeyboardInterrupt:
+                self.end()
+                raise
+            finally:
+                self._running.discard(process)
+        if process.returncode:
+            lines = [line for line in said.splitlines() if "error" in line.lower()] or said.splitlines()
+            first = lines[0].strip()[:200] if lines else f"status {process.returncode}"
+            remedy = "; use Apple's c++ (CXX=/usr/bin/c++), or GCC 15" if OLDEST_MAC in first else ""
+            raise Unavailable(f"{name} could not compile the CPU kernels: {first}{remedy}")
+
+    def end(self) -> None:
+        """End the commands that run, with the processes that they started; no other one starts."""
+        with self._lock:
+            self._ended = True
+            for process in list(self._running):
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGTERM)

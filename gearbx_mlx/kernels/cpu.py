@@ -39,7 +39,7 @@ from filelock import FileLock, Timeout
 
 from ..errors import GearbxWarning
 from ..files import user_cache
-from ..files.user_cache import CacheUnusable, check_owner
+from ..files.user_cache import CacheUnusable, check_owner, why
 from ..files.writing import lock
 from .compiler import (
     Recipe,
@@ -136,7 +136,7 @@ class CachedLibrary:
 
 
 def open_entry(name: str) -> CachedLibrary:
-    """The entry for a library with this name. Raises CacheUnusable and OSError as `open_cache`."""
+    """The entry for a library with this name. Raises CacheUnusable as `open_cache`."""
     return checked(CachedLibrary(open_cache() / name))
 
 
@@ -227,8 +227,11 @@ NAME = "_gearbx_cpu"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
 
 
-def while_compiling(files: int) -> AbstractContextManager[Callable[[], None]]:
-    """Surrounds a compilation, and gives what is called after each file: a command puts its progress bar here."""
+def while_compiling(files: int, kept: bool) -> AbstractContextManager[Callable[[], None]]:
+    """Surrounds a compilation, and gives what is called after each file: a command puts its progress bar here.
+
+    kept: for later processes, too.
+    """
     return nullcontext(lambda: None)
 
 
@@ -265,7 +268,7 @@ def _get_kernels() -> ModuleType:
     try:
         return _load_cached(recipe, open_entry(name))
     except (CacheUnusable, OSError) as error:
-        problem = _problem(error)
+        problem = why(error)
     warnings.warn(f"CPU kernels are compiled for this process alone: {problem}", GearbxWarning, stacklevel=2)
     try:
         library = private_directory() / name
@@ -273,19 +276,12 @@ def _get_kernels() -> ModuleType:
         raise Unavailable(
             "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
         ) from None
-    _compile(recipe, library)
+    _compile(recipe, library, kept=False)
     return check_kernels(_load(library))
 
 
 def library_name(recipe: Recipe) -> str:
     return f"{NAME}-{hash_recipe(recipe)}-{hash_compiler(recipe)}{SUFFIX}"
-
-
-def _problem(error: CacheUnusable | OSError) -> str:
-    """Why the cache cannot be used."""
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}; set XDG_CACHE_HOME to another directory"
-    return str(error)
 
 
 def _load_kept(reason: str) -> ModuleType:
@@ -300,7 +296,7 @@ def _load_kept(reason: str) -> ModuleType:
     try:
         entries = find_entries(f"{NAME}-{hash_recipe(make_recipe([]))}-*{SUFFIX}")
     except (CacheUnusable, OSError) as error:
-        raise Unavailable(f"{reason}; the cache cannot be used: {_problem(error)}") from None
+        raise Unavailable(f"{reason}; the cache cannot be used: {why(error)}") from None
     for entry in entries:
         if entry.is_whole():
             with suppress(Unavailable):
@@ -315,7 +311,7 @@ def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
     with entry.building(before_waiting) as unfinished:
         if kept := _load_whole(entry):  # another process compiled it in the meantime
             return kept
-        _compile(recipe, unfinished)
+        _compile(recipe, unfinished, kept=True)
         try:
             check_kernels(_load(unfinished))
         except Unavailable as reason:  # kept, so that kernels that do not work are compiled once
@@ -339,8 +335,8 @@ def _load_whole(entry: CachedLibrary) -> ModuleType | None:
     return None
 
 
-def _compile(recipe: Recipe, library: Path) -> None:
-    with while_compiling(len(recipe.kernels) + 2) as compiled:  # with the bindings, and what links all
+def _compile(recipe: Recipe, library: Path, kept: bool) -> None:
+    with while_compiling(len(recipe.kernels) + 2, kept) as compiled:  # with the bindings, and what links all
         compile_library(recipe, library, compiled)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 
 import mlx.core as mx
@@ -62,6 +62,18 @@ def check_generation(name: str) -> None:
             f"mlx-lm generates on {pinned} since it was imported, and not on {name}; "
             "call gearbx_mlx.use_device before anything imports mlx_lm"
         )
+
+
+def finish() -> None:
+    """Wait for what is still computed, such as the pass beyond a text's end that mlx-lm begins.
+
+    While a process ends, MLX destroys its CPU allocator and lets the threads of its streams run: one that frees memory
+    at that moment may abort the process.
+    """
+    streams = [mx.default_stream(mx.default_device()), generation_stream()]
+    for stream in filter(None, streams):
+        with suppress(RuntimeError):  # of a pass that nobody asks for
+            mx.synchronize(stream)
 
 
 def recommended_memory() -> int | None:

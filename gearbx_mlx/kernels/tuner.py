@@ -31,14 +31,13 @@ from typing import Annotated, TypeVar
 
 import mlx.core as mx
 import msgspec
-import platformdirs
 
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
+from ..files.user_cache import CacheUnusable, cache_entry, warn_of
 from ..files.writing import write_text
 from .compiler import SOURCES, processor_key
-from .cpu import NAME
 from .dispatch import (
     BFLOAT16_BITS,
     CPU,
@@ -99,15 +98,24 @@ class TuningCache:
     """What was measured on this machine.
 
     Args:
-        file: the user's, if not given.
+        file: in the place of the user's.
     """
 
     def __init__(self, file: Path | None = None):
-        self.file = file or platformdirs.user_cache_path(NAME, appauthor=False) / FILE
+        self._given = file
         self.machine = machine()
         self._fresh: dict[str, Times] = {}
         self._fresh_differences: dict[str, Differences] = {}
         self._saved = -math.inf
+
+    @functools.cached_property
+    def file(self) -> Path | None:
+        """The file; None, with a warning, where another user could have written it or the cache cannot be used."""
+        try:
+            return self._given or cache_entry(FILE)
+        except CacheUnusable as error:
+            warn_of(error)
+            return None
 
     @functools.cached_property
     def times(self) -> dict[str, Times]:
@@ -129,7 +137,7 @@ class TuningCache:
 
     def save(self) -> None:
         """Write what was measured since, beside what other processes wrote meanwhile."""
-        if not self._fresh and not self._fresh_differences:
+        if self.file is None or not (self._fresh or self._fresh_differences):
             return
         self._saved = time.monotonic()
         stored = self._read(quietly=True)
@@ -140,6 +148,7 @@ class TuningCache:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             text = msgspec.json.encode(Stored(times, differences))
             write_text(self.file, msgspec.json.format(text, indent=1).decode())
+            self.file.chmod(0o600)  # with any umask: what others may write to is never used
         except (GearbxError, OSError) as error:
             say(f"{error}; kernels will be measured again at the next start")
 
@@ -153,7 +162,7 @@ class TuningCache:
 
     def _read(self, quietly: bool = False) -> Stored:
         """The file's content; nothing, where there is none or it is not what `save` wrote."""
-        if not self.file.is_file():
+        if self.file is None or not self.file.is_file():
             return Stored()
         try:
             return read_json(self.file, Stored, "measurements of kernels", "it is written again")

@@ -30,6 +30,7 @@ IDLE, IDLE_SECONDS = 0.02, 4  # of a processor, and how long: a command that use
 REST = (".part", ".incomplete")  # ends of names that are not whole yet
 GOES_ON = "the same command goes on"  # says that what is left can be used
 OUT, ERR = ".stdout", ".stderr"
+ERROR = re.compile(r"(gearbx_mlx\S*: )?error: ")  # a flag's error begins with the command's name
 
 LOST = 255  # what multiprocessing says if its fork server lost a process: nothing about the command
 context = multiprocessing.get_context("forkserver")
@@ -68,16 +69,18 @@ class Outcome:
             return f"status {self.status}"
         if self.left and self.status != INTERRUPTED and GOES_ON not in self.err:
             return f"left behind: {generic(' '.join(self.left))}"
-        if self.status == USER_ERROR and not self.err.startswith("usage: "):
+        if self.status == USER_ERROR:
             return problem_of_refusal(lines)
         return None if self.status != 1 or lines else "status 1 without a word"
 
 
 def problem_of_refusal(lines: Sequence[str]) -> str | None:
     """What is wrong with the answer to a user's mistake: it should be one line of error, after notes and progress."""
-    if not lines or not lines[-1].startswith("error: "):
+    if not lines or not ERROR.match(lines[-1]):
         return f"the error is not one line: {generic(lines[-1]) if lines else ''}"
-    if sum(line.startswith("error: ") for line in lines) > 1:
+    if lines[0].startswith("usage: "):
+        return "the usage before the error"
+    if sum(ERROR.match(line) is not None for line in lines) > 1:
         return f"several errors: {generic(lines[-1])}"
     return None
 

@@ -1,11 +1,13 @@
 """What every command refuses: a line, and what its one line of error says."""
 
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from refusals import assert_refused
 
+from gearbx_mlx.__main__ import COMMANDS
 from gearbx_mlx.gone import SINCE
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -47,6 +49,10 @@ REFUSED = [
     ("generate --kv-bits 4 --kv-group-size 128", "--kv-group-size is 128, and the model's heads have 64 numbers"),
     ("generate --num-draft-tokens=-1", "--num-draft-tokens is -1"),
     ("generate --trace same.json --summary same.json", "both --trace and --summary"),
+    ("generate --max-tokens some", "--max-tokens: some is not a whole number; … --help shows the flags"),
+    ("generate --temp", "--temp: expected one argument"),
+    ("evaluate", "required: --data"),
+    ("benchmark", "required: what"),
     ("generate --max-tokns", "--max-tokns … --max-tokens"),
     ("server --prot=80", "--prot … --port"),
     ("analyze --prompts p.txt --num-prompts 0", "--num-prompts is 0"),
@@ -172,6 +178,19 @@ REFUSED = [
     ("server --keep-alive soon", "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
     ("server --prompt-cache-bytes much", "--prompt-cache-bytes: 'much' is not a size"),
 ]
+
+
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {"benchmark", "lm_eval"}))
+def test_each_wrong_number_or_choice_of_a_command_is_one_line(name, capsys):
+    parser = import_module(f"gearbx_mlx.{name}").setup_arg_parser()
+    wrong = [action.option_strings[-1] for action in parser._actions if action.type or action.choices]
+    assert wrong
+    for flag in wrong:
+        with pytest.raises(SystemExit, match="2"):
+            parser.parse_args([flag, "?"])
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        assert flag in lines[0]
 
 
 @pytest.mark.parametrize(("line", "words"), REFUSED, ids=[ascii(line) for line, _ in REFUSED])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import normal, tiny_model, weights_of
 
-from gearbx_mlx import Gearbox, GearbxError, convert
+from gearbx_mlx import Gearbox, GearbxError, GearbxWarning, convert
 from gearbx_mlx.cli.bases import ANSWER, Base, BaseText, answered, key_of, make_base, text_of
 from gearbx_mlx.cli.terminal import progress_bar
 from gearbx_mlx.conversion.calibrated_base import blocks_of, calibrate_base, steps
@@ -197,11 +197,28 @@ class TestCache:
     def test_a_file_that_was_cut_off_is_made_again(self, model, cache):
         key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
         key.keep(Base(base_of(model).layers))
-        content = key.file.read_bytes()
-        key.file.write_bytes(content[: len(content) // 2])
+        content = key.file().read_bytes()
+        key.file().write_bytes(content[: len(content) // 2])
         assert key.find() is None
-        key.file.write_bytes(b"")
+        key.file().write_bytes(b"")
         assert key.find() is None
+
+    @pytest.mark.parametrize("place", ["file", "folder"])
+    def test_one_that_others_may_write_to_is_not_read(self, model, cache, place):
+        key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
+        key.keep(Base(base_of(model).layers))
+        path = key.file() if place == "file" else key.file().parent
+        path.chmod(path.stat().st_mode | 0o020)
+        with pytest.warns(GearbxWarning, match=f"^others may write to {path}; run chmod go-w on it; until then"):
+            assert key.find() is None
+
+    def test_one_that_cannot_be_kept_is_used(self, model, cache):
+        cache.write_text("in the way")
+        key = key_of(model, get_format("exact"), (4, 16), "all", GROUP, TEXT)
+        with progress_bar() as progress, pytest.warns(GearbxWarning, match="set XDG_CACHE_HOME to another directory"):
+            base = make_base(model, key, get_format("exact"), TEXTS, progress)
+        assert base.layers
+        assert base.file is None
 
 
 class TestText:

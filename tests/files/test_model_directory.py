@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import resource
 import shutil
 import signal
@@ -83,6 +84,8 @@ DAMAGES = [  # a file; its content, what its JSON says instead, how many bytes a
         ("config.json", {"model_type": kind}, f"{json.dumps(kind)}, which mlx-lm cannot load … update mlx-lm")
         for kind in ("steam-engine", "base", "../llama", 3, None)
     ),
+    ("config.json", {"quantization": {"group_size": 0, "bits": 4}}, "group_size of its quantization is 0, below 1"),
+    ("config.json", {"quantization_config": {"group_size": 64, "bits": 4, UP: {"bits": -1}}}, "bits … is -1, below 1"),
     ("tokenizer_config.json", {"model_max_length": ""}, 'model_max_length is "", not a number'),
     ("tokenizer_config.json", {"model_max_length": [512]}, "model_max_length is [512], not a number"),
 ]
@@ -102,6 +105,19 @@ def test_damage_is_told_in_one_line(command, model, tmp_path, name, content, wor
     result = command("generate", "--model", model, "--summary", tmp_path / "summary.json")
     assert_refused(result, model, *words.split(" … "))
     assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "gears.json", "tokenizer.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(command, model, name):
+    (model / name).unlink(missing_ok=True)
+    os.mkfifo(model / name)
+    assert_refused(command("generate", "--model", model), f"{model / name}: is a pipe or a device, not a file")
+
+
+@pytest.mark.parametrize("name", ["adapters.safetensors", "adapter_config.json"])
+def test_a_pipe_in_an_adapter_is_not_waited_for(command, tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    assert_refused(command("generate", "--adapter-path", tmp_path), f"{tmp_path / name}: is a pipe or a device")
 
 
 @pytest.mark.some(8)

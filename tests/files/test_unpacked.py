@@ -1,8 +1,10 @@
 """Unpacked GGUF files in the cache: by contents, complete or absent, and of nobody else."""
 
+import errno
 import json
 import os
 import shutil
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -138,6 +140,21 @@ def test_a_full_disk_is_told_of_the_cache(tmp_path, own_cache, monkeypatch):
     )
     assert "XDG_CACHE_HOME" in str(refused.value)
     assert not [*own_cache.glob("model-*"), *own_cache.glob(".*.part")]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json"])
+def test_a_disk_that_was_full_before_is_not_blamed_on_the_file(tmp_path, own_cache, monkeypatch, name):
+    file = write(tmp_path / "model.gguf", tiny_as("llama"))
+    write_text = Path.write_text
+
+    def full(path, *texts, **keywords):
+        if path.name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write_text(path, *texts, **keywords)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(GearbxError, match=r"in the cache: cannot be written \(No space left on device\); make room"):
+        find(file)
 
 
 def test_a_bad_file_leaves_nothing(tmp_path, own_cache):

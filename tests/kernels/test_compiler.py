@@ -1,8 +1,11 @@
 """Where the CPU kernels cannot be compiled, one line says why, and MLX computes; and the cores that threads are for."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import mlx.core as mx
@@ -99,12 +102,35 @@ def test_a_compiler_that_takes_too_long(afresh, script):
 def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_path):
     script("#!/bin/sh\nexit 1\n")
 
-    def interrupt(files: int) -> None:
+    def interrupt(files: int, kept: bool) -> None:
         raise KeyboardInterrupt
 
     afresh.setattr(cpu, "while_compiling", interrupt)
     with pytest.raises(KeyboardInterrupt):
         cpu.why_not()
+    assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
+
+
+def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tmp_path):
+    log = tmp_path / "log"
+    script(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 600\n")
+
+    def interrupt() -> None:
+        while not log.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    waiting = threading.Thread(target=interrupt)
+    waiting.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cpu.why_not()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    waiting.join()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(log.read_text().split()[0]), 0)
     assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import same_weights, tiny_model, weights_of
+from gearbx_mlx.compat.names import generation_stream
 
 from gearbx_mlx import Gearbox, GearbxError, evaluate, stream_generate, use_device
 from gearbx_mlx.formats import FORMATS
@@ -55,6 +56,13 @@ def test_a_gpu_that_is_not_here_is_one_line(command, name, tmp_path):
 
 
 @WITHOUT_GPU
+def test_a_command_ends_when_nothing_is_computed_any_more(command, monkeypatch):
+    waited = []
+    monkeypatch.setattr(mx, "synchronize", lambda *streams: waited.extend(streams))
+    assert command("generate", "-m", 2, "--gears", "4,16", "--mode", "static").status == 0
+    assert any(stream is generation_stream() for stream in waited)
+
+
 def test_a_function_takes_the_device_too():
     with pytest.raises(GearbxError, match="no such device here"):
         evaluate("none", device="gpu")

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -284,6 +285,31 @@ class TestCache:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert TuningCache().times == {AFFINE: {"mlx": 2.0}}
+
+    @pytest.mark.parametrize("place", ["file", "folder"])
+    def test_that_others_may_write_to_is_neither_read_nor_written(self, cache, place):
+        cache.write_text(json.dumps({"machines": {tuner.machine(): {AFFINE: {"mlx": 2.0}}}}))
+        path = cache if place == "file" else cache.parent
+        path.chmod(path.stat().st_mode | 0o020)
+        before = cache.read_bytes()
+        kept = TuningCache()
+        with pytest.warns(GearbxWarning, match=f"^others may write to {path}; run chmod go-w on it; until then"):
+            assert kept.times == {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kept.keep(AFFINE, {"mlx": 3.0})
+            kept.save()
+        assert cache.read_bytes() == before
+
+    def test_of_any_umask_is_read_again(self, cache):
+        before = os.umask(0)
+        try:
+            kept = TuningCache()
+            kept.keep(AFFINE, {"mlx": 2.0})
+            kept.save()
+        finally:
+            os.umask(before)
+        assert TuningCache().times == {AFFINE: {"mlx": 2.0}}
 
     def test_keeps_what_others_wrote_meanwhile(self, cache):
         first, second = TuningCache(), TuningCache()

@@ -31,7 +31,8 @@ def test_half_a_minute_of_wrong_flags_and_damaged_files_shows_no_failure():
     [
         (Outcome(0, "", 1), None),
         (Outcome(2, "error: --gears 9: choose another\n", 1), None),
-        (Outcome(2, "usage: x\nx: error: no such flag\n", 1), None),
+        (Outcome(2, "gearbx_mlx.x: error: no such flag\n", 1), None),
+        (Outcome(2, "usage: x\ngearbx_mlx.x: error: no such flag\n", 1), "the usage before the error"),
         (Outcome(130, "", 1, late=True), None),
         (Outcome(2, "", 1), "the error is not one line: "),
         (Outcome(2, "error: the name\nis long\n", 1), "the error is not one line: is long"),

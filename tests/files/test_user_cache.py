@@ -1,0 +1,38 @@
+"""The user's cache where it cannot be used: one line that says why, and what to do."""
+
+import errno
+import re
+
+import platformdirs
+import pytest
+
+from gearbx_mlx.files.user_cache import CacheUnusable, cache_entry, open_cache, why
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space"), "^No space; make room, or set XDG_CACHE_HOME"),
+        (OSError(errno.EACCES, "Denied", "/far"), "^/far: Denied; set XDG_CACHE_HOME"),
+        (OSError("broken"), "^broken; set XDG_CACHE_HOME"),
+        (CacheUnusable("it is so"), "^it is so$"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, said):
+    assert re.search(said, why(error))
+
+
+def test_a_file_in_its_place_is_named(own_cache, monkeypatch):
+    (own_cache / "file").write_text("")
+    monkeypatch.setattr(platformdirs, "user_cache_path", lambda *_, **__: own_cache / "file" / "gearbx-mlx")
+    with pytest.raises(CacheUnusable, match=r"/file.*; set XDG_CACHE_HOME to another directory$"):
+        open_cache()
+
+
+def test_an_entry_is_of_this_user_alone(own_cache):
+    assert cache_entry("new") == own_cache / "new"
+    (own_cache / "new").mkdir(mode=0o700)
+    assert cache_entry("new") == own_cache / "new"
+    (own_cache / "new").chmod(0o720)
+    with pytest.raises(CacheUnusable, match=f"others may write to {own_cache / 'new'}; run chmod go-w on it"):
+        cache_entry("new")
