@@ -111,6 +111,11 @@ def final_answers(
         raise GearbxError(f"--ways {unknown[0]}: choose from {', '.join(WAYS)}")
     make_directory(out)
     rows = answers.TASKS[task].read(problems)
+    if any(WAYS[way].shares for way in ways) and num_problems + THRESHOLDS > len(rows):
+        raise GearbxError(
+            f"--num-problems {num_problems}: {problems} has {len(rows)}, of which the last {THRESHOLDS} find thresholds; "
+            f"give at most {max(len(rows) - THRESHOLDS, 0)}, or other --ways"
+        )
     if not only_table:
         Solver(out, model, task, rows, max_tokens).solve(ways, num_problems)
     return found_in(out, answers.TASKS[task], rows, ways, max_tokens)
@@ -128,8 +133,9 @@ class Solver:
     def solve(self, ways: Sequence[str], num_problems: int) -> None:
         """Solve problems, as many at a time as share a pass, in all ways before the next ones."""
         journals = {way: self.journal(way, Answer) for way in ways}
-        for start in range(0, num_problems, TOGETHER):
-            numbers = range(start, min(start + TOGETHER, num_problems))
+        wanted = range(len(self.prompts))[:num_problems]
+        for start in range(0, len(wanted), TOGETHER):
+            numbers = wanted[start : start + TOGETHER]
             read = cache(self.read)
             for way in ways:
                 missing = [number for number in numbers if str(number) not in journals[way].parts]

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,15 @@ from ..evaluation.metrics import quality
 from ..evaluation.predictions import (
     KickdownPolicy,
     Policy,
+    Read,
     Recording,
     RoutePolicy,
     TextPrediction,
+    compared,
     driven,
     joined,
     read_at_once,
     read_per_token,
-    record,
 )
 from ..evaluation.text import check_windows, read_documents, windows_of
 from ..files.model_directory import context_length
@@ -62,7 +62,7 @@ class TextReader:
     kind: str
     name: str
     used: Sequence[Gear]
-    read: Callable[[Sequence[int]], Iterable[TextPrediction]]
+    read: Read
 
 
 def run(settings: EvaluateSettings) -> int:
@@ -112,16 +112,11 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     uncounted = context // 2 if wanted.kld else 0
     windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
     check_windows(windows, loaded.model, wanted.data)
-    parts: dict[str, list[Recording]] = {reader.name: [] for reader in readers}
+    reads = [reader.read for reader in readers]
     with terminal.progress_bar() as progress:
-        task = progress.add_task("windows", total=len(windows) * len(readers))
-        for window in windows:
-            top = read_at_once(gearbox, [window], gearbox.ladder.top)
-            own = [each.logprobs for each in islice(top, uncounted, None)]
-            for reader in readers:
-                parts[reader.name].append(record(islice(reader.read(window), uncounted, None), own))
-                progress.advance(task)
-    found = {reader: joined(parts[reader.name]) for reader in readers}
+        tracked = progress.track(windows, description="windows")
+        parts = [compared(gearbox, window, reads, uncounted) for window in tracked]
+    found = {reader: joined(each) for reader, each in zip(readers, zip(*parts))}
     reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
     return {
         "schema": SCHEMA,

@@ -215,6 +215,21 @@ def record(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray
     return Recording(*(np.array(column) for column in zip(*rows)))
 
 
+Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
+"""Takes a window, and returns its predictions."""
+
+
+def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
+    """Return what each reader predicts in a window, compared with the top gear.
+
+    Args:
+        uncounted: predictions at the beginning that are left out.
+    """
+    top = read_at_once(gearbox, [window], gearbox.ladder.top)
+    reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
+    return [record(itertools.islice(read(window), uncounted, None), reference) for read in readers]
+
+
 def joined(parts: Sequence[Recording]) -> Recording:
     """Return the recordings of windows as one."""
     return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))

@@ -176,6 +176,10 @@ class TestStudy:
         with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):
             final_answers(SAMPLE, tmp_path, ways=["7"])
 
+    def test_problems_that_calibrate_are_not_scored(self, tmp_path):
+        with pytest.raises(GearbxError, match="has 40, of which the last 8 find thresholds; give at most 32"):
+            final_answers(HELD_OUT, tmp_path, ways=["16", "route-5"], num_problems=33)
+
 
 class TestFinalNumbers:
     @pytest.mark.parametrize(
