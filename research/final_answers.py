@@ -113,8 +113,8 @@ def final_answers(
     rows = answers.TASKS[task].read(problems)
     if any(WAYS[way].shares for way in ways) and num_problems + THRESHOLDS > len(rows):
         raise GearbxError(
-            f"--num-problems {num_problems}: {problems} has {len(rows)}, of which the last {THRESHOLDS} find thresholds; "
-            f"give at most {max(len(rows) - THRESHOLDS, 0)}, or other --ways"
+            f"--num-problems {num_problems}: {problems} has {len(rows)}, of which the last {THRESHOLDS} find "
+            f"thresholds; give at most {max(len(rows) - THRESHOLDS, 0)}, or other --ways"
         )
     if not only_table:
         Solver(out, model, task, rows, max_tokens).solve(ways, num_problems)
