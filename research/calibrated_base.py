@@ -188,14 +188,13 @@ def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int
 
 
 def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The figures of llama.cpp's --kl-divergence for the lowest gear, and bytes; {} without windows."""
+    """The figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
     if not windows:
         return {}
     ladder = gearbox.ladder
     reads = [partial(read_window, gearbox, gear) for gear in (ladder[0], ladder.top)]
     low, top = map(joined, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
-    figures = quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
-    return figures | {"weight_bytes_per_token": gearbox.weight_bytes_per_token(ladder[0])}
+    return quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
 
 
 def read_window(gearbox: Gearbox, gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:

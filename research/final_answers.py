@@ -1,15 +1,17 @@
 """Problems of GSM8K or MATH, which a model solves by writing: what each way to write is worth in right answers."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.nn as nn
 
 from gearbx_mlx import Gearbox, Kickdown, Ladder, Route, Static, load
-from gearbx_mlx.cli.prompt import PromptSettings, encoded
+from gearbx_mlx.cli.prompt import room_for
 from gearbx_mlx.decoding.mode import thresholds_for
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.files.journal import Journal, JournalPart, hash_of_tokens
@@ -87,6 +89,7 @@ def final_answers(
     task: Literal["gsm8k", "math"] = "gsm8k",
     ways: list[str] = [*WAYS],  # noqa: B006
     num_problems: int = 50,
+    num_shots: int = 4,
     max_tokens: int = 256,
     only_table: bool = False,
 ) -> Found:
@@ -103,6 +106,7 @@ def final_answers(
         ways: Of the table: 16, 8, 6, 5, 4, 4-mlx-lm, 4-calibrated, prompt-16, route, route-5, route-6, kickdown,
             kickdown-6.
         num_problems: Problems to solve, the first of the file.
+        num_shots: Problems at the end of the file that are shown as examples, with their answers.
         max_tokens: Of an answer. Solutions of MATH are long: give 512 or more.
         only_table: Write nothing new: make the table of what is there.
     """
@@ -111,24 +115,28 @@ def final_answers(
         raise GearbxError(f"--ways {unknown[0]}: choose from {', '.join(WAYS)}")
     make_directory(out)
     rows = answers.TASKS[task].read(problems)
-    if any(WAYS[way].shares for way in ways) and num_problems + THRESHOLDS > len(rows):
+    unscored = num_shots + (THRESHOLDS if any(WAYS[way].shares for way in ways) else 0)
+    if num_problems + unscored > len(rows):
         raise GearbxError(
-            f"--num-problems {num_problems}: {problems} has {len(rows)}, of which the last {THRESHOLDS} find "
-            f"thresholds; give at most {max(len(rows) - THRESHOLDS, 0)}, or other --ways"
+            f"--num-problems {num_problems}: {problems} has {len(rows)}, of which the last {unscored} are examples or "
+            f"find thresholds; give at most {max(len(rows) - unscored, 0)}"
         )
+    rows, examples = rows[: len(rows) - num_shots], rows[len(rows) - num_shots :]
     if not only_table:
-        Solver(out, model, task, rows, max_tokens).solve(ways, num_problems)
+        Solver(out, model, task, examples, rows, max_tokens).solve(ways, num_problems)
     return found_in(out, answers.TASKS[task], rows, ways, max_tokens)
 
 
 class Solver:
     """Write the answers that are missing in a directory."""
 
-    def __init__(self, out: Path, model: str | None, task: str, rows: Problems, max_tokens: int):
+    def __init__(self, out: Path, model: str | None, task: str, examples: Problems, rows: Problems, max_tokens: int):
         self.out, self.model, self.most = out, model, max_tokens
         _, self.tokenizer, config = load(model, lazy=True, return_config=True)
-        self.prompts = prompts_of(max_tokens, task, self.tokenizer, config, [], rows)
+        self.prompts = prompts_of(max_tokens, task, self.tokenizer, config, examples, rows)
+        self.beginning = shared_beginning([tokens[:-1] for tokens, _, _ in self.prompts])
         self.gearbox = cache(partial(gearbox_of, model))
+        self.begun = cache(self.read_beginning)
 
     def solve(self, ways: Sequence[str], num_problems: int) -> None:
         """Solve problems, as many at a time as share a pass, in all ways before the next ones."""
@@ -153,8 +161,13 @@ class Solver:
         return Journal(self.out / f"{name}.jsonl", about, found)
 
     def read(self, stored: str, number: int, gear: Gear) -> list[Any]:
-        """Return the KV cache of a prompt, read in a gear."""
-        return read_prompt(self.gearbox(stored), self.prompts[number][0], gear)
+        """Return the KV cache of a prompt but for its last token, read in a gear."""
+        tokens, begun = self.prompts[number][0], self.begun(stored, gear)
+        return read_prompt(self.gearbox(stored), tokens[len(self.beginning) : -1], gear, begun)
+
+    def read_beginning(self, stored: str, gear: Gear) -> list[Any]:
+        """Return the KV cache of what all prompts begin with."""
+        return read_prompt(self.gearbox(stored), self.beginning, gear)
 
     def answers(self, way: str, numbers: Sequence[int], read: Callable[..., list[Any]]) -> Iterator[Answer]:
         """Yield the answers of one way to some problems, written together."""
@@ -292,7 +305,9 @@ def point_of(row: dict[str, Any]) -> tuple[float, float, float]:
 
 
 def kept_answers(file: Path) -> dict[int, Answer]:
-    """Return the answers in a file, by the number of the problem."""
+    """Return the answers in a file, by the number of the problem; {} where there is none."""
+    if not file.exists():
+        return {}
     _, _, lines = read_text(file, "answers", GIVE).partition("\n")
     return {int(line.part): line.found for _, line in json_lines(file, lines, JournalPart[Answer], GIVE, first=2)}
 
@@ -317,10 +332,26 @@ def problems_of(data: Path, task: str, num_shots: int, num_problems: int) -> tup
 def prompts_of(
     max_tokens: int, task: str, tokenizer: Any, config: dict, examples: Problems, problems: Problems
 ) -> Sequence[answers.Prompt]:
-    """The prompt of each problem; in the model's chat template, if it has one and there are no examples."""
-    if tokenizer.has_chat_template and not examples:
-        texts = [row["question"] + answers.TASKS[task].instruction for row in problems]
+    """The prompt of each problem, after examples; in the model's chat template, if it has one."""
+    instruction = answers.TASKS[task].instruction
+    if tokenizer.has_chat_template:
+        tokens = [in_turns(tokenizer, [*examples, row], instruction) for row in problems]
     else:
-        texts = [answers.prompt_of(row, examples) for row in problems]
-    prompts = encoded(texts, PromptSettings(max_tokens=max_tokens), tokenizer, config)
-    return [(tokens, room, row["answer"]) for (tokens, room), row in zip(prompts, problems)]
+        tokens = [list(tokenizer.encode(answers.prompt_of(row, examples))) for row in problems]
+    rooms = [room_for(config, len(each), max_tokens) for each in tokens]
+    return [(each, room, row["answer"]) for each, room, row in zip(tokens, rooms, problems)]
+
+
+def in_turns(tokenizer: Any, rows: Problems, instruction: str) -> list[int]:
+    """The tokens of a chat: each question but the last with its worked answer, without notes for a calculator."""
+    messages = []
+    for row in rows:
+        messages += [{"role": "user", "content": row["question"] + instruction}]
+        messages += [{"role": "assistant", "content": re.sub("<<.*?>>", "", row["answer"])}]
+    return list(tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False))
+
+
+def shared_beginning(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that all sequences begin with."""
+    alike = takewhile(lambda column: len(set(column)) == 1, zip(*sequences))
+    return [column[0] for column in alike]

@@ -231,7 +231,6 @@ COLUMNS: Columns = {
 }
 KLD_COLUMNS: Columns = {
     "": COLUMNS[""],
-    "MB/token": COLUMNS["MB/token"],
     "PPL ratio": lambda row: f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_error']:.4f}",
     "KL mean": lambda row: f"{three_digits(row['kl_mean'])} ± {three_digits(row['kl_mean_error'])}",
     "median": COLUMNS["median"],

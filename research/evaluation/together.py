@@ -89,13 +89,18 @@ class Pass:
         )
 
 
-def read_prompt(gearbox: Gearbox, prompt: Sequence[int], gear: Gear) -> list[Any]:
-    """Return the KV cache of a prompt but for its last token, read in a gear, as many tokens at once as a pass has."""
+def read_prompt(gearbox: Gearbox, tokens: Sequence[int], gear: Gear, begun: Sequence[Any] = ()) -> list[Any]:
+    """Return the KV cache of tokens, read in a gear, as many at once as a pass has.
+
+    Args:
+        begun: the cache of what stands before them, which stays as it is.
+    """
     cache = make_prompt_cache(gearbox.model)
+    for part, before in zip(cache, begun):
+        part.state = before.state
     gearbox.shift(gear)
-    body = list(prompt[:-1])
-    for start in range(0, len(body), AT_ONCE):
-        gearbox.model(mx.array([body[start : start + AT_ONCE]]), cache=cache)
+    for start in range(0, len(tokens), AT_ONCE):
+        gearbox.model(mx.array([list(tokens[start : start + AT_ONCE])]), cache=cache)
         mx.eval([part.state for part in cache])
     return cache
 
@@ -111,7 +116,7 @@ def write_together(
     """Write a text after each prompt.
 
     Args:
-        caches: of `read_prompt`; they stay as they are.
+        caches: of the prompts but for their last tokens; they stay as they are.
         most: tokens of a text. ends: tokens that end one.
     """
     texts = [Text(chooser, [0] * len(gearbox.ladder)) for chooser in choosers]

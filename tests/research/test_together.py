@@ -42,7 +42,8 @@ def alone(gearbox, tokenizer, prompt, mode):
 
 
 def together(gearbox, prompts, reads, choosers, ends=()):
-    caches = [read_prompt(gearbox, prompt, gear) for prompt, gear in zip(prompts, reads)]
+    begun = {gear: read_prompt(gearbox, prompts[0][:1], gear) for gear in reads}
+    caches = [read_prompt(gearbox, prompt[1:-1], gear, begun[gear]) for prompt, gear in zip(prompts, reads)]
     return write_together(gearbox, prompts, caches, choosers, TOKENS, ends)
 
 
