@@ -15,6 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from gearbx_mlx.decoding.batches import BatchText
+from gearbx_mlx.decoding.caches import Snapshot
 from gearbx_mlx.decoding.sampling import Choice, reader_of
 from gearbx_mlx.evaluation.predictions import AT_ONCE
 from gearbx_mlx.gears.gearbox import Gearbox
@@ -95,9 +96,7 @@ def read_prompt(gearbox: Gearbox, tokens: Sequence[int], gear: Gear, begun: Sequ
     Args:
         begun: the cache of what stands before them, which stays as it is.
     """
-    cache = make_prompt_cache(gearbox.model)
-    for part, before in zip(cache, begun):
-        part.state = before.state
+    cache = Snapshot(begun).second() if begun else make_prompt_cache(gearbox.model)
     gearbox.shift(gear)
     for start in range(0, len(tokens), AT_ONCE):
         gearbox.model(mx.array([list(tokens[start : start + AT_ONCE])]), cache=cache)

@@ -7,7 +7,8 @@ from gearbx_mlx.kernels import cpu
 from research.evaluation.together import Climbing, Shifting, read_prompt, write_together
 
 pytestmark = pytest.mark.slow
-PROMPTS = ["Once upon a time there was a king who", "Tom has 5 apples. How many", "The wolf"]
+PROMPTS = ["Tom has 5 apples. How many", "Tom has 5 apples and a king who", "Tom has 5 apples. The wolf"]
+SHARED = 5  # tokens that all prompts begin with
 THRESHOLDS = (2.0, 3.0)
 TOKENS = 24
 
@@ -42,8 +43,9 @@ def alone(gearbox, tokenizer, prompt, mode):
 
 
 def together(gearbox, prompts, reads, choosers, ends=()):
-    begun = {gear: read_prompt(gearbox, prompts[0][:1], gear) for gear in reads}
-    caches = [read_prompt(gearbox, prompt[1:-1], gear, begun[gear]) for prompt, gear in zip(prompts, reads)]
+    assert len({tuple(prompt[:SHARED]) for prompt in prompts}) == 1
+    begun = {gear: read_prompt(gearbox, prompts[0][:SHARED], gear) for gear in reads}
+    caches = [read_prompt(gearbox, prompt[SHARED:-1], gear, begun[gear]) for prompt, gear in zip(prompts, reads)]
     return write_together(gearbox, prompts, caches, choosers, TOKENS, ends)
 
 
