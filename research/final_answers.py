@@ -196,9 +196,10 @@ class Solver:
         texts = self.climbed
         if isinstance(mode, Kickdown):
             thresholds, _ = kickdown_thresholds([bits for text in texts for bits in text], shares)
-        else:
-            top = [[bits[-1] for bits in text] for text in texts]
-            thresholds, _ = share_thresholds(top, shares, vocabulary(self.gearbox(SHARED).model))
+            return replace(mode, thresholds=thresholds)
+        assert isinstance(mode, Route)
+        top = [[bits[-1] for bits in text] for text in texts]
+        thresholds, _ = share_thresholds(top, shares, vocabulary(self.gearbox(SHARED).model))
         return replace(mode, thresholds=thresholds)
 
     @cached_property

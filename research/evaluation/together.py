@@ -147,7 +147,7 @@ def step(gearbox: Gearbox, batch: Sequence[Any], texts: Sequence[Text], last: Se
         for part in batch if passes else ():
             part.trim(1)
         gearbox.shift(gear)
-        choices = reader_of(gearbox).choices(gearbox.model(mx.array(last)[:, None], cache=batch)[:, -1])
+        choices = reader_of(gearbox).choices(gearbox.model(mx.array([*last])[:, None], cache=batch)[:, -1])
         passes.append(Pass.of(batch))
         mx.eval(choices, passes[-1].keys, passes[-1].values)
         found = np.array(choices)
