@@ -97,10 +97,12 @@ def calibrated_base(
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
         gearbox = Gearbox(own, "4,16", kernels="native", **gear)
-        found = agreement(gearbox, answers)
-        figures.append({"name": label, "agreement": found} | against_top(gearbox, windows))
-        rows.append([label, *(f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all"))])
-    tables = {f"calibrated_base_{named(model)}": table(["4-bit base", "mathematics", "chat", "code", "all"], rows)}
+        found, alone = agreement(gearbox, answers), against_top(gearbox, windows)
+        figures.append({"name": label, "agreement": found} | alone)
+        shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
+        rows.append([label, *shown, *(f"{alone[name]:.3f}" for name in ("perplexity_ratio", "kl_mean") if alone)])
+    head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
+    tables = {f"calibrated_base_{named(model)}": table(head, rows)}
     if windows:
         tables[f"kld_{named(model)}"] = markdown_table(KLD_COLUMNS, figures)
     return Found(tables, figures)

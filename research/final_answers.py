@@ -294,9 +294,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ylabel="right answers, %, and standard error",
         title=f"{rows[0]['problems']} problems",
     )
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.3 * line[-1][0])  # room for labels
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper right")
     save(figure, path)
 
 
