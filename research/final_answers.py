@@ -81,7 +81,7 @@ class Answer:
     weight_bytes: int
 
 
-@study("docs/evidence.md", minutes=600)
+@study("docs/evidence.md", writes="images/final_answers.png", minutes=600)
 def final_answers(
     problems: Path,
     out: Path = Path("answers"),
