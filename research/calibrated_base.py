@@ -1,25 +1,37 @@
 """What a calibrated base gains: drafts that agree, the base alone as a 4-bit model, and what it costs."""
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx_lm.quant import gptq as mlx_lm_gptq
 from mlx_lm.utils import save
 from pages import table
 
 from gearbx_mlx import Gearbox, load, stream_generate
-from gearbx_mlx.bit_selection.h_process import log_probabilities
 from gearbx_mlx.cli.bases import answered, text_of
 from gearbx_mlx.cli.terminal import progress_bar
-from gearbx_mlx.evaluation.predictions import read_documents, read_rows, windows_of
+from gearbx_mlx.evaluate.run import KLD_COLUMNS
+from gearbx_mlx.evaluation.predictions import (
+    TextPrediction,
+    compared,
+    joined,
+    quality,
+    read_at_once,
+    read_documents,
+    read_rows,
+    windows_of,
+)
 from gearbx_mlx.formats import get_format
+from gearbx_mlx.gears.ladder import DEFAULT_GROUP_SIZE, Gear
 from gearbx_mlx.loading import find
 
+from .evaluation.report import markdown_table
 from .experts import upcycled
 from .lossless import shipped_base
 from .studies import HELD_OUT, Found, named, study
@@ -49,10 +61,10 @@ Write a Java class for a rectangle with an area method.
 What is recursion? Show it with factorial in Python.
 Write a Python decorator that prints how long a function takes."""
 LENGTH = 48  # tokens of an answer
-CONTEXT = 256  # tokens of a window of text
+CONTEXT = 512  # tokens of a window of text, of which the second half counts: as llama.cpp measures KL
 
 
-@study("docs/convert.md", minutes=8)
+@study("docs/convert.md", "docs/evaluate.md", minutes=20)
 def calibrated_base(
     model: str = "smollm2",
     prompts: int = 12,
@@ -81,24 +93,33 @@ def calibrated_base(
     name = None if model == "demo" else model
     original, tokenizer = load(name)
     answers = written(original, tokenizer, prompts)
-    windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data)) if data else []
+    windows = windows_of(tokenizer, read_documents(data), CONTEXT, tokens, str(data), CONTEXT // 2) if data else []
     rows, figures = [], []
     bases: dict[str, Any] = {"nearest codes": {}} | {
         f"calibrated, {format}": base_of(name, format) for format in formats
     }
     gears: dict[str, dict[str, Any]] = {label: {"base": base} for label, base in bases.items()}
-    gears |= {path.name: {"low_model": load(path)[0]} for path in others}
+    gears |= {"mlx-lm": {"low_model": quantized(name)}} | {path.name: {"low_model": load(path)[0]} for path in others}
     for label, gear in gears.items():
         own, _ = load(name)
         # In planes, which compute the same codes as format exact does, and are made faster.
         gearbox = Gearbox(own, "4,16", kernels="native", **gear)
-        found = agreement(gearbox, answers)
-        alone = against_top(gearbox, windows)
-        figures.append({"base": label, "agreement": found, "text": alone})
+        found, alone = agreement(gearbox, answers), against_top(gearbox, windows)
+        figures.append({"name": label, "agreement": found} | alone)
         shown = [f"{found[kind]:.3f}" for kind in ("mathematics", "chat", "code", "all")]
-        rows.append([label, *shown, *([f"{alone[0]:.3f}", f"{alone[1]:.3f}"] if alone else [])])
+        rows.append([label, *shown, *(f"{alone[name]:.3f}" for name in ("perplexity_ratio", "kl_mean") if alone)])
     head = ["4-bit base", "mathematics", "chat", "code", "all", *(["perplexity", "KL"] if windows else [])]
-    return Found({f"calibrated_base_{named(model)}": table(head, rows)}, figures)
+    tables = {f"calibrated_base_{named(model)}": table(head, rows)}
+    if windows:
+        tables[f"kld_{named(model)}"] = markdown_table(KLD_COLUMNS, figures)
+    return Found(tables, figures)
+
+
+def quantized(name: str | None) -> Any:
+    """A model in 4 bits by mlx-lm's own quantization, as `mlx_lm.convert -q` has it."""
+    model, _ = load(name)
+    nn.quantize(model, DEFAULT_GROUP_SIZE, 4)
+    return model
 
 
 class Recorder(mlx_lm_gptq.Catcher):
@@ -175,17 +196,15 @@ def agreement(gearbox: Gearbox, answers: Sequence[tuple[str, list[int], list[int
     return shares | {"all": float(np.concatenate([agrees for each in right.values() for agrees in each]).mean())}
 
 
-def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> tuple[float, float] | None:
-    """The lowest gear's perplexity along windows, as a multiple of the top gear's, and its KL from the top gear."""
-    total = np.zeros(3)
-    for window in windows:
-        targets = mx.array(list(window[1:]))
-        found: list[Any] = []
-        for gear in (gearbox.ladder.top, gearbox.ladder[0]):
-            gearbox.shift(gear)
-            found.append(log_probabilities(gearbox.model, window)[:-1])
-        top, low = found
-        own = [mx.take_along_axis(log, targets[:, None], -1).sum().item() for log in (top, low)]
-        kl = (mx.exp(top) * (top - low)).sum().item()
-        total += [own[0] - own[1], kl, len(window) - 1]
-    return (math.exp(total[0] / total[2]), total[1] / total[2]) if len(windows) else None
+def against_top(gearbox: Gearbox, windows: Sequence[Sequence[int]]) -> dict[str, float]:
+    """The figures of llama.cpp's --kl-divergence for the lowest gear; {} without windows."""
+    if not windows:
+        return {}
+    ladder = gearbox.ladder
+    reads = [partial(read_window, gearbox, gear) for gear in (ladder[0], ladder.top)]
+    low, top = map(joined, zip(*(compared(gearbox, window, reads, CONTEXT // 2) for window in windows)))
+    return quality(low.nll, low.kl, low.kl_reverse, low.agree, top.nll)
+
+
+def read_window(gearbox: Gearbox, gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
+    return read_at_once(gearbox, [window], gear)

@@ -1,13 +1,14 @@
 """EAD: two models that take turns, along a text and writing answers, at every threshold and against chance."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import track
 
+from gearbx_mlx import Gearbox
 from gearbx_mlx.cli.flags import ModelSettings
 from gearbx_mlx.cli.loaded import LoadedPair, load_pair
 from gearbx_mlx.compat.arrays import dtype_name
@@ -15,6 +16,8 @@ from gearbx_mlx.decoding.modes import PairSettings
 from gearbx_mlx.errors import GearbxError, numbers
 from gearbx_mlx.evaluate.run import context_for
 from gearbx_mlx.evaluation.predictions import PROMPT, encode, read_documents, read_rows, windows_of
+from gearbx_mlx.files.journal import Journal, hash_of_tokens
+from gearbx_mlx.files.writing import make_directory
 from gearbx_mlx.gears.activations import model_dtype
 from gearbx_mlx.loading import model_name
 from gearbx_mlx.routing.pair import DEFAULT_MIN_DURATION, DEFAULT_WINDOW, NAMES, check_threshold, scaled
@@ -54,13 +57,17 @@ def pair_sweep(
     num_shots: int = 0,
     max_tokens: int = 256,
     seed: int = 0,
+    kernels: str = "auto",
 ) -> Found:
     """EAD's Table 1 and Figure 1: two models in turns, at every threshold, with random controls.
+
+    Where they write, the small model as draft model of the large one stands beside them: it writes what the large one
+    writes alone.
 
     Args:
         small_model: A directory or a Hub repository.
         data: A text, JSON Lines, or problems of the task.
-        out: Directory for evaluation.json and pictures.
+        out: Directory for evaluation.json and pictures; and for attempts at problems, which are kept one by one.
         model: The large model; the model that ships if not given.
         task: text: both read the data. gsm8k, math: they write, and final answers are right or wrong.
         thresholds: Bits with commas between, such as inf,1,0.5,0; the paper's if not given.
@@ -73,6 +80,7 @@ def pair_sweep(
         num_shots: First problems, to show as examples.
         max_tokens: Of an answer.
         seed: Of the coin.
+        kernels: Where they write: mlx, native or auto.
     """
     turns = PairSettings(window=window, min_gear_duration=min_duration)
     limits = None if thresholds is None else limits_of(thresholds)
@@ -84,7 +92,10 @@ def pair_sweep(
     else:
         examples, problems = problems_of(data, task, num_shots, num_problems)
         prompts = prompts_of(max_tokens, task, models.tokenizer, models.config, examples, problems)
-        rows = grouped(problems, writing(models, task, prompts, turns, limits, seed))
+        make_directory(out)
+        for each in (models.small, models.large):
+            Gearbox(each, "16", kernels=kernels)
+        rows = grouped(problems, writing(models, task, prompts, turns, limits, seed, out))
         found, columns = {"policies": rows}, pair.ANSWER_COLUMNS
     report: dict[str, Any] = {
         "model": model_name(model),
@@ -166,22 +177,54 @@ def writing(
     turns: PairSettings,
     limits: Sequence[float],
     seed: int,
+    out: Path,
 ) -> list[dict[str, Any]]:
-    """The models write answers: a row for each threshold, and one for a coin with the large model's share."""
+    """The models write answers: a row for each threshold, one for a coin with the large model's share, and one for the
+    small model as draft model of the large one.
+
+    Every attempt is kept at once, problem by problem, so that the same command goes on where it ended.
+    """
+    journal = Journal(out / "attempts.jsonl", about_writing(models, prompts, turns, seed), pair.PairAttempt)
     solve = partial(
         pair.solve_in_turns, models.small, models.large, models.tokenizer, TASKS[task], prompts, turns.window
     )
-    attempts: dict[str, list[pair.PairAttempt]] = {}
-    thresholds: dict[str, float] = {}
-
-    def attempt(name: str, threshold: float, gate_of: Callable) -> list[pair.PairAttempt]:
-        attempts[name] = [solve(gate_of, number) for number in track(range(len(prompts)), name)]
-        thresholds[name] = threshold
-        return attempts[name]
-
-    for threshold in sorted({*limits, 0.0}):
-        gate = pair.by_entropy(threshold, turns.min_gear_duration)
-        share = pair.share_of(attempt(f"pair-{threshold:g}", threshold, gate))
+    draft = partial(pair.solve_with_draft, models.small, models.large, models.tokenizer, TASKS[task], prompts)
+    thresholds = {f"pair-{threshold:g}": threshold for threshold in sorted({*limits, 0.0})}
+    works: dict[str, Callable[[int], pair.PairAttempt]] = {
+        name: partial(solve, pair.by_entropy(threshold, turns.min_gear_duration))
+        for name, threshold in thresholds.items()
+    }
+    attempts = kept(journal, works | {pair.DRAFT: draft}, len(prompts))
+    coins: dict[str, Callable[[int], pair.PairAttempt]] = {}
+    for name, threshold in list(thresholds.items()):
+        share = pair.share_of(attempts[name])
         if 0 < share < 1:
-            attempt(f"random-{threshold:g}", threshold, pair.by_chance(share, turns.min_gear_duration, seed))
-    return pair.answer_rows(attempts, thresholds, models.parameters)
+            coin = f"random-{threshold:g}"
+            coins[coin] = partial(solve, pair.by_chance(share, turns.min_gear_duration, seed))
+            thresholds[coin] = threshold
+    return pair.answer_rows(
+        attempts | kept(journal, coins, len(prompts)), thresholds | {pair.DRAFT: 0.0}, models.parameters
+    )
+
+
+def about_writing(models: LoadedPair, prompts: Sequence[pair.Prompt], turns: PairSettings, seed: int) -> dict[str, Any]:
+    """Return what attempts depend on."""
+    return {
+        "parameters": models.parameters,
+        "prompts": hash_of_tokens([tokens for tokens, _, _ in prompts]),
+        "room": max(room for _, room, _ in prompts),
+        "window": turns.window,
+        "min_duration": turns.min_gear_duration,
+        "seed": seed,
+    }
+
+
+def kept(
+    journal: Journal, works: Mapping[str, Callable[[int], pair.PairAttempt]], problems: int
+) -> dict[str, list[pair.PairAttempt]]:
+    """Return the attempts of each work at every problem; all works make one problem before the next."""
+    attempts: dict[str, list[pair.PairAttempt]] = {name: [] for name in works}
+    for number in track(range(problems), "problems"):
+        for name, work in works.items():
+            attempts[name].append(journal.made(f"{name} {number}", partial(work, number)))
+    return attempts

@@ -41,6 +41,10 @@ class EvaluationSettings(Settings):
     context: int | None = flag(
         None, "Tokens in a window. Default: 256, or the model's context if less", least=2, most=LARGEST_SHOWN
     )
+    kld: bool = flag(
+        False,
+        "As llama.cpp's --kl-divergence: windows of 512 tokens, of which the second half counts, and its figures.",
+    )
     tokens: int = flag(2000, "Predictions in all.", least=1, most=LARGEST_SHOWN)
     kv_gears: tuple[int, ...] | None = flag(
         None,

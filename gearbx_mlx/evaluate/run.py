@@ -22,17 +22,18 @@ from ..errors import GearbxError
 from ..evaluation.predictions import (
     KickdownPolicy,
     Policy,
+    Read,
     Recording,
     RoutePolicy,
     TextPrediction,
     check_windows,
+    compared,
     driven,
     joined,
     quality,
     read_at_once,
     read_documents,
     read_per_token,
-    record,
     windows_of,
 )
 from ..files.model_directory import context_length
@@ -48,7 +49,7 @@ from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 2
 DATA, PICTURE = "evaluation.json", "evaluation.png"
-DEFAULT_CONTEXT = 256
+DEFAULT_CONTEXT, KLD_CONTEXT = 256, 512
 GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 
@@ -62,13 +63,13 @@ class TextReader:
     kind: str
     name: str
     used: Sequence[Gear]
-    read: Callable[[Sequence[int]], Iterable[TextPrediction]]
+    read: Read
 
 
 def run(settings: EvaluateSettings) -> int:
     out = Path(settings.evaluation.out)
     content = content_of(settings)
-    terminal.messages.print(table_of(content["rows"]))
+    terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else COLUMNS))
     for name in (DATA, PICTURE):
         if (out / name).exists():
             print(out / name)
@@ -108,18 +109,15 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
         raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
     readers = readers_of(settings, gearbox)
-    context = context_for(wanted.context, loaded.config)
-    windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data)
+    context = context_for(wanted.context, loaded.config, KLD_CONTEXT if wanted.kld else DEFAULT_CONTEXT)
+    uncounted = context // 2 if wanted.kld else 0
+    windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
     check_windows(windows, loaded.model, wanted.data)
-    parts: dict[str, list[Recording]] = {reader.name: [] for reader in readers}
+    reads = [reader.read for reader in readers]
     with terminal.progress_bar() as progress:
-        task = progress.add_task("windows", total=len(windows) * len(readers))
-        for window in windows:
-            own = [each.logprobs for each in read_at_once(gearbox, [window], gearbox.ladder.top)]
-            for reader in readers:
-                parts[reader.name].append(record(reader.read(window), own))
-                progress.advance(task)
-    found = {reader: joined(parts[reader.name]) for reader in readers}
+        tracked = progress.track(windows, description="windows")
+        parts = [compared(gearbox, window, reads, uncounted) for window in tracked]
+    found = {reader: joined(each) for reader, each in zip(readers, zip(*parts))}
     reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
     return {
         "schema": SCHEMA,
@@ -134,6 +132,7 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
         "tokens": len(reference.nll),
         "windows": len(windows),
         "context": context,
+        "uncounted": uncounted,
         "ladder": gearbox.ladder_report(),
         "rows": [row_of(reader, each, reference.nll, gearbox) for reader, each in found.items()],
     }
@@ -197,7 +196,7 @@ def row_of(reader: TextReader, recording: Recording, reference_nll: np.ndarray, 
     }
 
 
-def context_for(context: int | None, config: dict) -> int:
+def context_for(context: int | None, config: dict, default: int = DEFAULT_CONTEXT) -> int:
     """Return the tokens in a window: as given, else the default.
 
     Raises:
@@ -205,7 +204,7 @@ def context_for(context: int | None, config: dict) -> int:
     """
     longest = context_length(config)
     if context is None:
-        return min(DEFAULT_CONTEXT, longest or DEFAULT_CONTEXT)
+        return min(default, longest or default)
     if longest and context > longest:
         raise GearbxError(f"--context is {context}, and the model was made for {longest}; give at most that")
     return context
@@ -221,7 +220,8 @@ def enough(rows: Sequence[Mapping[str, Any]]) -> int | None:
     return None if best is None else int(best["name"].split()[0])
 
 
-COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
+Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
+COLUMNS: Columns = {
     "": lambda row: row["name"],
     "MB/token": lambda row: f"{row['weight_bytes_per_token'] / 1e6:.2f}",
     "perplexity": lambda row: f"{row['perplexity']:.3f}",
@@ -230,6 +230,17 @@ COLUMNS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "99 %": lambda row: three_digits(row["kl_p99"]),
     "same favourite": lambda row: f"{100 * row['top1_agreement']:.1f} %",
 }
+KLD_COLUMNS: Columns = {
+    "": COLUMNS[""],
+    "PPL ratio": lambda row: f"{row['perplexity_ratio']:.4f} ± {row['perplexity_ratio_error']:.4f}",
+    "KL mean": lambda row: f"{three_digits(row['kl_mean'])} ± {three_digits(row['kl_mean_error'])}",
+    "median": COLUMNS["median"],
+    "90 %": lambda row: three_digits(row["kl_p90"]),
+    "99 %": COLUMNS["99 %"],
+    "99.9 %": lambda row: three_digits(row["kl_p999"]),
+    "max": lambda row: three_digits(row["kl_max"]),
+    "same top": lambda row: f"{100 * row['top1_agreement']:.2f} ± {100 * row['top1_agreement_error']:.2f} %",
+}
 
 
 def three_digits(value: float) -> str:
@@ -237,13 +248,13 @@ def three_digits(value: float) -> str:
     return "0" if value < 1e-9 else f"{value:.3g}"
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> Table:
     """Return the rows for the terminal."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for header in COLUMNS:
+    for header in columns:
         table.add_column(header, no_wrap=not header)
     for row in rows:
-        table.add_row(*(show(row) for show in COLUMNS.values()))
+        table.add_row(*(show(row) for show in columns.values()))
     return table
 
 

@@ -335,6 +335,21 @@ def record(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray
     return Recording(*(np.array(column) for column in zip(*rows)))
 
 
+Read = Callable[[Sequence[int]], Iterable[TextPrediction]]
+"""Takes a window, and returns its predictions."""
+
+
+def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], uncounted: int = 0) -> list[Recording]:
+    """Return what each reader predicts in a window, compared with the top gear.
+
+    Args:
+        uncounted: predictions at the beginning that are left out.
+    """
+    top = read_at_once(gearbox, [window], gearbox.ladder.top)
+    reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
+    return [record(itertools.islice(read(window), uncounted, None), reference) for read in readers]
+
+
 def joined(parts: Sequence[Recording]) -> Recording:
     """Return the recordings of windows as one."""
     return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))
@@ -392,21 +407,31 @@ def quality(
     """
     if not len(nll):
         return {}
+    ratio = float(np.exp((nll - reference_nll).mean()))
     return {
         "perplexity": float(np.exp(nll.mean())),
-        "perplexity_ratio": float(np.exp((nll - reference_nll).mean())),
+        "perplexity_ratio": ratio,
+        "perplexity_ratio_error": ratio * error_of_mean(nll - reference_nll),
         **spread("kl", kl),
         **spread("kl_reverse", kl_reverse),
+        "kl_mean_error": error_of_mean(kl),
         "top1_agreement": float(agree.mean()),
+        "top1_agreement_error": error_of_mean(agree),
     }
 
 
+def error_of_mean(values: np.ndarray) -> float:
+    """Return the standard error of a mean over tokens (n,); NaN for a single one."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
 def spread(name: str, values: np.ndarray) -> dict[str, float]:
-    """Mean, median, 99th and 99.9th percentile, maximum."""
-    median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999))
+    """Mean, median, 90th, 99th and 99.9th percentile, maximum."""
+    median, p90, p99, p999 = np.quantile(values, (0.5, 0.9, 0.99, 0.999))
     return {
         f"{name}_mean": float(values.mean()),
         f"{name}_median": float(median),
+        f"{name}_p90": float(p90),
         f"{name}_p99": float(p99),
         f"{name}_p999": float(p999),
         f"{name}_max": float(values.max()),

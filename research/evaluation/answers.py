@@ -20,29 +20,24 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from gearbx_mlx.decoding.kickdown import Kickdown
-from gearbx_mlx.decoding.lossless import Lossless
-from gearbx_mlx.decoding.mode import Mode
 from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.decoding.route import Route, Static
-from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.evaluation.predictions import PROMPT, read_rows
 from gearbx_mlx.files.reading import Count, json_lines, read_json, read_text
-from gearbx_mlx.gears.gearbox import Gearbox
-from gearbx_mlx.gears.ladder import Ladder
 
 from .report import Columns, kilobytes, markdown_table, percent
 from .statistics import mcnemar, paired
 
 NEXT_PROMPT = "\nQuestion:"  # of the next problem, where a model goes on after its answer
 FINAL = re.compile(r"####\s*\$?\s*([-+]?[\d,]*\.?\d+)")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the first ####, as GSM8K writes its answers: "#### 1,200" is 1200."""
-    match = FINAL.search(text.split(NEXT_PROMPT)[0])
-    return Decimal(match.group(1).replace(",", "")) if match else None
+    """Return the number after the first ####, as GSM8K writes its answers, or the last number: "is $1,200." is 1200."""
+    text = text.split(NEXT_PROMPT)[0]
+    found = [match.group(1) for match in FINAL.finditer(text)][:1] or NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def number_finished(text: str) -> bool:
@@ -185,9 +180,6 @@ def checked_row(place: str, problem: Problem) -> dict[str, str]:
     return problem.row()
 
 
-# What it reads is compared, and is the same in every run.
-DRAFTS = Lossless(draft_length=4, lookup_tokens=0)
-
 Prompt = tuple[Sequence[int], int, str]  # tokens, how many may be written after them, the worked answer
 
 
@@ -230,23 +222,6 @@ def prompt_of(row: Mapping[str, str], examples: Sequence[Mapping[str, str]]) -> 
     return "".join(solved) + PROMPT.format(**row)
 
 
-def modes_of(policies: Sequence[str], ladder: Ladder, route: Route) -> dict[str, Mode]:
-    """Name to mode of each policy; every static gear is always among them, the top one first."""
-    modes: dict[str, Mode] = {f"static-{gear.bits}": Static(gear.name) for gear in reversed(ladder)}
-    bits = None if isinstance(route.thresholds, str) else route.thresholds  # "auto" is found for mode route alone
-    shifting: dict[str, Mode] = {"route": route, "kickdown": Kickdown(bits), "lossless": DRAFTS}
-    if len(ladder) < 2:
-        del shifting["lossless"]
-    return modes | {name: mode for name, mode in shifting.items() if name in policies}
-
-
-def solve(gearbox: Gearbox, tokenizer: Any, task: Task, prompts: Sequence[Prompt], mode: Mode, number: int) -> Attempt:
-    """The attempt of a mode at the prompt of this number."""
-    tokens, length, answer = prompts[number]
-    responses = stream_generate(gearbox.model, tokenizer, list(tokens), length, mode=mode, gearbox=gearbox)
-    return judged(task, until_finished(task, responses), answer)
-
-
 def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearResponse]:
     """The responses up to the one that completes a final answer."""
     taken, text = [], ""
@@ -260,10 +235,15 @@ def until_finished(task: Task, responses: Iterable[GearResponse]) -> list[GearRe
 
 def judged(task: Task, taken: Sequence[GearResponse], answer: str) -> Attempt:
     """The attempt that some responses are, compared with the worked answer."""
-    found = task.final("".join(response.text for response in taken))
+    text, read = "".join(response.text for response in taken), sum(response.weight_bytes for response in taken)
+    return attempt_of(task, text, answer, len(taken), read)
+
+
+def attempt_of(task: Task, text: str, answer: str, tokens: int, weight_bytes: int) -> Attempt:
+    """Return the attempt that a text is, compared with the worked answer."""
+    found = task.final(text)
     right = found is not None and found == task.final(answer)
-    read = sum(response.weight_bytes for response in taken)
-    return Attempt(None if found is None else str(found), right, len(taken), read)
+    return Attempt(None if found is None else str(found), right, tokens, weight_bytes)
 
 
 def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dict[str, Any]]:
@@ -284,6 +264,7 @@ def score(attempts: Mapping[str, Sequence[Attempt]], reference: str) -> list[dic
                 "same_answer_as_reference": float(
                     np.mean([a.found == b.found for a, b in zip(tried, attempts[reference])])
                 ),
+                "kept_of_reference": float(right[name][right[reference]].mean()) if right[reference].any() else 1.0,
                 "tokens": tokens,
                 "weight_bytes_per_token": sum(a.weight_bytes for a in tried) / tokens if tokens else 0.0,
                 "against_reference": paired(right[name].astype(float), right[reference].astype(float), np.arange(n))

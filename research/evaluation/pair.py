@@ -7,7 +7,8 @@ Free-running, both write answers to problems, and a coin with the same share of 
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,8 @@ import mlx.nn as nn
 import numpy as np
 
 from gearbx_mlx.decoding.pair import Pair
+from gearbx_mlx.decoding.response import GearResponse
+from gearbx_mlx.decoding.route import Static
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.evaluate.run import three_digits
 from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax, quality
@@ -208,10 +211,15 @@ REFERENCE = f"pair-{0:g}"  # the large model alone
 
 @dataclass(frozen=True)
 class PairAttempt(Attempt):
-    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up."""
+    """large: how many tokens the large model computed. caught_up: how many tokens a model read to catch up.
+
+    passes: of (small, large), over their weights. seconds: that all this took, without the prompt.
+    """
 
     large: Count = 0
     caught_up: Count = 0
+    passes: tuple[Count, Count] = (0, 0)
+    seconds: float = 0.0
 
 
 def solve_in_turns(
@@ -232,10 +240,41 @@ def solve_in_turns(
     tokens, length, answer = prompts[number]
     gate, first = gate_of(number)
     mode = Pair(small, window=window, gate=gate, initial_gear=NAMES[first])
-    taken = until_finished(task, stream_generate(large, tokenizer, list(tokens), length, mode=mode))
+    taken, seconds = timed(task, stream_generate(large, tokenizer, list(tokens), length, mode=mode))
     by_large = sum(response.gear == NAMES[LARGE] for response in taken)
     caught_up = sum(response.caught_up for response in taken)
-    return PairAttempt(**vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up)
+    passes = len(taken) - by_large, by_large
+    return PairAttempt(
+        **vars(judged(task, taken, answer)), large=by_large, caught_up=caught_up, passes=passes, seconds=seconds
+    )
+
+
+DRAFT = "draft-model"
+
+
+def solve_with_draft(
+    small: nn.Module, large: nn.Module, tokenizer: Any, task: Task, prompts: Sequence[Prompt], number: int
+) -> PairAttempt:
+    """The attempt of the large model, for which the small one drafts, at the prompt of this number."""
+    tokens, length, answer = prompts[number]
+    responses = stream_generate(large, tokenizer, list(tokens), length, mode=Static(), draft_model=small)
+    taken, seconds = timed(task, responses)
+    passes = sum(response.drafted for response in taken), sum(sum(response.passes) for response in taken)
+    return PairAttempt(**vars(judged(task, taken, answer)), large=len(taken), passes=passes, seconds=seconds)
+
+
+def timed(task: Task, responses: Iterable[GearResponse]) -> tuple[list[GearResponse], float]:
+    """The responses up to a final answer, and the seconds after the first one."""
+    begun: list[float] = []
+
+    def noted() -> Iterator[GearResponse]:
+        for response in responses:
+            if not begun:
+                begun.append(time.perf_counter())
+            yield response
+
+    taken = until_finished(task, noted())
+    return taken, time.perf_counter() - begun[0]
 
 
 class Coin(OneGear):
@@ -294,10 +333,12 @@ def answer_rows(
         tried = attempts[row["policy"]]
         row |= {
             "name": row["policy"],
-            "policy": row["policy"].split("-")[0],
+            "policy": row["policy"].split("-")[0],  # "draft" of the draft model
             "threshold": thresholds[row["policy"]],
             "share_top": share_of(tried),
-            "parameter_ratio": parameter_ratio(share_of(tried), parameters),
+            "parameter_ratio": float(np.sum([a.passes for a in tried], axis=0) @ parameters)
+            / (max(row["tokens"], 1) * parameters[LARGE]),
+            "seconds_per_token": sum(a.seconds for a in tried) / max(row["tokens"] - len(tried), 1),
             "caught_up_per_token": float(np.sum([a.caught_up for a in tried]) / max(row["tokens"], 1)),
         }
     return rows
@@ -309,6 +350,7 @@ ANSWER_COLUMNS: Columns = {
     "large": lambda row: percent(row["share_top"]),
     "parameters": lambda row: percent(row["parameter_ratio"]),
     "caught up": lambda row: f"{row['caught_up_per_token']:.2f}",
+    "ms/token": lambda row: f"{1000 * row['seconds_per_token']:.0f}",
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from pages import table
 
-from gearbx_mlx.evaluate.run import three_digits
+from gearbx_mlx.evaluate.run import Columns, three_digits
 from gearbx_mlx.evaluation.predictions import Recording, quality, read_per_token
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear
@@ -22,8 +22,6 @@ from gearbx_mlx.telemetry.trace import BLUE, GREEN, ORANGE, SKY_BLUE, VERMILION,
 from .policies import COUNTED, SHIFTING, PolicyRow
 from .replay import Reference
 from .statistics import blocks_of, by_bucket, paired
-
-Columns = Mapping[str, Callable[[Mapping[str, Any]], str]]  # header to the cell of a row
 
 
 def markdown_table(columns: Columns, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -40,7 +40,7 @@ class TestReport:
         assert [*rows] == ["3 bits", "8 bits", "16 bits", "route", "kickdown"]
         assert report["tokens"] == 160
         for row in rows.values():
-            assert 0 <= row["kl_median"] <= row["kl_p99"] <= row["kl_p999"] <= row["kl_max"]
+            assert 0 <= row["kl_median"] <= row["kl_p90"] <= row["kl_p99"] <= row["kl_p999"] <= row["kl_max"]
             assert sum(row["gear_shares"].values()) == pytest.approx(1)
 
     def test_the_top_gear_is_exact_and_costs_one_pass(self, report):
@@ -63,6 +63,20 @@ class TestReport:
         assert (report["out"] / "evaluation.png").read_bytes().startswith(b"\x89PNG")
         colors, markers = zip(*STYLES.values())
         assert len(set(markers)) == len(set(colors)) == len(STYLES)
+
+
+@pytest.mark.slow
+def test_kld_counts_the_second_half_of_windows(command, tmp_path):
+    plain, kld = tmp_path / "plain", tmp_path / "kld"
+    how = "--gears", "4,16", "--modes", "none", "--context", 64
+    assert evaluate(command, plain, *how, "--tokens", 63).status == 0
+    result = evaluate(command, kld, *how, "--tokens", 31, "--kld")
+    assert result.status == 0
+    assert all(header in result.err for header in ("PPL", "KL", "90", "99.9", "max", "same"))
+    whole, half = (json.loads((out / "evaluation.json").read_text()) for out in (plain, kld))
+    assert (whole["uncounted"], whole["tokens"], half["uncounted"], half["tokens"]) == (0, 63, 32, 31)
+    assert half["rows"][0]["kl_max"] <= whole["rows"][0]["kl_max"]
+    assert half["rows"][0]["kl_mean_error"] > 0
 
 
 def test_the_gear_that_is_enough_reads_least_of_those_that_agree():

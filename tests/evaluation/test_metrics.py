@@ -68,8 +68,16 @@ class TestQuality:
         assert result["kl_reverse_mean"] == pytest.approx(0.5)
         assert result["top1_agreement"] == 0.75
 
+    def test_errors_are_those_of_llama_cpp(self):
+        result = predictions.quality(**tokens([0.0, 0.1, 0.2, 0.7], [True, True, False, True], [1.0, 1.0, 2.0, 4.0]))
+        assert result["kl_mean_error"] == pytest.approx(math.sqrt((0.54 / 4 - 0.25**2) / 3))
+        assert result["perplexity_ratio_error"] == pytest.approx(math.exp(1) * math.sqrt((10 / 4 - 1) / 3))
+        assert result["top1_agreement_error"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
+        assert math.isnan(predictions.quality(**tokens([0.1], [True]))["kl_mean_error"])
+
     def test_far_quantiles(self):
         result = predictions.quality(**tokens([i / 1000 for i in range(1001)], [True] * 1001))
+        assert result["kl_p90"] == pytest.approx(0.9)
         assert result["kl_p99"] == pytest.approx(0.99)
         assert result["kl_p999"] == pytest.approx(0.999)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.kernels import cpu
 from research.evaluation.answers import (
     Attempt,
     box_finished,
@@ -16,6 +17,7 @@ from research.evaluation.answers import (
     read_problems,
     score,
 )
+from research.final_answers import WAYS as WAYS_OF_TABLE
 from research.final_answers import final_answers
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
@@ -126,19 +128,61 @@ class TestReading:
         assert words in str(error.value)
 
 
-class TestStudies:
-    HOW = {"task": "math", "num_shots": 1, "num_problems": 2, "max_tokens": 12}
-
-    def test_one_model_in_gears(self, tmp_path):
-        found = final_answers(SAMPLE, tmp_path / "out", gears="4,16", policy=["static"], **self.HOW)
-        rows = json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]
-        assert [row["policy"] for row in rows] == ["static-16", "static-4"]
-        assert rows[0]["by_level"] == {"Level 2": [0, 2]}
-        assert rows[0]["by_type"] == {"Algebra": [0, 1], "Geometry": [0, 1]}
-        assert "| policy | Algebra | Geometry |" in found.tables["by_type"]
-
-
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
+WAYS = ["16", "4", "route"]
+
+
+HOW = {"task": "math", "ways": WAYS, "num_problems": 2, "num_shots": 1, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def solved(tmp_path_factory):
+    if cpu.why_not() is not None:
+        pytest.skip(cpu.why_not())
+    out = tmp_path_factory.mktemp("answers")
+    return out, final_answers(SAMPLE, out, **HOW)
+
+
+@pytest.mark.slow
+class TestStudy:
+    def test_has_a_row_for_each_way(self, solved):
+        _, found = solved
+        rows = found.data["policies"]
+        assert [row["policy"] for row in rows] == WAYS
+        assert [row["tokens"] for row in rows] == [24, 24, 24]
+        assert (
+            rows[1]["weight_bytes_per_token"] < rows[2]["weight_bytes_per_token"] <= rows[0]["weight_bytes_per_token"]
+        )
+        assert rows[0]["by_level"] == {"Level 1": [0, 1], "Level 2": [0, 1]}
+        assert "| policy | Geometry | Prealgebra |" in found.tables["by_type"]
+
+    def test_goes_on_where_it_ended_and_makes_the_table_again(self, solved, tmp_path):
+        out, found = solved
+        before = {way: (out / f"{way}.jsonl").read_text() for way in WAYS}
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        for way in WAYS:
+            lines = before[way].splitlines(keepends=True)
+            (copy / f"{way}.jsonl").write_text("".join(lines[: 2 if way == "4" else 3]))
+        with pytest.raises(GearbxError, match="no problem that all ways"):
+            final_answers(SAMPLE, copy, **HOW | {"only_table": True, "ways": ["16", "8"]})
+        assert final_answers(SAMPLE, copy, **HOW).tables == found.tables
+        assert {way: (copy / f"{way}.jsonl").read_text() for way in WAYS} == before
+        assert final_answers(SAMPLE, copy, **HOW | {"only_table": True}).tables == found.tables
+
+    def test_draws_every_way(self, solved, tmp_path):
+        _, found = solved
+        (draw,) = found.pictures.values()
+        draw(tmp_path / "picture.svg")
+        assert all(WAYS_OF_TABLE[way].label in (tmp_path / "picture.svg").read_text() for way in WAYS)
+
+    def test_an_unknown_way_is_named(self, tmp_path):
+        with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):
+            final_answers(SAMPLE, tmp_path, ways=["7"])
+
+    def test_problems_that_calibrate_are_not_scored(self, tmp_path):
+        with pytest.raises(GearbxError, match="has 40, of which the last 12 are examples or find"):
+            final_answers(HELD_OUT, tmp_path, ways=["16", "route-5"], num_problems=29)
 
 
 class TestFinalNumbers:
@@ -150,7 +194,10 @@ class TestFinalNumbers:
             ("#### -3.50", -3.5),
             ("#### 7\n\nQuestion: next\n#### 8", 7),
             ("\nQuestion: next\nAnswer: #### 8", None),
-            ("the answer is 6", None),
+            ("5 and 7 are 12, so she pays $1,200.", 1200),
+            ("-4.5 degrees", -4.5),
+            ("6 of them, which is \\(6.\\)", 6),
+            ("no number", None),
         ],
     )
     def test_found(self, written, number):
@@ -170,16 +217,5 @@ class TestFinalNumbers:
         assert rows[1]["against_reference"]["difference"] == -0.5
         assert rows[1]["against_reference"]["only_first"] == 2
         assert rows[1]["against_reference"]["p_value"] == 0.5
+        assert rows[1]["kept_of_reference"] == pytest.approx(1 / 3)
         assert rows[0]["weight_bytes_per_token"] == 5
-
-    @pytest.mark.slow
-    def test_the_demo_model_writes_answers(self, tmp_path):
-        out = tmp_path / "out"
-        final_answers(HELD_OUT, out, gears="4,16", num_problems=1, max_tokens=160)
-        rows = json.loads((out / "evaluation.json").read_text())["policies"]
-        assert [row["policy"] for row in rows] == ["static-16", "static-4", "route", "kickdown", "lossless"]
-        top, low, _, _, lossless = rows
-        assert top["answered"] > 0
-        assert top["same_answer_as_reference"] == lossless["same_answer_as_reference"] == 1
-        assert lossless["tokens"] == top["tokens"]
-        assert low["weight_bytes_per_token"] < lossless["weight_bytes_per_token"] < top["weight_bytes_per_token"]

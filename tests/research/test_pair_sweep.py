@@ -127,6 +127,24 @@ class TestStudy:
         assert b"<svg" in (tmp_path / "out" / "evaluation.svg").read_bytes()
         assert pair_sweep(str(path), data, tmp_path / "whole", thresholds="0").data["tokens"] > report["tokens"]
 
+    @pytest.mark.slow
+    def test_writing_goes_on_where_it_ended(self, path, data, tmp_path):
+        out = tmp_path / "out"
+        how = {"task": "gsm8k", "thresholds": "inf,0", "num_problems": 2, "max_tokens": 8, "kernels": "mlx"}
+        first = pair_sweep(str(path), data, out, **how)
+        rows = {row["name"]: row for row in first.data["policies"]}
+        assert [*rows] == ["pair-0", "pair-inf", "draft-model"]
+        assert [row["tokens"] for row in rows.values()] == [16, 16, 16]
+        assert rows["draft-model"]["same_answer_as_reference"] == 1
+        assert rows["draft-model"]["parameter_ratio"] > rows["pair-0"]["parameter_ratio"] == 1
+        attempts = (out / "attempts.jsonl").read_text()
+        (out / "attempts.jsonl").write_text("".join(attempts.splitlines(keepends=True)[:-1]))
+        again = pair_sweep(str(path), data, out, **how)
+        assert [row["found"] for row in again.data["policies"][0]["attempts"]] == [
+            row["found"] for row in rows["pair-0"]["attempts"]
+        ]
+        assert (out / "attempts.jsonl").read_text().splitlines()[:-1] == attempts.splitlines()[:-1]
+
 
 ABOUT = {"small_model": "models/1B", "model": "3B", "data": "math.jsonl"}
 # EAD, Table 1, Llama 3.2 3B and 1B: threshold, large model usage, score, parameter ratio.
