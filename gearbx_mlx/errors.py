@@ -42,7 +42,8 @@ def about(thing: object) -> Iterator[None]:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """An error's message on one line, at most so many characters of it; the error's kind where there is no message."""
+    """Return an error's message on one line, at most so many characters of it; the error's kind where there is no
+    message."""
     return " ".join(str(error).split())[:most] or type(error).__name__
 
 

@@ -130,7 +130,7 @@ def check_longest(tokenizer: Any, file: Path) -> None:
 
 
 def unreadable(directory: Path, error: Exception) -> GearbxError:
-    """What a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
+    """Return what a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
     if "trust_remote_code" in str(error):
         return untrusted(directory)
     check_json(directory)
@@ -178,7 +178,7 @@ def untrusted(directory: Path) -> GearbxError:
 
 
 def load_plain(directory: Path, ranks: Ranks | None, pipeline: bool, **kwargs: Any) -> tuple[nn.Module, Any, dict]:
-    """A model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
+    """Return a model without gears, as `mlx_lm.load` has it; or a rank's part of it."""
     with large_pages(sum(file.stat().st_size for file in directory.glob("*.safetensors"))):
         model, tokenizer, config = mlx_lm.load(str(directory), return_config=True, **kwargs)
     with about(directory):
@@ -199,7 +199,7 @@ def load_base(
     lazy: bool = True,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Any, dict]:
-    """The base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
+    """Return the base of a geared checkpoint, unread, as `mlx_lm.load` has it; or a rank's part of it."""
     how: dict[str, Any] = {"model_config": model_config, "trust_remote_code": trust_remote_code}
     model, config = load_model(directory, lazy=True, strict=saved.manifest.stock, **how)
     if ranks is not None:
@@ -209,18 +209,18 @@ def load_base(
 
 
 def gears_of(path_or_hf_repo: str | Path | None) -> Manifest | None:
-    """What gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
+    """Return what gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
 
 def is_packed(path_or_hf_repo: str | Path | None) -> bool:
-    """Whether a model's configuration says that its weights are quantized."""
+    """Return whether a model's configuration says that its weights are quantized."""
     config = read_config(find(path_or_hf_repo or DEMO_MODEL))
     return bool(config.get("quantization") or config.get("quantization_config"))
 
 
 def load_small(path_or_hf_repo: str | Path, tokenizer: Any, **kwargs: Any) -> nn.Module:
-    """The small model of a pair, whose tokenizer has to be that of the large one.
+    """Return the small model of a pair, whose tokenizer has to be that of the large one.
 
     Raises:
         GearbxError: as `load`, or another tokenizer.
@@ -251,7 +251,8 @@ def check_same_tokenizer(small: Any, large: Any, name: str) -> None:
 
 
 def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequence[str] = ()) -> Path:
-    """The local directory of a model, downloaded if it is a Hub repository that is not here yet; `smollm2` is unpacked.
+    """Return the local directory of a model, downloaded if it is a Hub repository that is not here yet; `smollm2` is
+    unpacked.
 
     Args:
         also: files to download beside those that a model runs with.
@@ -295,7 +296,8 @@ def find(path_or_hf_repo: str | Path, revision: str | None = None, also: Sequenc
 
 
 def fingerprint(*files: Path) -> str:
-    """A hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read twice."""
+    """Return a hash of contents: names, sizes, the first and the last MiB of each. Weights are too large to be read
+    twice."""
     digest = hashlib.sha256()
     for file in sorted(files):
         size = file.stat().st_size
@@ -308,13 +310,13 @@ def fingerprint(*files: Path) -> str:
 
 
 def model_contents(model: str | None) -> str:
-    """The fingerprint of a model's files; None: the demo model."""
+    """Return the fingerprint of a model's files; None: the demo model."""
     directory = find(model or DEMO_MODEL)
     return fingerprint(*(file for pattern in ("*.safetensors", "*.json") for file in directory.glob(pattern)))
 
 
 def adapter_contents(directory: str | None) -> str | None:
-    """The fingerprint of an adapter's files; None: there is no adapter."""
+    """Return the fingerprint of an adapter's files; None: there is no adapter."""
     return None if directory is None else fingerprint(*(file for file in Path(directory).glob("*") if file.is_file()))
 
 
@@ -342,5 +344,5 @@ def check_kinds(model: nn.Module) -> None:
 
 
 def model_name(path_or_hf_repo: str | None) -> str:
-    """What to call the model in a report."""
+    """Return what to call the model in a report."""
     return str(path_or_hf_repo) if path_or_hf_repo else "demo"

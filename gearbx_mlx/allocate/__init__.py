@@ -44,7 +44,7 @@ def parse_targets(kind: str, text: str) -> tuple[float, ...]:
 
 
 def target_flag(kind: str, metavar: str, help: str) -> Any:
-    """The flag of one kind of target, of which one kind is given."""
+    """Return the flag of one kind of target, of which one kind is given."""
     return flag(None, help, metavar=metavar, exclusive="target", parse=partial(parse_targets, kind))
 
 
@@ -86,7 +86,7 @@ class AllocationSettings(Settings):
         return self.gears.quantized_bits
 
     def targets(self) -> list[Target | None]:
-        """A target for each table; None: the bits per weight of the uniform gear.
+        """Return a target for each table; None: the bits per weight of the uniform gear.
 
         Raises:
             GearbxError: too few or too many targets, or targets of two kinds.

@@ -58,12 +58,12 @@ def run(settings: AllocateSettings) -> int:
 
 
 def uniform_bytes(gearbox: Gearbox, bits: int) -> int:
-    """Bytes of the managed layers where all of them have these bits."""
+    """Return bytes of the managed layers where all of them have these bits."""
     return sum(gearbox.layer_bytes(layer, gearbox.ladder.find(bits)) for layer in gearbox.layers)
 
 
 def find_table(allocator: Allocator, target: Target) -> MeasuredTable:
-    """A table that meets a target; where none does, the nearest, and a note."""
+    """Return a table that meets a target; where none does, the nearest, and a note."""
     gearbox, kind, value = allocator.exact.gearbox, target.kind, target.value
     if kind == "kl":
         found = allocator.for_kl(value)
@@ -97,7 +97,7 @@ def seconds_of(gearbox: Gearbox) -> float:
 
 
 def bytes_for(gearbox: Gearbox, tokens_per_second: float) -> float:
-    """The bytes of managed layers at which decoding has this speed.
+    """Return the bytes of managed layers at which decoding has this speed.
 
     A token takes the time in which its bytes are read, and a constant: both follow from timings of the lowest and of
     the highest quantized gear.

@@ -74,7 +74,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def analyze(prompts: str | Path, **keywords: Any) -> dict[str, Any]:
-    """The summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
+    """Return the summary of `python -m gearbx_mlx.analyze`, after writing its files into the directory `out`.
 
     Args:
         prompts: a file with one prompt per line, or JSON Lines as in GSM8K.

@@ -52,7 +52,7 @@ def run(settings: AnalyzeSettings) -> int:
 
 
 def summary_of_analysis(settings: AnalyzeSettings) -> dict[str, Any]:
-    """The content of summary.json, after writing the files."""
+    """Return the content of summary.json, after writing the files."""
     return analysis_of(settings).checked()
 
 
@@ -113,7 +113,7 @@ class AnalyzedRun:
     files: Sequence[Path] = ()
 
     def entries(self, number: int, prompt: Any) -> Iterator[dict[str, Any]]:
-        """The records of the tokens after a prompt, as they come; prompts are numbered from 0."""
+        """Yield the records of the tokens after a prompt, as they come; prompts are numbered from 0."""
         raise NotImplementedError
 
     def record(self, out: Path, prompts: Sequence[Any]) -> None:
@@ -145,7 +145,7 @@ class AnalyzedRun:
         self.files = [out / TRACE, out / SUMMARY, *pictures]
 
     def checked(self) -> dict[str, Any]:
-        """The summary. Raises what ended the run early, if something did; what was recorded is written."""
+        """Return the summary. Raises what ended the run early, if something did; what was recorded is written."""
         if self.error is not None:
             raise self.error
         if not self.complete:

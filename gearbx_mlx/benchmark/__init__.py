@@ -90,7 +90,7 @@ KINDS: dict[str, type[Benchmark]] = {kind.what: kind for kind in get_args(Benchm
 
 
 def main() -> None:
-    """The command: parse the flags, and run the benchmark that they name."""
+    """Parse the flags, and run the benchmark that they name."""
     start(
         "benchmark",
         lambda: setup_arg_parser().settings(),

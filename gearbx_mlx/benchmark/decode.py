@@ -71,7 +71,7 @@ class GearCase:
 
 
 def benchmark_decode(settings: DecodeBenchmark) -> Rows:
-    """A row for each gear on each path; trials go through all of them in turn.
+    """Return a row for each gear on each path; trials go through all of them in turn.
 
     Raises:
         GearbxError: a model that cannot be loaded, or more than memory allows.
@@ -116,7 +116,7 @@ def trials(count: int) -> Iterator[int]:
 
 
 def row_of(case: GearCase, cases: Sequence[GearCase], top: Gear, bandwidth: float) -> dict[str, Any]:
-    """The row of a case, apart from what all rows share.
+    """Return the row of a case, apart from what all rows share.
 
     Ratios are to MLX's own top gear, speedups to the top gear of the same path, or of the one that rounds as it does.
     bandwidth: in GB/s.
@@ -151,18 +151,18 @@ def check_ladder(settings: ModelBenchmark, copies: int = 1, context: int = 0) ->
 
 
 def model_of(settings: ModelBenchmark) -> nn.Module:
-    """The model that is named, or a random Llama."""
+    """Return the model that is named, or a random Llama."""
     return random_llama(settings.shape) if settings.model is None else load(settings.model)[0]
 
 
 def gearbox_of(settings: ModelBenchmark, context: int = 0) -> Gearbox:
-    """A gearbox of the model, with our kernels where there are some."""
+    """Return a gearbox of the model, with our kernels where there are some."""
     check_ladder(settings, context=context)
     return Gearbox(model_of(settings), settings.gears, kernels=paths_here()[0][1])
 
 
 def llama_bytes(shape: tuple[int, int], ladder: Ladder, copies: int, context: int) -> float:
-    """Bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
+    """Return bytes that copies of the random Llama take at least, with one KV cache of `context` tokens.
 
     Weights have half precision, and those of the largest gear are beside them; keys and values are float32.
     """
@@ -178,7 +178,7 @@ def key_heads(width: int) -> int:
 
 
 def random_llama(shape: tuple[int, int]) -> nn.Module:
-    """A Llama in bfloat16: MLP 2.75 times as wide, heads of 64, half as many for keys and values."""
+    """Return a Llama in bfloat16: MLP 2.75 times as wide, heads of 64, half as many for keys and values."""
     width, layers = shape
     sizes = {
         "model_type": "llama",
@@ -195,7 +195,7 @@ def random_llama(shape: tuple[int, int]) -> nn.Module:
 
 
 def random_model(sizes: Mapping[str, Any]) -> nn.Module:
-    """A model of mlx-lm's class `sizes["model_type"]`, with the same random weights every time, in bfloat16."""
+    """Return a model of mlx-lm's class `sizes["model_type"]`, with the same random weights every time, in bfloat16."""
     module = import_module(f"mlx_lm.models.{sizes['model_type']}")
     mx.random.seed(0)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(dict(sizes)))
@@ -205,7 +205,7 @@ def random_model(sizes: Mapping[str, Any]) -> nn.Module:
 
 
 def decode_seconds(model: nn.Module, tokens: int, context: int = 0) -> float:
-    """Seconds per token of mlx-lm's greedy decoding, after the first token.
+    """Return seconds per token of mlx-lm's greedy decoding, after the first token.
 
     Args:
         context: further tokens before the prompt, whose keys and values are random.

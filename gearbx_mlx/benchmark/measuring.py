@@ -67,7 +67,7 @@ class BandwidthMeter:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that it takes."""
+    """Return seconds that it takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -114,7 +114,7 @@ def counting_reads() -> Iterator[Reads]:
 
 
 def cpu_module() -> Any:
-    """The native kernels of the CPU, or None: on a GPU, or where there are none."""
+    """Return the native kernels of the CPU, or None: on a GPU, or where there are none."""
     if metal.available() or not on_cpu():
         return None
     show_compiling()
@@ -122,7 +122,7 @@ def cpu_module() -> Any:
 
 
 def paths_here() -> tuple[tuple[str, str, str], ...]:
-    """The paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
+    """Return the paths of a gearbox on this machine: name, `kernels` and `activations`; the last one is MLX's."""
     if metal.available():
         return ON_METAL + BY_MLX
     return BY_MLX if cpu_module() is None else ON_CPU + BY_MLX
@@ -147,7 +147,7 @@ def check_memory(needed: float, what: str) -> None:
 
 
 def spread_of(ratios: Sequence[float]) -> list[float]:
-    """The least and the greatest."""
+    """Return the least and the greatest."""
     return [min(ratios), max(ratios)]
 
 

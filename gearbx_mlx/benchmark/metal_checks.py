@@ -67,7 +67,7 @@ class MetalProduct:
     decoded: Callable[[Any], mx.array] | None = None
 
     def multiply(self, x: mx.array, packed: Any, variant: str) -> mx.array:
-        """The result for x (V, I), by a launch that is prepared for it alone."""
+        """Return the result for x (V, I), by a launch that is prepared for it alone."""
         return self.product(x, packed, chosen=always(variant))
 
 
@@ -86,7 +86,7 @@ def mlx_weights(weight: mx.array, bits: int, group_size: int) -> Planes:
 
 
 def first_bits(weight: mx.array, bits: int, of: int, group_size: int) -> Planes:
-    """The first `bits` of the `of` bits of MLX's own weights."""
+    """Return the first `bits` of the `of` bits of MLX's own weights."""
     return split_affine(mlx_weights(weight, of, group_size), (bits, of - bits)).prefix(bits)
 
 
@@ -142,7 +142,7 @@ def exact_kernel(group_size: int) -> MetalProduct:
 
 
 def all_kernels(group_size: int) -> list[MetalProduct]:
-    """Every kernel; the last one is our product with the weight as it is."""
+    """Return every kernel; the last one is our product with the weight as it is."""
     return [
         *(stack_kernel(f"affine {bits}", mlx_weights, group_size, bits=bits) for bits in AFFINE),
         *(stack_kernel(f"planes {'+'.join(map(str, each))}", split, group_size, widths=each) for each in STACKS),
@@ -175,7 +175,8 @@ class Check:
 
 
 def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
-    """What came of some checks: how many, the largest difference as a share of what is allowed, and what is wrong.
+    """Return what came of some checks: how many, the largest difference as a share of what is allowed, and what is
+    wrong.
 
     Raises whatever making a check raises, such as packing a matrix. An error of the check itself counts as wrong.
     """
@@ -195,7 +196,7 @@ def examine(name: str, checks: Iterable[Check]) -> dict[str, Any]:
 
 
 def difference(result: mx.array | None, expected: mx.array | None) -> float:
-    """The largest difference, relative to the largest value that is expected."""
+    """Return the largest difference, relative to the largest value that is expected."""
     if result is None or expected is None:
         raise GearbxError("there is no kernel for it")
     with mx.stream(mx.cpu):
@@ -213,7 +214,7 @@ def random_matrix(rows: int, columns: int, dtype: mx.Dtype) -> mx.array:
 
 
 def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
-    """Every shape, type, number of vectors and variant of a product."""
+    """Yield every shape, type, number of vectors and variant of a product."""
     for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
         if columns % kernel.multiple:
             continue
@@ -230,14 +231,14 @@ def product_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
 
 
 def product_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
-    """How far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
+    """Return how far a product is from one in float32, on the CPU: a GPU may round what it multiplies."""
     with mx.stream(mx.cpu):
         expected = x.astype(mx.float32) @ widened(kernel, packed, x.shape[-1]).T
     return difference(kernel.multiply(x, packed, variant), expected)
 
 
 def widened(kernel: MetalProduct, packed: Any, columns: int) -> mx.array:
-    """The matrix that was packed, of scales of float32."""
+    """Return the matrix that was packed, of scales of float32."""
 
     def wide(part: Any) -> Any:
         is_scale = isinstance(part, mx.array) and mx.issubdtype(part.dtype, mx.floating)
@@ -250,12 +251,12 @@ EXPERTS, CHOSEN = 3, 2  # that are checked, and of these for each vector
 
 
 def mixture_checks(kernels: Iterable[MetalProduct], vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
-    """The checks of each kernel of experts."""
+    """Return the checks of each kernel of experts."""
     return {f"experts of {each.name}": experts_checks(each, vectors) for each in kernels if each.experts}
 
 
 def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Check]:
-    """Every shape, type, number of vectors and variant of a product with experts."""
+    """Yield every shape, type, number of vectors and variant of a product with experts."""
     for (rows, columns), dtype in itertools.product(CHECKED, DTYPES):
         if columns % kernel.multiple:
             continue
@@ -270,7 +271,7 @@ def experts_checks(kernel: MetalProduct, vectors: Sequence[int]) -> Iterator[Che
 
 
 def stacked(*same: Any) -> Any:
-    """An array of each expert as one of a mixture; lists of outliers are padded to the longest."""
+    """Return an array of each expert as one of a mixture; lists of outliers are padded to the longest."""
     if not isinstance(same[0], mx.array):  # of a record
         return same[0]
     most = max(map(len, same))
@@ -286,7 +287,7 @@ def product_of_experts(
 
 
 def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str) -> float:
-    """How far a product with experts is from one in float32, on the CPU."""
+    """Return how far a product with experts is from one in float32, on the CPU."""
     with mx.stream(mx.cpu):
         weights = mx.stack([widened(kernel, packed, x.shape[-1]) for packed in each])
         expected = x.astype(mx.float32) @ weights[indices].swapaxes(-1, -2)
@@ -296,19 +297,19 @@ def experts_error(kernel: MetalProduct, each: Sequence[Any], x: mx.array, indice
 def expert_alone_error(
     kernel: MetalProduct, each: Sequence[Any], x: mx.array, indices: mx.array, variant: str
 ) -> float:
-    """How far the last pair's product is from the product with that expert's matrix."""
+    """Return how far the last pair's product is from the product with that expert's matrix."""
     among = product_of_experts(kernel, each, x, indices, variant)[-1, -1]
     expert = each[int(np.asarray(indices[-1, -1]))]
     return difference(among, kernel.multiply(x[-1, 0], expert, variant))
 
 
 def company_error(kernel: MetalProduct, packed: Any, x: mx.array, variant: str) -> float:
-    """How far the first vector's product alone is from the same among others."""
+    """Return how far the first vector's product alone is from the same among others."""
     return difference(kernel.multiply(x, packed, variant)[:1], kernel.multiply(x[:1], packed, variant))
 
 
 def decoding_error(kernel: MetalProduct, packed: Any, columns: int) -> float:
-    """How far a decoded weight is from the one that MLX's operations decode."""
+    """Return how far a decoded weight is from the one that MLX's operations decode."""
     assert kernel.decoded is not None
     with mx.stream(mx.cpu):
         expected = kernel.dense(packed, columns)
@@ -330,13 +331,13 @@ def random_entries(heads: int, keys: int, width: int, dtype: mx.Dtype) -> mx.arr
 
 
 def planes_of(entries: mx.array, bits: int) -> list[mx.array]:
-    """The planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
+    """Return the planes that the gear with `bits` reads of entries (1, heads, keys, width), scales and offsets."""
     planes, scales, offsets = pack(entries, PLANES, GROUP)
     return [*planes[: bits // PLANES[0]], scales, offsets]
 
 
 def operation_checks(vectors: Sequence[int]) -> dict[str, Iterator[Check]]:
-    """The checks of each operation, for these numbers of tokens."""
+    """Return the checks of each operation, for these numbers of tokens."""
     return {"attention": attention_checks(vectors), NESTED: nested_checks(vectors), "rope": rope_checks(vectors)}
 
 
@@ -357,7 +358,7 @@ def attention_checks(vectors: Sequence[int]) -> Iterator[Check]:
 
 
 def attention_error(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> float:
-    """How far attention is from its definition in float32, on the CPU."""
+    """Return how far attention is from its definition in float32, on the CPU."""
     length, width, key_count = queries.shape[2], queries.shape[3], keys.shape[2]
     with mx.stream(mx.cpu):
         q, k, v = (array.astype(mx.float32) for array in (queries, keys, values))
@@ -383,7 +384,7 @@ def nested_checks(vectors: Sequence[int]) -> Iterator[Check]:
 
 
 def nested_error(queries: mx.array, nested: Nested) -> float:
-    """How far causal attention over planes is from attention over what they stand for, by our own kernel."""
+    """Return how far causal attention over planes is from attention over what they stand for, by our own kernel."""
     with mx.stream(mx.cpu):
         keys, values = nested.unpacked()
     how = queries.shape[3] ** -0.5, "causal"
@@ -391,7 +392,7 @@ def nested_error(queries: mx.array, nested: Nested) -> float:
 
 
 def attention_company_error(queries: mx.array, keys: mx.array, values: mx.array) -> float:
-    """How far the last query's result alone is from the same among others."""
+    """Return how far the last query's result alone is from the same among others."""
     among, alone = (attention(some, keys, values, 1.0, "causal") for some in (queries, queries[:, :, -1:]))
     return difference(among if among is None else among[:, :, -1:], alone)
 
@@ -406,7 +407,7 @@ def rope_checks(vectors: Sequence[int]) -> Iterator[Check]:
 
 
 def rope_error(x: mx.array, dims: int, traditional: bool) -> float:
-    """How far rotary positions are from their definition in float32, on the CPU."""
+    """Return how far rotary positions are from their definition in float32, on the CPU."""
     frequencies = mx.power(BASE, mx.arange(0, dims, 2, dtype=mx.float32) / -dims)  # radians from position to position
     with mx.stream(mx.cpu):
         angles = mx.arange(OFFSET, OFFSET + x.shape[2], dtype=mx.float32)[:, None] * frequencies

@@ -31,7 +31,7 @@ class Option:
 
 
 def lower_hull(options: Sequence[Option]) -> list[Option]:
-    """The options on the lower convex hull of KL over bytes, by bytes ascending.
+    """Return the options on the lower convex hull of KL over bytes, by bytes ascending.
 
     Each step saves less KL per byte than the step before. On a hull, a greedy choice minimises the sum of the KLs. An
     option that saves nothing is left out.
@@ -47,7 +47,7 @@ def lower_hull(options: Sequence[Option]) -> list[Option]:
 
 
 def gain(low: Option, high: Option) -> float:
-    """The KL that a step saves per byte, in nats per token."""
+    """Return the KL that a step saves per byte, in nats per token."""
     return (low.kl - high.kl) / (high.bytes - low.bytes)
 
 
@@ -82,12 +82,12 @@ def greedy_path(options: Mapping[str, Sequence[Option]]) -> list[PathPoint]:
 
 
 def chosen(options: Mapping[str, Sequence[Option]], table: Mapping[str, int]) -> dict[str, Option]:
-    """The option of each layer of a table."""
+    """Return the option of each layer of a table."""
     return {path: next(o for o in options[path] if o.bits == bits) for path, bits in table.items()}
 
 
 def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> PathPoint:
-    """The last table of the greedy path within a budget, and single steps that the rest of the budget allows.
+    """Return the last table of the greedy path within a budget, and single steps that the rest of the budget allows.
 
     Below the fewest bytes that layers can have, the table of the fewest.
     """
@@ -111,7 +111,7 @@ def within_bytes(options: Mapping[str, Sequence[Option]], budget: float) -> Path
 
 
 def least_bytes(points: Sequence[PathPoint], measured: Callable[[Bits], float], kl: float) -> PathPoint | None:
-    """The first point of a path with at most this KL, found by bisection; None where the last point has more.
+    """Return the first point of a path with at most this KL, found by bisection; None where the last point has more.
 
     Args:
         measured: the measured KL of a table.
@@ -194,15 +194,15 @@ class Allocator:
             ]
 
     def bytes_of(self, bits: Mapping[str, int]) -> int:
-        """Bytes that one use of all layers reads in a table."""
+        """Return bytes that one use of all layers reads in a table."""
         return sum(option.bytes for option in chosen(self.options, bits).values())
 
     def budget(self, bits_per_weight: float) -> float:
-        """Bytes of all layers at these bits per weight."""
+        """Return bytes of all layers at these bits per weight."""
         return bits_per_weight * self.weights / 8
 
     def for_bytes(self, budget: float) -> MeasuredTable:
-        """The table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes.
+        """Return the table of the least KL within a budget in bytes; where none fits, the table of the fewest bytes.
 
         It measures no worse than the best uniform gear within the budget: KLs do not always add up.
         """
@@ -210,19 +210,20 @@ class Allocator:
         return self._exchanged(min(map(self._measured, found), key=lambda made: made.distance.kl), budget)
 
     def _uniform(self, budget: float) -> list[Bits]:
-        """The table of the most bits within a budget that are the same in every layer; none if there is none."""
+        """Return the table of the most bits within a budget that are the same in every layer; none if there is none."""
         widths = set.intersection(*({option.bits for option in choices} for choices in self.options.values()))
         tables = [dict.fromkeys(self.options, bits) for bits in sorted(widths)]
         return [table for table in tables if self.bytes_of(table) <= budget + ROUNDING][-1:]
 
     def for_kl(self, kl: float) -> MeasuredTable:
-        """The table of the fewest bytes with at most this measured KL; where none has it, that of the most bytes."""
+        """Return the table of the fewest bytes with at most this measured KL; where none has it, that of the most
+        bytes."""
         points = greedy_path(self.options)
         point = least_bytes(points, lambda table: self._measured(table).distance.kl, kl) or points[-1]
         return self._measured(point.table)
 
     def _measured(self, bits: Bits) -> MeasuredTable:
-        """A table with its distance, which is measured once."""
+        """Return a table with its distance, which is measured once."""
         key = frozenset(bits.items())
         if key not in self._known:
             distance = self.exact.measure_caps(bits)
@@ -249,7 +250,7 @@ class Allocator:
 
 
 def gear_table(found: MeasuredTable, wish: str, weights: int) -> GearTable:
-    """The table as the manifest stores it. wish: the target in words; weights: how many the layers have."""
+    """Return the table as the manifest stores it. wish: the target in words; weights: how many the layers have."""
     return GearTable(
         bits=found.bits,
         wish=wish,

@@ -58,12 +58,12 @@ class Match:
     product: mx.array
 
     def cosine(self) -> float:
-        """The median cosine; a row of zeros counts as 1."""
+        """Return the median cosine; a row of zeros counts as 1."""
         norm = mx.sqrt(self.own * self.made)
         return float(np.median(np.array(mx.where(norm > 0, self.product / mx.maximum(norm, 1e-38), self.own == 0))))
 
     def error(self) -> float:
-        """The squared error over the sum of the squared weights."""
+        """Return the squared error over the sum of the squared weights."""
         off = mx.maximum((self.own - 2 * self.product + self.made).sum(), 0)
         return float(np.array(off / mx.maximum(self.own.sum(), 1e-38)))
 
@@ -126,7 +126,8 @@ def match_library(format: CodebookFormat, weight: mx.array, mask: np.ndarray) ->
 
 
 def qualities(format: CodebookFormat, weight: mx.array) -> Iterator[Quality]:
-    """The quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits, ascending."""
+    """Yield the quality of a matrix (O, I), or of some experts of (E, O, I), at each of the format's bits,
+    ascending."""
     judged = some_experts(weight)
     mask = find_all(judged, format.options)
     share = float(mask.mean())
@@ -143,7 +144,7 @@ HEADS = {"lm_head", "embed_out", "output", "ff_out", "head"}  # what model class
 
 
 def kind_of(path: str, module: nn.Module) -> str:
-    """The class of component that decides the floor: routed, shared, attention, head or mlp."""
+    """Return the class of component that decides the floor: routed, shared, attention, head or mlp."""
     if isinstance(module, SwitchLinear):
         return ROUTED
     if "shared" in path:
@@ -170,7 +171,7 @@ def measure(
     enough: Floors,
     progress: Callable[[str], None] = lambda path: None,
 ) -> list[LayerQualities]:
-    """The quality of every layer at ascending bits, up to the first that reaches `enough`.
+    """Return the quality of every layer at ascending bits, up to the first that reaches `enough`.
 
     Raises:
         GearbxError: weights that are not finite.
@@ -238,7 +239,7 @@ class Selection:
 
 
 def select(measured: Iterable[LayerQualities], floors: Floors) -> Selection:
-    """The first bits of each layer that reach its floor; 16, the weights as they are, where none do."""
+    """Return the first bits of each layer that reach its floor; 16, the weights as they are, where none do."""
     choices = []
     for layer in measured:
         floor = floors.of(layer.kind)
@@ -277,7 +278,7 @@ def class_row(name: str, choices: Sequence[CodebookChoice], floor: float | None)
 
 
 def layer_rows(selection: Selection) -> list[dict[str, Any]]:
-    """A row for each layer."""
+    """Return a row for each layer."""
     return [
         {
             "layer": choice.path,
@@ -294,7 +295,7 @@ def layer_rows(selection: Selection) -> list[dict[str, Any]]:
 
 
 def selection_as_dict(selection: Selection) -> dict[str, Any]:
-    """The whole report, for a JSON file."""
+    """Return the whole report, for a JSON file."""
     return {"floors": vars(selection.floors), "classes": class_rows(selection), "layers": layer_rows(selection)}
 
 
@@ -306,7 +307,7 @@ def select_bits(
     progress: Progress,
     give_up: bool = False,
 ) -> Selection:
-    """The fewest bits of every managed layer that reach its floor.
+    """Return the fewest bits of every managed layer that reach its floor.
 
     Args:
         give_up: drop the weights of a layer once it is judged: of a lazily read model, one layer is in memory at a
@@ -321,7 +322,7 @@ def select_bits(
 
 
 def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
-    """The layers one by one; each loses its weights when the next one is asked for."""
+    """Yield the layers one by one; each loses its weights when the next one is asked for."""
     for layer in layers:
         yield layer
         layer.module.weight = EMPTY
@@ -329,7 +330,7 @@ def dropping_weights(layers: Iterable[Layer]) -> Iterator[Layer]:
 
 
 def selection_lines(selection: Selection) -> list[str]:
-    """What was chosen, a line for each class: "attention: 24×xfp3, 4.04 bits per weight (floor 0.98)"."""
+    """Return what was chosen, a line for each class: "attention: 24×xfp3, 4.04 bits per weight (floor 0.98)"."""
     return [
         f"{row['component']}: {row['selected']}, {row['effective_bits']:.2f} bits per weight"
         + (f" (floor {row['floor']:g})" if row["floor"] is not None else "")

@@ -65,7 +65,8 @@ def log_probabilities(model: nn.Module, tokens: Sequence[int]) -> mx.array:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or more."""
+    """Return whether a text ends in a stretch of up to 8 tokens that repeats: at least 4 times, and over 16 tokens or
+    more."""
     for period in range(1, LONGEST_PERIOD + 1):
         repeats = max(LEAST_REPEATS, -(-LEAST_TOKENS // period))
         tail = list(tokens[-period * repeats :])
@@ -75,7 +76,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def continuation(model: nn.Module, tokens: Sequence[int], length: int, ends: Collection[int] = ()) -> list[int]:
-    """The tokens that greedy decoding writes after a text, at most `length`, before the first of `ends`."""
+    """Return the tokens that greedy decoding writes after a text, at most `length`, before the first of `ends`."""
     steps = (int(token) for token, _ in generate_step(mx.array(list(tokens)), model, max_tokens=length))
     return list(itertools.takewhile(lambda token: token not in ends, steps))
 
@@ -150,7 +151,7 @@ class Reserve:
 
 
 def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
-    """Bytes of the cache after so many tokens, and of the activations of the pass that read them.
+    """Return bytes of the cache after so many tokens, and of the activations of the pass that read them.
 
     Resets MLX's peak memory.
     """
@@ -164,7 +165,7 @@ def cache_bytes(model: nn.Module, tokens: int) -> tuple[int, int]:
 
 
 def measure_reserve(model: nn.Module) -> Reserve:
-    """The reserve for the model's context, at most 8192 tokens of it, read in passes of 2048.
+    """Return the reserve for the model's context, at most 8192 tokens of it, read in passes of 2048.
 
     Two short passes give what 256 tokens add. A window or a state that stops growing counts as if it grew on.
     """
@@ -232,7 +233,7 @@ class Limits:
     reserve: int = 0
 
     def exceeded_by(self, point: OperatingPoint) -> bool:
-        """Whether a point needs more."""
+        """Return whether a point needs more."""
         if self.memory_budget is not None and point.needed > self.memory_budget:
             return True
         return self.target_bpw is not None and point.selection.effective_bits > self.target_bpw
@@ -247,7 +248,7 @@ class FloorSearch:
 
 
 def encoding_spike(layers: Sequence[Layer], format: CodebookFormat, bits: int) -> int:
-    """Bytes at the peak of encoding the largest layer, the layer itself included; measured by encoding it.
+    """Return bytes at the peak of encoding the largest layer, the layer itself included; measured by encoding it.
 
     Resets MLX's peak memory.
     """
@@ -389,7 +390,7 @@ def fit_budget(
     progress: Callable[[OperatingPoint], None] = lambda point: None,
     grid: Iterable[tuple[float, float]] | None = None,
 ) -> FloorSearch:
-    """The last point of a grid of floors that meets the budget and passes the garbage check.
+    """Return the last point of a grid of floors that meets the budget and passes the garbage check.
 
     The model is left in its top gear.
 
@@ -426,7 +427,8 @@ def fit_budget(
 
 
 def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predicate) -> Gearbox:
-    """A gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed once."""
+    """Return a gearbox in its top gear whose low gear is fast here: native kernels, or weights that are reconstructed
+    once."""
     native = choose("native", "float").native and format.native
     fast = format if native else type(format)(cache=True, options=format.options)
     kernels = "native" if native else "mlx"
@@ -434,7 +436,7 @@ def fast_gearbox(model: nn.Module, format: CodebookFormat, manage: str | Predica
 
 
 def points_table(found: FloorSearch) -> Table:
-    """All points that were tried, in the form of XFP's table 10."""
+    """Return all points that were tried, in the form of XFP's table 10."""
     table = Table(title="Points tried, from aggressive to conservative")
     for name in ("strict", "lazy", "steady", "reserve", "peak", "bits", "KL", "repeats", ""):
         table.add_column(name, justify="left" if not name else "right")
@@ -444,7 +446,7 @@ def points_table(found: FloorSearch) -> Table:
 
 
 def point_rows(found: FloorSearch) -> list[dict[str, Any]]:
-    """The rows of `points_table` as numbers."""
+    """Return the rows of `points_table` as numbers."""
     return [point.row for point in found.tried]
 
 

@@ -111,7 +111,7 @@ class PrecisionManifest(Struct, frozen=True):
         return {path: (layer.min_bits, layer.max_bits) for path, layer in self.layers.items()}
 
     def sensitivity(self, path: str, bits: int) -> float:
-        """The KL of a layer at any width: where it was not measured, fourfold for every bit below the nearest.
+        """Return the KL of a layer at any width: where it was not measured, fourfold for every bit below the nearest.
 
         Nothing at 16 bits. A layer that is not known costs more than any other.
         """
@@ -127,7 +127,7 @@ class PrecisionManifest(Struct, frozen=True):
         return json.dumps(msgspec.to_builtins(self), indent=1, allow_nan=False) + "\n"
 
     def tables(self, ladder: Ladder) -> dict[str, dict[str, int]]:
-        """What a Gearbox takes: names of the ladder's gears to their tables, where there are some."""
+        """Return what a Gearbox takes: names of the ladder's gears to their tables, where there are some."""
         return {gear.name: dict(self.gears[gear.bits].bits) for gear in ladder if gear.bits in self.gears}
 
     def check_model(self, fingerprint: str) -> None:
@@ -136,7 +136,7 @@ class PrecisionManifest(Struct, frozen=True):
             raise GearbxError(f"made for another model ({self.model}), whose weights are not these; {MAKE}")
 
     def fitted(self, paths: Iterable[str]) -> tuple["PrecisionManifest", list[str]]:
-        """The manifest for a model with these managed layers, and those of them that it does not know.
+        """Return the manifest for a model with these managed layers, and those of them that it does not know.
 
         A missing layer stays at the top: its full precision in every gear.
 
@@ -181,7 +181,7 @@ def least_bits(
 def fit(
     manifest: PrecisionManifest, model: nn.Module, format: Format | None = None
 ) -> tuple[PrecisionManifest, list[Layer], list[str]]:
-    """The manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
+    """Return the manifest for a model, the layers whose bits it says, and the paths of those that it does not know.
 
     Args:
         format: what the layers are to be stored in. Default: the manifest's.
@@ -196,7 +196,7 @@ def fit(
 
 
 def read_precision(file: Path) -> PrecisionManifest:
-    """A precision manifest.
+    """Return a precision manifest.
 
     Raises:
         GearbxError: it cannot be read, has another schema or version, or has a field that is missing or cannot be.
@@ -205,7 +205,7 @@ def read_precision(file: Path) -> PrecisionManifest:
 
 
 def parse_precision(content: Any) -> PrecisionManifest:
-    """A precision manifest from the content of its JSON.
+    """Return a precision manifest from the content of its JSON.
 
     Raises:
         GearbxError: another schema or version, or a field that is missing or cannot be.

@@ -63,7 +63,7 @@ class Cost:
     full_multiplications: int = 0
 
     def shares(self) -> dict[str, float]:
-        """What was computed, as shares of passes that compute everything."""
+        """Return what was computed, as shares of passes that compute everything."""
         return {
             "blocks": self.blocks / max(self.full_blocks, 1),
             "layer_calls": self.calls / max(self.full_calls, 1),
@@ -93,7 +93,7 @@ class _Enough(Exception):
 
 
 def same(a: Call, b: Call) -> bool:
-    """Whether two calls have the same arguments; arrays are compared number for number."""
+    """Return whether two calls have the same arguments; arrays are compared number for number."""
 
     def equal(x: Any, y: Any) -> bool:
         if isinstance(x, mx.array) and isinstance(y, mx.array):
@@ -160,7 +160,7 @@ class ExactSensitivity:
         return sorted(self.layers.values(), key=lambda layer: self.depth(layer.path))
 
     def depth(self, path: str) -> int:
-        """The number of blocks before a layer."""
+        """Return the number of blocks before a layer."""
         return self._depth.get(path, len(self._blocks))
 
     def continue_after(self, paths: Iterable[str]) -> None:
@@ -168,14 +168,14 @@ class ExactSensitivity:
         self._counted = {self.depth(path) for path in paths if path in self.layers}
 
     def measure(self, layer: Layer, bits: int) -> Distance:
-        """The distance of the model in which this layer alone has these bits."""
+        """Return the distance of the model in which this layer alone has these bits."""
         depth = self.depth(layer.path)
         if self._recorded != depth:
             self._record(depth)
         return self._distance({layer.path: bits}, partial(self._replayed, layer.path, depth))
 
     def measure_caps(self, caps: Mapping[str, int]) -> Distance:
-        """The distance of the model with these caps; everything is computed."""
+        """Return the distance of the model with these caps; everything is computed."""
         return self._distance(caps, lambda window: self._logits(window.tokens))
 
     def _distance(self, caps: Mapping[str, int], read: Callable[[_Window], mx.array]) -> Distance:
@@ -285,7 +285,7 @@ CALIBRATION = DEMO_MODEL / "calibration" / "text.jsonl"
 def calibration_windows(
     model: nn.Module, tokenizer: Any, config: dict, data: str | Path | None, num_samples: int, sequence_length: int
 ) -> list[list[int]]:
-    """The windows of a calibration text, as tokens.
+    """Return the windows of a calibration text, as tokens.
 
     Args:
         model: which has to know all of the tokens.
@@ -318,7 +318,7 @@ def single_layer_gearbox(
     dtype: str = "auto",
     kernels: str = "auto",
 ) -> Gearbox:
-    """A gearbox at full precision that can give any one layer each of these bits.
+    """Return a gearbox at full precision that can give any one layer each of these bits.
 
     Args:
         format, group_size, manage, dtype, kernels: as `Gearbox` takes them.
@@ -367,14 +367,14 @@ def measure_layers(
 
 
 def measuring_cost(parts: Mapping[str, MeasuredLayer]) -> Cost:
-    """What `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
+    """Return what `measure_layers` computed for all layers of a journal, over all runs that wrote to it."""
     return Cost(*map(sum, zip(*(part["cost"] for part in parts.values()))))
 
 
 def layer_precisions(
     layers: Sequence[Layer], parts: Mapping[str, MeasuredLayer], threshold: float = ACCURACY_THRESHOLD
 ) -> dict[str, LayerPrecision]:
-    """What the manifest says of every layer. parts: of the journal; the rest is as of `layer_precision`."""
+    """Return what the manifest says of every layer. parts: of the journal; the rest is as of `layer_precision`."""
     made = {}
     for layer in layers:
         found = parts[layer.path]["distances"].items()
@@ -389,7 +389,8 @@ def layer_precision(
     perplexity_change: Mapping[int, float],
     threshold: float = ACCURACY_THRESHOLD,
 ) -> LayerPrecision:
-    """What the manifest says of a layer, from the KL (nats) and the change of perplexity (percent) at its widths.
+    """Return what the manifest says of a layer, from the KL (nats) and the change of perplexity (percent) at its
+    widths.
 
     An estimate knows no change of perplexity.
 
@@ -415,7 +416,7 @@ FOLD = 4.0  # by which the KL falls with every bit: the error halves, and the KL
 def first_order(
     model: nn.Module, windows: Sequence[Sequence[int]], low: int, high: int, group_size: int
 ) -> dict[str, float]:
-    """The sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
+    """Return the sensitivity of each layer (nats per million weights), by path, as mlx_lm.dynamic_quant estimates it.
 
     It is the gradient of the KL at a model of `low` bits, in the direction of the model of `high` bits: the first-order
     estimate of what is saved when one layer gets the high bits.
@@ -443,7 +444,7 @@ def first_order(
 def estimate_kls(
     layers: Sequence[Layer], model: nn.Module, windows: Sequence[Sequence[int]], bits: Sequence[int], group_size: int
 ) -> dict[str, dict[int, float]]:
-    """A proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
+    """Return a proxy for the KL (nats, at least 0) of every layer at every width, by path, from one backward pass."""
     low = LOW if LOW in bits else bits[0]
     high = next((width for width in bits if width > low), 8)
     found = first_order(model, windows, low, high, group_size)

@@ -42,7 +42,7 @@ class CalibrationSettings(Settings):
     out: str | None = flag(None, "File to write. Default: thresholds.json", named=True)
 
     def shares_of(self, gears: int) -> tuple[float, ...]:
-        """A share for each gear, lowest first. Raises GearbxError for another number of shares."""
+        """Return a share for each gear, lowest first. Raises GearbxError for another number of shares."""
         shares = self.shares or (1 / gears,) * gears
         if len(shares) != gears:
             raise GearbxError(f"--shares '{as_text(shares)}': give {gears} parts, one for each gear")
@@ -82,7 +82,7 @@ def setup_arg_parser() -> argparse.ArgumentParser:
 
 
 def calibrate(**keywords: Any) -> ThresholdFile:
-    """What `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
+    """Return what `python -m gearbx_mlx.calibrate` writes, as an object; written to a file where `out` is given.
 
     Args:
         keywords: named like the command's flags, with their defaults: model=..., gears="4,16", mode="kickdown".

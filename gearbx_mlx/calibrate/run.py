@@ -37,13 +37,13 @@ class Calibration:
 
 
 def prompts_of(settings: CalibrationSettings) -> list[str]:
-    """The prompts of a file or, where none is named, the few that ship."""
+    """Return the prompts of a file or, where none is named, the few that ship."""
     found = list(SHORT_PROMPTS) if settings.prompts is None else read_prompts(Path(settings.prompts))
     return found[: settings.num_prompts]
 
 
 def inputs_of(settings: CalibrateSettings, decision: Decision, prompts: Prompts) -> dict[str, Any]:
-    """All that the records of prompts depend on."""
+    """Return all that the records of prompts depend on."""
     return {
         "mode": settings.calibration.mode,
         **decision.inputs(),
@@ -105,7 +105,7 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
 
 
 def recorded(journal: Journal, prompts: Prompts, record: Callable[..., Sequence[Any]]) -> list[Any]:
-    """What is recorded of the text after each prompt, or was by an earlier run."""
+    """Return what is recorded of the text after each prompt, or was by an earlier run."""
     with terminal.progress_bar() as progress:
         numbered: Iterable[Any] = enumerate(progress.track(prompts, description="prompts"))
         return [journal.made(f"prompt {number}", partial(record, *prompt)) for number, prompt in numbered]
@@ -132,14 +132,15 @@ def run(settings: CalibrateSettings) -> int:
 
 
 def as_object(settings: CalibrateSettings) -> ThresholdFile:
-    """What is found; written to a file where --out is given."""
+    """Return what is found; written to a file where --out is given."""
     out = settings.calibration.out
     found = calibrate_thresholds(settings, None) if out is None else written(settings, output_path(out))
     return found.file
 
 
 def written(settings: CalibrateSettings, out: Path) -> Calibration:
-    """What is found, after writing it. An interrupted run leaves its records beside the file for the next one."""
+    """Return what is found, after writing it. An interrupted run leaves its records beside the file for the
+    next one."""
     place = beside(out, JOURNAL)
     found = calibrate_thresholds(settings, place)
     write_text(out, found.file.text())

@@ -72,7 +72,7 @@ class ModeChange:
 
 
 def parse_mode(name: str, words: Sequence[str]) -> ModeChange:
-    """A mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
+    """Return a mode by its name, with flags as on the command line. Raises GearbxError for what a mode cannot have."""
     for word in words:
         said = gone(word.split("=")[0])
         if said is not None:

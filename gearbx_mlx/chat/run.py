@@ -42,7 +42,7 @@ class PlainLines:
         self.interactive = interactive
 
     def read(self) -> str | None:
-        """The next message, without the end of its line; None: there are no more.
+        """Return the next message, without the end of its line; None: there are no more.
 
         Raises:
             GearbxError: a line that is not text; further lines can be read.
@@ -251,7 +251,7 @@ def session(words: Mapping[str, Words], history: Path | None) -> "PromptSession[
 
 
 def history_file() -> Path | None:
-    """The user's file of lines that were typed, which no other user can read; None where there cannot be one."""
+    """Return the user's file of lines that were typed, which no other user can read; None where there cannot be one."""
     path = platformdirs.user_state_path("gearbx-mlx", appauthor=False) / "chat_history"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -349,7 +349,7 @@ class Command:
 
 
 def obey(session: Session, line: str) -> bool:
-    """Whether a line is a command, which was then run.
+    """Return whether a line is a command, which was then run.
 
     Raises:
         GearbxError: no such command, or one that cannot be run as it is typed.
@@ -416,7 +416,7 @@ def save(session: Session, argument: str) -> None:
 
 
 def place_of(name: str) -> Path:
-    """The path that a user typed, `~` understood. Raises GearbxError for the home of an unknown user."""
+    """Return the path that a user typed, `~` understood. Raises GearbxError for the home of an unknown user."""
     try:
         return Path(name).expanduser()
     except RuntimeError as error:

@@ -114,7 +114,7 @@ class GearedChat:
         save_cache(path, own, self._settings.model.model or str(DEMO_MODEL), self._model, begun)
 
     def coming(self, message: str) -> NextAnswer:
-        """How a message is answered, as typed."""
+        """Return how a message is answered, as typed."""
         mode = self._geared.mode(message, self._in_gear(self._held) if self._held else self._mode)
         gearbox = self._geared.gearbox
         if (self._controller is not None and self._controller.caps) or not isinstance(gearbox, Gearbox):
@@ -260,7 +260,7 @@ class Conversation:
         self.turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer.strip()}]
 
     def tokens(self, message: str) -> list[int]:
-        """All that was said, and a message that is to be answered. Without a template, every turn is a line.
+        """Return all that was said, and a message that is to be answered. Without a template, every turn is a line.
 
         Raises:
             GearbxError: messages that the template refuses, no tokens.
@@ -271,7 +271,8 @@ class Conversation:
         return tokens
 
     def before_message(self) -> str:
-        """All that stands before the next message, as text. Raises GearbxError as `tokens`, or if none is shown."""
+        """Return all that stands before the next message, as text. Raises GearbxError as `tokens`, or if none
+        is shown."""
         text = self._text(QUERY)
         return text[: place_of_query(text)]
 

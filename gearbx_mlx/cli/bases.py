@@ -67,7 +67,7 @@ class BaseText(NamedTuple):
 
 
 def text_of(tokenizer: Any, file: str | None) -> BaseText:
-    """The text to calibrate with, `LONGEST` tokens at most in each piece.
+    """Return the text to calibrate with, `LONGEST` tokens at most in each piece.
 
     Args:
         file: text, or JSON Lines as in GSM8K; None or "": what ships, and requests if the tokenizer has a template.
@@ -102,7 +102,7 @@ def text_of(tokenizer: Any, file: str | None) -> BaseText:
 
 
 def requests_of(tokenizer: Any) -> list[list[int]]:
-    """The requests that ship, in the model's own chat template; none if it has no template that takes them."""
+    """Return the requests that ship, in the model's own chat template; none if it has no template that takes them."""
     if not getattr(tokenizer, "has_chat_template", False):
         return []
     lines = read_text(SHIPPED / "requests.txt", "text", AGAIN).splitlines()
@@ -113,13 +113,13 @@ def requests_of(tokenizer: Any) -> list[list[int]]:
 
 
 def in_template(tokenizer: Any, request: str) -> list[int]:
-    """The tokens of a request, up to where the answer begins."""
+    """Return the tokens of a request, up to where the answer begins."""
     message = [{"role": "user", "content": request}]
     return list(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
 
 
 def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], progress: Any) -> list[list[int]]:
-    """The requests with the answers that the model writes to them: the same at every run on this machine.
+    """Return the requests with the answers that the model writes to them: the same at every run on this machine.
 
     Args:
         model: not quantized; a gearbox is put on it, if there are requests.
@@ -233,7 +233,7 @@ class BaseKey:
 
 
 def read_base(file: Path, key: BaseKey) -> Base | None:
-    """The base of a file; None where it is another one's or damaged."""
+    """Return the base of a file; None where it is another one's or damaged."""
     try:
         arrays, about = cast(tuple[dict[str, mx.array], dict[str, str]], mx.load(str(file), return_metadata=True))
         mx.eval(arrays)  # which a file that was cut off does not have
@@ -257,7 +257,7 @@ def key_of(
     group_size: int,
     text: BaseText | None = None,
 ) -> BaseKey:
-    """What the base of a model depends on. text: None: of any."""
+    """Return what the base of a model depends on. text: None: of any."""
     digest = hashlib.sha256(msgspec.json.encode(text)).hexdigest()[:16] if text else ""
     return BaseKey(model_fingerprint(model), format.name, tuple(ladder), manage, group_size, digest)
 
@@ -327,7 +327,8 @@ def thinned(texts: Sequence[list[int]]) -> list[list[int]]:
 
 
 def find_base(decision: Decision, model: nn.Module, tokenizer: Any) -> Base | None:
-    """The calibrated base of a model that takes one: one that is kept; else one that is made, if there is text for it.
+    """Return the calibrated base of a model that takes one: one that is kept; else one that is made, if there is text
+    for it.
 
     Raises:
         GearbxError: as `text_of` and `make_base`.

@@ -129,11 +129,11 @@ class Decision:
     note: str
 
     def with_draft(self) -> "Decision":
-        """The same with the weights as they are and a draft beside them, as `of_drafts` decides on a GPU."""
+        """Return the same with the weights as they are and a draft beside them, as `of_drafts` decides on a GPU."""
         return replace(self, format=get_format(BESIDE), ladder=Ladder.parse(WHOLE_LADDER))
 
     def inputs(self) -> dict[str, Any]:
-        """All that every result of the model in these gears depends on."""
+        """Return all that every result of the model in these gears depends on."""
         model, gears = self.settings.model, self.settings.gears
         return {
             "model contents": model_contents(model.model),

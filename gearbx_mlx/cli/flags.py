@@ -147,7 +147,7 @@ class OutputSettings(Settings):
         return self.verbose == DESCRIBED
 
     def paths(self) -> tuple[Path | None, Path | None]:
-        """Where trace and summary go. Raises GearbxError for places that cannot be written to."""
+        """Return where trace and summary go. Raises GearbxError for places that cannot be written to."""
         trace, summary = (output_path(file) if file else None for file in (self.trace, self.summary))
         check_distinct({"--trace": self.trace, "--summary": self.summary})
         return trace, summary
@@ -223,7 +223,7 @@ class ControllerSettings(Settings):
 
 
 def device_flag() -> Any:
-    """The flag --device as a field of settings."""
+    """Return the flag --device as a field of settings."""
     return flag(None, "Where to compute. Default: MLX's choice, the GPU where there is one", choices=DEVICES)
 
 
@@ -510,7 +510,7 @@ class GearFlags(Settings):
 
     @property
     def keeps_originals(self) -> bool:
-        """Whether gears are made as asked for: other codes, originals that are read again, weights kept unpacked."""
+        """True if gears are made as asked for: other codes, originals that are read again, weights kept unpacked."""
         other_codes = self.manifest is not None or self.low_model is not None
         return other_codes or self.residency.name == "disk" or self.kernels.name == DEQUANT_CACHE
 

@@ -64,7 +64,7 @@ class Loaded:
 
     @classmethod
     def of(cls, settings: GearedSettings, chat_template: str = "", several_modes: bool = False) -> "Loaded":
-        """The model without gears as yet. Raises GearbxError as `decide` and `load_model`.
+        """Return the model without gears as yet. Raises GearbxError as `decide` and `load_model`.
 
         Args:
             chat_template: replaces the tokenizer's.
@@ -87,7 +87,7 @@ class Loaded:
         return model_name(self.decision.settings.model.model)
 
     def in_gears(self) -> "Geared":
-        """The model with its gearbox. Raises GearbxError for gears that do not fit the model."""
+        """Return the model with its gearbox. Raises GearbxError for gears that do not fit the model."""
         decision = self.decision
         settings = decision.settings
         if settings.cache.kv_gears is not None:
@@ -147,7 +147,7 @@ class Geared:
     gearbox: Gearbox | Observer
 
     def mode(self, typed: str, mode: Mode | None = None) -> Mode:
-        """The mode for a prompt, as typed; `mode` replaces that of the flags."""
+        """Return the mode for a prompt, as typed; `mode` replaces that of the flags."""
         return (mode or self.loaded.decision.mode).begun(typed, self.gearbox.ladder)
 
     def why(self) -> str:
@@ -176,7 +176,7 @@ class Geared:
 
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | MemoryGuard | None]:
-        """What caps the gears while the context lasts, or only holds a limit of memory; None where neither is asked.
+        """Yield what caps the gears while the context lasts, or only holds a limit of memory; None where neither is asked.
 
         Args:
             verbose: print which readers of this machine work.
@@ -204,7 +204,7 @@ class Geared:
 
 
 def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None) -> Gearbox | Observer:
-    """A gearbox with everything that was asked for; an observer for a model without gears.
+    """Return a gearbox with everything that was asked for; an observer for a model without gears.
 
     Raises:
         GearbxError: gears that do not fit the model.
@@ -256,7 +256,7 @@ def show_kernels(gearbox: Gearbox) -> None:
 
 
 def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: nn.Module) -> dict[str, Any]:
-    """The manifest's part of a gearbox's keywords: manage, tables and widths.
+    """Return the manifest's part of a gearbox's keywords: manage, tables and widths.
 
     Raises:
         GearbxError: it belongs to another model, or names a layer that this model does not have.
@@ -274,7 +274,7 @@ def layers_of_manifest(decision: Decision, precision: PrecisionManifest, model: 
 
 
 def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str, dict[str, int]]:
-    """The tables of a manifest for a geared checkpoint. Raises GearbxError for bits that it does not store."""
+    """Return the tables of a manifest for a geared checkpoint. Raises GearbxError for bits that it does not store."""
     assert decision.saved is not None
     tables, stored = precision.tables(decision.ladder), decision.saved.gears
     wanted = sorted({bits for table in tables.values() for bits in table.values()} | {*stored})
@@ -376,7 +376,7 @@ def check_memory(decision: Decision) -> None:
 
 
 def least_memory(files: ModelFiles, decision: Decision) -> int:
-    """Bytes that are read at least, of an original or quantized checkpoint all."""
+    """Return bytes that are read at least, of an original or quantized checkpoint all."""
     return files.total if files.manifest is None else memory_with(files, decision, False)
 
 
@@ -408,7 +408,8 @@ def warn(what: str, needed: int, most: int, advice: str) -> None:
 
 
 def files_of(model: str | None) -> ModelFiles | None:
-    """What the headers of a model's files say; None where they cannot be read: `load` says what is wrong with them."""
+    """Return what the headers of a model's files say; None where they cannot be read: `load` says what is wrong with
+    them."""
     try:
         return read_files(find(model or DEMO_MODEL))
     except (GearbxError, OSError):
@@ -416,7 +417,7 @@ def files_of(model: str | None) -> ModelFiles | None:
 
 
 def memory_with(files: ModelFiles, decision: Decision, resident: bool) -> int:
-    """Bytes that a model in these gears needs, idle gears with it or not."""
+    """Return bytes that a model in these gears needs, idle gears with it or not."""
     bits = [gear.bits for gear in decision.ladder]
     return needed_memory(files, bits, decision.format, decision.group_size, resident)
 
@@ -487,7 +488,8 @@ def generation_keywords(
 
 
 def load_draft_model(path: str | None, tokenizer: Any) -> Any:
-    """The draft model on the kernels that are fastest here, or None. Raises GearbxError for another vocabulary."""
+    """Return the draft model on the kernels that are fastest here, or None. Raises GearbxError for another
+    vocabulary."""
     if path is None:
         return None
     show_compiling()
@@ -529,7 +531,8 @@ class PromptCache:
     fingerprint: str
 
     def before(self, templated: bool) -> str:
-        """What stands before the message in the template's place; "" where the cache is all that is known of it."""
+        """Return what stands before the message in the template's place; "" where the cache is all that is
+        known of it."""
         return self.begun.before if self.begun is not None and self.begun.templated == templated else ""
 
     def check_weights(self, model: nn.Module) -> None:
@@ -553,7 +556,7 @@ class PromptCache:
     def unread(
         self, model: nn.Module, tokens: list[int], max_kv_size: int | None, before: str
     ) -> tuple[list[int], list[Any]]:
-        """The tokens that the cache does not have, and the caches that go on with them.
+        """Return the tokens that the cache does not have, and the caches that go on with them.
 
         Args:
             max_kv_size: of caches that are made again, as where states cannot be cut to what the tokens begin with.
@@ -581,7 +584,7 @@ def save_cache(path: Path, entries: list[Any], name: str, model: nn.Module, begu
 
 
 def load_cache(file: str | None, model: str | None) -> PromptCache | None:
-    """A prompt cache; None without a file.
+    """Return a prompt cache; None without a file.
 
     Raises:
         GearbxError: not a prompt cache, or one of another model than the one that is named.
@@ -636,7 +639,7 @@ class LoadedPair:
 
 
 def load_pair(settings: ModelSettings, small_model: str, chat_template: str = "") -> LoadedPair:
-    """Both models as loaded, in the type that --dtype asks for.
+    """Return both models as loaded, in the type that --dtype asks for.
 
     Raises:
         GearbxError: a model that cannot be loaded, or another tokenizer.

@@ -65,7 +65,8 @@ class FlagParser(argparse.ArgumentParser):
         return parsed
 
     def settings(self) -> Any:
-        """The settings of the command line. Raises GearbxError for flags that contradict each other or the files."""
+        """Return the settings of the command line. Raises GearbxError for flags that contradict each other or the
+        files."""
         return command_settings(self.kind, vars(self.parse_args()))
 
     def error(self, message: str) -> NoReturn:
@@ -92,7 +93,7 @@ class FlagParser(argparse.ArgumentParser):
         super()._check_value(action, value)
 
     def flags(self) -> Iterator[str]:
-        """The names of all flags, those of subcommands too."""
+        """Yield the names of all flags, those of subcommands too."""
         for action in self._actions:
             yield from action.option_strings
             for parser in action.choices.values() if isinstance(action, argparse._SubParsersAction) else ():
@@ -100,7 +101,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
-    """The name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
+    """Return the name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
     return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
 
 
@@ -141,7 +142,7 @@ def name_as_typed(command: str) -> str:
 
 
 def parser_of(kind: type, command: str, description: str, epilog: str | None = None) -> FlagParser:
-    """The parser of a command whose settings are a dataclass of groups of settings."""
+    """Return the parser of a command whose settings are a dataclass of groups of settings."""
     parser = FlagParser(command, kind, description=description, epilog=epilog, argument_default=argparse.SUPPRESS)
     rare: list[argparse.Action] = []
     for group in get_type_hints(kind).values():
@@ -192,7 +193,7 @@ def parsed_number(kind: type, text: str) -> Any:
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The settings of a command, from parsed flags or from a program's keywords.
+    """Return the settings of a command, from parsed flags or from a program's keywords.
 
     Args:
         kind: a dataclass whose fields are groups of settings; a value belongs to the group that has a field of its

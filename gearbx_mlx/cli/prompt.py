@@ -37,7 +37,7 @@ class PromptSettings(Settings):
         self.template_keywords()
 
     def templates(self, tokenizer: Any) -> bool:
-        """Whether prompts go through the tokenizer's chat template."""
+        """Return whether prompts go through the tokenizer's chat template."""
         return tokenizer.has_chat_template and not self.ignore_chat_template
 
     def template_keywords(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def prompt_of(row: Row, place: str) -> str:
 def encode_prompt(
     settings: PromptSettings, tokenizer: Any, prompt: str, prefill: str | None = None, before: str | None = None
 ) -> list[int]:
-    """Tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
+    """Return tokens of a prompt, through the chat template if the tokenizer has one, as in mlx_lm.generate.
 
     Args:
         prefill: how the answer begins.
@@ -170,7 +170,7 @@ def room_for(
     what: str = "the prompt",
     remedy: str = "shorten the prompt",
 ) -> int:
-    """How many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
+    """Return how many tokens to generate after a prompt: a rotating cache (max_kv_size) forgets, and so has no end.
 
     `prompt_tokens` counts those of a prompt cache as well. `what` and `remedy` are the words of the error.
 
@@ -191,7 +191,7 @@ def room_for(
 def encoded(
     texts: Iterable[str], settings: PromptSettings, tokenizer: Any, config: Mapping[str, Any]
 ) -> list[tuple[list[int], int]]:
-    """The tokens of each prompt, and how many tokens may follow it. Raises GearbxError as `room_for`."""
+    """Return the tokens of each prompt, and how many tokens may follow it. Raises GearbxError as `room_for`."""
     tokens = [encode_prompt(settings, tokenizer, text) for text in texts]
     return [(prompt, room_for(config, len(prompt), settings.max_tokens)) for prompt in tokens]
 
@@ -210,7 +210,7 @@ def check_untemplated(settings: PromptSettings, prefill: str | None = None) -> N
 
 
 def place_of_query(text: str) -> int:
-    """Where the message QUERY begins in a rendered conversation. Raises GearbxError where it is not shown."""
+    """Return where the message QUERY begins in a rendered conversation. Raises GearbxError where it is not shown."""
     found = text.rfind(QUERY)  # the last one: a user may have said it before
     if found < 0:
         raise GearbxError("the chat template does not show the message; use --ignore-chat-template")
@@ -218,7 +218,7 @@ def place_of_query(text: str) -> int:
 
 
 def templated(settings: PromptSettings, tokenizer: Any, message: str, prefill: str | None) -> str:
-    """The message in the chat template. Raises GearbxError if the template refuses it."""
+    """Return the message in the chat template. Raises GearbxError if the template refuses it."""
     messages = []
     if settings.system_prompt is not None:
         messages.append({"role": "system", "content": settings.system_prompt})

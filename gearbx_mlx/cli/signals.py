@@ -123,7 +123,7 @@ class Signals:
         raise KeyboardInterrupt
 
     def raise_again(self, unraisable: Any) -> None:
-        """A signal that came while Python ran a callback, where an exception is lost, is sent again after it."""
+        """Send a signal again that came while Python ran a callback, where an exception is lost."""
         number = signal.SIGINT if issubclass(unraisable.exc_type, Interrupted) else self.received
         if issubclass(unraisable.exc_type, KeyboardInterrupt) and number is not None:
             threading.Timer(SOON, os.kill, (os.getpid(), number)).start()
@@ -165,7 +165,7 @@ def set_handlers(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 def run_to_end(body: Callable[[], int | None]) -> int:
-    """The exit status of a command's body: 128 and the signal's number where a signal ended it."""
+    """Return the exit status of a command's body: 128 and the signal's number where a signal ended it."""
     with handled() as signals:
         try:
             status = body() or 0
@@ -203,7 +203,7 @@ class CtrlC:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """The first Ctrl-C inside asks the answer to stop; the next one does not wait, and raises Interrupted."""
+        """Let the first Ctrl-C inside ask the answer to stop; the next one does not wait, and raises Interrupted."""
         self.asked, self._answering = False, True
         try:
             yield

@@ -30,7 +30,7 @@ LEFT = "its flags ended it (--help, or one that does not exist); give all ranks 
 
 
 def command(name: str, extra: str = "") -> Callable[[], None]:
-    """The `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`.
+    """Return the `main` of a command: gearbx_mlx.NAME has `setup_arg_parser`; gearbx_mlx.NAME.run has `run`.
 
     Args:
         extra: of the package, which the command needs.
@@ -88,7 +88,7 @@ def start(name: str, parse: Callable[[], Any], body_of: Callable[[Any], Callable
 
 
 def call(command: str, function: str, settings: Any) -> Any:
-    """What a function of a command's body returns for settings that a program made."""
+    """Return what a function of a command's body returns for settings that a program made."""
     choose_device(settings)
     body = import_module(f"gearbx_mlx.{command}.run")
     with import_module("gearbx_mlx.kernels.device").wired_memory():
@@ -96,7 +96,7 @@ def call(command: str, function: str, settings: Any) -> Any:
 
 
 def together(name: str, body: Callable[[], int | None]) -> int | None:
-    """The exit status of a command's body, which is one of several ranks where the environment says so.
+    """Return the exit status of a command's body, which is one of several ranks where the environment says so.
 
     Raises:
         GearbxError: an environment that contradicts itself, a command that takes no ranks, ranks that do not come.

@@ -86,7 +86,8 @@ ROUNDING = "MLX's kernels (mlx, reconstruct) and ours give other last bits; ours
 
 
 def kernels_table(used: Mapping[str, tuple[str, Times]]) -> Table:
-    """A row for each product: the kernel that was chosen, its microseconds, and how many times as long others take.
+    """Return a row for each product: the kernel that was chosen, its microseconds, and how many times as long others
+    take.
 
     Args:
         used: product to the kernel and the seconds of all candidates (`Tuner.used`).
@@ -106,7 +107,7 @@ def ratio(times: Times, name: str, chosen: str) -> str:
 
 
 def in_both(used: Mapping[str, tuple[str, Times]]) -> bool:
-    """Whether candidates differ in the last bits."""
+    """Return whether candidates differ in the last bits."""
     return any({name in STOCK for name in times} == {True, False} for _, times in used.values())
 
 
@@ -118,7 +119,7 @@ Row = tuple[str, str | Text]
 
 
 def summary_table(summary: dict[str, Any], mode_rows: Sequence[Row] = (), full: bool = False) -> Table:
-    """The table under a text that one model wrote: twelve rows at most, and those of `further_rows`.
+    """Return the table under a text that one model wrote: twelve rows at most, and those of `further_rows`.
 
     Args:
         summary: the object that `--summary` writes.
@@ -164,7 +165,7 @@ def further_rows(summary: dict[str, Any]) -> list[Row]:
 
 
 def pair_table(summary: dict[str, Any], mode_rows: Sequence[Row]) -> Table:
-    """The table under a text that two models wrote in turns; arguments as for `summary_table`."""
+    """Return the table under a text that two models wrote in turns; arguments as for `summary_table`."""
     shares = Text()
     for i, name in enumerate(NAMES):
         parameters = summary["parameters"][name] / 1e6
@@ -218,7 +219,7 @@ def shifts_line(summary: dict[str, Any]) -> str:
 
 
 def controller_line(summary: dict[str, Any]) -> str:
-    """What a controller aimed at, and what it did for it."""
+    """Return what a controller aimed at, and what it did for it."""
     target = summary["target_tps"]
     aim = "the machine's state" if target is None else f"target {target:g} tokens/s"
     changes, bits = summary["cap_changes"], summary["capped_bits_per_weight"]
@@ -228,9 +229,8 @@ def controller_line(summary: dict[str, Any]) -> str:
 
 
 def weights_line(summary: dict[str, Any], reference: str) -> str:
-    """Bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty), and with
-    the original weights, where `reference` stores them in another way.
-    """
+    """Return bytes of weights that a token reads, compared with what it reads in `reference` (unless that is empty),
+    and with the original weights, where `reference` stores them in another way."""
     read = summary["weight_bytes_per_token"]
     if not read:  # as where the prompt was interrupted
         return f"{human_bytes(read)} per token"
@@ -242,7 +242,7 @@ def weights_line(summary: dict[str, Any], reference: str) -> str:
 
 
 def disk_line(read: dict[str, Any] | None) -> str:
-    """What was read from the disk, where the top gear is streamed."""
+    """Return what was read from the disk, where the top gear is streamed."""
     if read is None:
         return ""
     token, second = (human_bytes(read[f"disk_bytes_per_{unit}"]) for unit in ("token", "second"))
@@ -260,13 +260,14 @@ def layers_line(summary: dict[str, Any]) -> str:
 
 
 def dtype_line(computed: str, stored: str) -> str:
-    """The type to compute in, where the checkpoint has another one."""
+    """Return the type to compute in, where the checkpoint has another one."""
     why = "which is fast here; the values are kept" if computed == "float32" else "as asked for: values are rounded"
     return "" if computed == stored else f"{computed} ({stored} checkpoint), {why}"
 
 
 def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
-    """A table for each kind of kernels and the reason for them; one row for the layers of all blocks that are alike."""
+    """Return a table for each kind of kernels and the reason for them; one row for the layers of all blocks that are
+    alike."""
     from ..gears.cost import grouped  # imports mlx, which --help does not wait for
 
     tables: dict[str, Table] = {}
@@ -278,7 +279,7 @@ def layers_table(ladder: "Ladder", layers: "Sequence[LayerPath]") -> Group:
 
 
 def bits_table(ladder: "Ladder") -> Table:
-    """A table without rows: a column with the bits of each gear, the layers and their number."""
+    """Return a table without rows: a column with the bits of each gear, the layers and their number."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     for i, gear in enumerate(ladder):
         table.add_column(gear.name, justify="right", style=gear_color(i, len(ladder)))
@@ -288,7 +289,7 @@ def bits_table(ladder: "Ladder") -> Table:
 
 
 def server_table(summary: dict[str, Any]) -> Table:
-    """The table under an analysis of a server, from the object that is written as its summary."""
+    """Return the table under an analysis of a server, from the object that is written as its summary."""
     shares = writers(summary) + Text(f"   {UNDECIDED} {summary['undecided_share']:.0%}")
     listed, size, source = (summary[name] for name in ("top_logprobs", "vocab_size", "vocab_size_source"))
     low, high = summary["mean_entropy_low_bits"], summary["mean_entropy_high_bits"]

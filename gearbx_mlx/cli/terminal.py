@@ -126,7 +126,7 @@ def columns_of(count: ProgressColumn) -> tuple[ProgressColumn, ...]:
 
 
 def bar_of(columns: Sequence[ProgressColumn], console: Console, in_bytes: bool) -> Progress:
-    """A bar on a terminal, and lines elsewhere."""
+    """Return a bar on a terminal, and lines elsewhere."""
     if not (console.is_interactive and console.file.isatty()):
         return ProgressLines(console, in_bytes)
     # What a command prints on stdout must stay there: rich would send it to the bar's console.
@@ -135,7 +135,8 @@ def bar_of(columns: Sequence[ProgressColumn], console: Console, in_bytes: bool) 
 
 @contextmanager
 def counting(text: str, total: int | None, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """A progress bar of one task; gives what advances it by a number, or by one. total: None where it is not known."""
+    """Show a progress bar of one task; yield what advances it by a number, or by one. total: None where it is
+    not known."""
     with progress_bar(in_bytes) as progress:
         yield partial(progress.advance, progress.add_task(text, total=total))
 
@@ -207,7 +208,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
 
 
 def output_lost(lost: OutputLost) -> int:
-    """The exit status where stdout is gone; one line on stderr, unless its reader has gone."""
+    """Return the exit status where stdout is gone; one line on stderr, unless its reader has gone."""
     if lost.closed_pipe:
         return BROKEN_PIPE
     print_error(str(lost), 1)
@@ -215,7 +216,7 @@ def output_lost(lost: OutputLost) -> int:
 
 
 def status_of(command: Callable[[], int | None]) -> int:
-    """The exit status of a command; an error is one line on stderr."""
+    """Return the exit status of a command; an error is one line on stderr."""
     try:
         return command() or 0
     except GearbxError as error:
@@ -252,7 +253,7 @@ def show_compiling() -> None:
 
 @contextmanager
 def compiling(files: int, kept: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar for as many files; gives what is called after each. kept: for later commands, too."""
+    """Show a progress bar for as many files; yield what is called after each. kept: for later commands, too."""
     began = time.monotonic()
     note(f"{COMPILING}: this {'happens once, and ' * kept}may take a minute")
     with counting(COMPILING, files) as advance:
@@ -261,7 +262,7 @@ def compiling(files: int, kept: bool) -> Iterator[Callable[[], None]]:
 
 
 def spinner(text: str) -> AbstractContextManager:
-    """A spinner turns on a terminal, and nothing elsewhere."""
+    """Return a spinner turns on a terminal, and nothing elsewhere."""
     return messages.status(text) if messages.is_terminal and _waiting is None else nullcontext()
 
 
@@ -363,7 +364,7 @@ class WrappedText(TintedText):
         sys.stdout.flush()
 
     def _moved(self, letter: str, width: int) -> str | None:
-        """What begins a new line for a letter, with the beginning of its word; None where it has room."""
+        """Return what begins a new line for a letter, with the beginning of its word; None where it has room."""
         if letter == "\n" or self._column + self._cells(letter) <= width:
             return None
         back = sum(self._cells(part) for part, _ in self._word)

@@ -32,7 +32,7 @@ class OwnRandomState:
 
     @contextlib.contextmanager
     def drawn(self) -> Iterator[None]:
-        """What is drawn inside comes from this state; afterwards MLX's is as it was."""
+        """Draw inside from this state; afterwards MLX's is as it was."""
         state: Any = mx.random.state
         before = mx.array(state[0])
         state[0][:] = self.state
@@ -55,7 +55,7 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def next_key() -> mx.array:
-    """The key with which MLX draws next, if it draws without one; it then counts as drawn."""
+    """Return the key with which MLX draws next, if it draws without one; it then counts as drawn."""
     state: Any = mx.random.state
     following, key = mx.random.split(state[0])
     state[0][:] = following
@@ -76,7 +76,7 @@ def set_random_state(before: mx.array) -> None:
 
 
 def memory_of(array: mx.array) -> memoryview:
-    """The memory of bytes that are evaluated; what is written into it is in the array.
+    """Return the memory of bytes that are evaluated; what is written into it is in the array.
 
     Raises:
         GearbxError: a version of MLX of which this is not true.
@@ -88,7 +88,7 @@ def memory_of(array: mx.array) -> memoryview:
 
 @functools.cache
 def memory_is_shared() -> bool:
-    """Whether what is written into the memory of an array is in the array."""
+    """Return whether what is written into the memory of an array is in the array."""
     array = mx.zeros(1, mx.uint8)
     mx.eval(array)
     try:

@@ -33,23 +33,24 @@ ORIGIN = "mlx_lm_class"  # attribute of a class that stands for one of mlx-lm's:
 
 
 def code_of(kind: type) -> Code:
-    """What the `__call__` of a class does, as far as its own code says."""
+    """Return what the `__call__` of a class does, as far as its own code says."""
     code = getattr(kind.__call__, "__code__", None)
     return (code.co_code, code.co_consts, code.co_names, code.co_argcount, code.co_flags) if code else (kind,)
 
 
 def stock_class(kind: Any) -> type[nn.Module] | None:
-    """The class of mlx-lm that `kind` stands for; None for other classes."""
+    """Return the class of mlx-lm that `kind` stands for; None for other classes."""
     return vars(kind).get(ORIGIN)
 
 
 def standing_for(kind: Any, added: Mapping[str, Any], *first: type) -> type[nn.Module]:
-    """A subclass of mlx-lm's class `kind` that stands for it. first: classes in front of it."""
+    """Return a subclass of mlx-lm's class `kind` that stands for it. first: classes in front of it."""
     return type(f"Native{kind.__name__}", (*first, kind), {**added, ORIGIN: kind})
 
 
 def calling(kind: Any, replaced: Mapping[str, tuple[Any, Any]]) -> type[nn.Module] | None:
-    """A subclass of mlx-lm's class `kind` whose `__call__` calls other functions; None if it calls none of these.
+    """Return a subclass of mlx-lm's class `kind` whose `__call__` calls other functions; None if it calls none of
+    these.
 
     Args:
         replaced: name by which mlx-lm's models call a function, to mlx-lm's function and the one in its place.
@@ -68,7 +69,7 @@ def calling(kind: Any, replaced: Mapping[str, tuple[Any, Any]]) -> type[nn.Modul
 
 
 def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
-    """A copy of a function for which these global names mean something else."""
+    """Return a copy of a function for which these global names mean something else."""
     own = {**function.__globals__, **named}
     made = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
     made.__kwdefaults__ = function.__kwdefaults__
@@ -76,14 +77,15 @@ def with_globals(function: FunctionType, named: Mapping[str, Any]) -> Any:
 
 
 def bare(kind: type[nn.Module]) -> nn.Module:
-    """A module without arrays. MLX's constructors draw random numbers, and a shift must not change those of a text."""
+    """Return a module without arrays. MLX's constructors draw random numbers, and a shift must not change those of a
+    text."""
     module: nn.Module = kind.__new__(kind)  # type: ignore[call-overload]
     nn.Module.__init__(module)
     return module
 
 
 def as_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """The module as one of another class, over the same arrays."""
+    """Return the module as one of another class, over the same arrays."""
     made = bare(kind)
     dict.update(made, module)
     own = vars(module).items()  # among them the names that do not train, of which each module has a set
@@ -106,7 +108,7 @@ def of_classes(changes: Iterable[tuple[nn.Module, Any]]) -> Iterator[None]:
 
 
 def modules_of(model: nn.Module) -> Iterator[nn.Module]:
-    """What `model.modules()` lists, in a fraction of its time: that makes a name for each."""
+    """Yield what `model.modules()` lists, in a fraction of its time: that makes a name for each."""
     yield model
     waiting: list[Any] = list(model.children().values())  # of a wrapper those of its model
     while waiting:
@@ -128,19 +130,20 @@ def frequencies_of(rope: Any) -> mx.array:
 
 
 def generation_stream() -> Any:
-    """The stream on which mlx-lm generates, which it chooses when it is imported; None before."""
+    """Return the stream on which mlx-lm generates, which it chooses when it is imported; None before."""
     return getattr(sys.modules.get("mlx_lm.generate"), "generation_stream", None)
 
 
 def model_classes(config: dict) -> Any:
-    """The class of a model's type and that of its arguments. Raises whatever mlx-lm does for a type that it lacks."""
+    """Return the class of a model's type and that of its arguments. Raises whatever mlx-lm does for a type that it
+    lacks."""
     from mlx_lm.utils import _get_classes
 
     return _get_classes(config)
 
 
 def own_tokenizer(tokenizer: Any) -> Any:
-    """The tokenizer of transformers inside of mlx-lm's wrapper."""
+    """Return the tokenizer of transformers inside of mlx-lm's wrapper."""
     return getattr(tokenizer, "_tokenizer", tokenizer)
 
 
@@ -166,7 +169,7 @@ def readers(model: nn.Module) -> dict[str, str]:
 
 
 def weights_read_by(kind: type[nn.Module]) -> set[str]:
-    """Paths, below a module, of the modules whose weights the code of its class reads."""
+    """Return paths, below a module, of the modules whose weights the code of its class reads."""
     if kind.__module__.startswith(ADAPTERS):
         return set()
     functions = inspect.getmembers(kind, inspect.isfunction)
@@ -174,7 +177,7 @@ def weights_read_by(kind: type[nn.Module]) -> set[str]:
 
 
 def chains(function: FunctionType) -> Iterator[str]:
-    """The x.y of every self.x.y.weight in a function, and in functions within it."""
+    """Yield the x.y of every self.x.y.weight in a function, and in functions within it."""
     named = names_in(function.__code__)
     if "weight" not in named:  # few functions know the name, and to read a text takes long
         return
@@ -191,7 +194,7 @@ def chains(function: FunctionType) -> Iterator[str]:
 
 
 def names_in(code: CodeType) -> set[str]:
-    """The names that a function and those within it use."""
+    """Return the names that a function and those within it use."""
     within = (names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return {*code.co_names}.union(*within)
 

@@ -25,12 +25,13 @@ ABSORBED = {"embed_q", "unembed_out"}  # what such a branch multiplies by
 
 
 def has_latent_attention(module: nn.Module) -> bool:
-    """Whether a module is one of latent attention."""
+    """Return whether a module is one of latent attention."""
     return module.keys() >= ABSORBED
 
 
 def one_token_class(kind: Any) -> type[nn.Module] | None:
-    """A subclass of a class of latent attention whose `__call__` takes the branch for one token; nothing else changes.
+    """Return a subclass of a class of latent attention whose `__call__` takes the branch for one token; nothing else
+    changes.
 
     None where the source is not to be had or has no such branch, and with versions of mlx-lm that are not tested.
     """

@@ -146,7 +146,7 @@ class StagedGenerator(BatchGenerator):
             self._prompt_batch = prompts
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """How many prompts are read next.
+        """Return how many prompts are read next.
 
         Args:
             waiting: ids of the sequences that come next. reading: of those whose prompts are being read.
@@ -155,7 +155,7 @@ class StagedGenerator(BatchGenerator):
         return most
 
     def seen(self, step: Callable[[], tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
-        """What a step gives out: of prompts and of texts. step: mlx-lm's own."""
+        """Return what a step gives out: of prompts and of texts. step: mlx-lm's own."""
         return step()
 
     def _make_batch(self, n: int) -> PromptProcessingBatch:
@@ -167,7 +167,7 @@ class StagedGenerator(BatchGenerator):
 
 
 def entries(cache: Any) -> int:
-    """How many tokens have been through a cache, padding included."""
+    """Return how many tokens have been through a cache, padding included."""
     count: int = 0 if cache is None else cache._idx if type(cache) is BatchKVCache else cache.offset
     return count
 
@@ -181,12 +181,12 @@ def set_entries(cache: Any, count: int) -> None:
 
 
 def counted(part: Any) -> int:
-    """How many entries of its arrays a cache that keeps keys and values uses."""
+    """Return how many entries of its arrays a cache that keeps keys and values uses."""
     return getattr(part, "_idx", part.offset - getattr(part, "start_position", 0))
 
 
 def offset_of(part: Any) -> int:
-    """Tokens that a cache has been given; of a batch `offset` is an array, and the number has another name."""
+    """Return tokens that a cache has been given; of a batch `offset` is an array, and the number has another name."""
     return int(getattr(part, "_offset", getattr(part, "offset", 0)))
 
 

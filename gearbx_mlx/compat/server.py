@@ -10,7 +10,7 @@ class Computing(ResponseGenerator):
     """mlx-lm's thread, which computes what a subclass says, and makes tokens of prompts by mlx-lm's templates."""
 
     def compute(self) -> None:
-        """What the thread does, until `stopping`."""
+        """Do the work of the thread, until `stopping`."""
         raise NotImplementedError
 
     def _generate(self) -> None:
@@ -28,7 +28,7 @@ class Computing(ResponseGenerator):
         self._stop = True
 
     def tokenized(self, tokenizer: Any, request: CompletionRequest, arguments: Any) -> Any:
-        """Tokens of a request's prompt.
+        """Return tokens of a request's prompt.
 
         Returns:
             the tokens, the prompt's parts and their kinds, the state that the answer begins in, and images.
@@ -36,6 +36,6 @@ class Computing(ResponseGenerator):
         return self._tokenize(tokenizer, request, arguments)
 
     def text_machine(self, tokenizer: Any) -> Any:
-        """What tells thoughts and calls of tools from the text of an answer."""
+        """Return what tells thoughts and calls of tools from the text of an answer."""
         _, machine = self._make_state_machine(self.model_provider.model_key, tokenizer, [])
         return machine

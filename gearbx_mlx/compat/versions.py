@@ -14,12 +14,12 @@ _said: set[str] = set()
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """The versions that are in use, by the names of TESTED."""
+    """Return the versions that are in use, by the names of TESTED."""
     return {name: metadata.version(name) for name in TESTED}
 
 
 def untested() -> str:
-    """The first version in use that is not tested, in words, with the remedy; "" where all of them are."""
+    """Return the first version in use that is not tested, in words, with the remedy; "" where all of them are."""
     for name, version in installed().items():
         tested = TESTED[name]
         if version.split(".")[:2] != tested.split("."):
@@ -28,12 +28,12 @@ def untested() -> str:
 
 
 def is_tested() -> bool:
-    """Whether what rests on these versions may be used."""
+    """Return whether what rests on these versions may be used."""
     return not untested()
 
 
 def versions() -> dict[str, str]:
-    """The versions of the programs that compute."""
+    """Return the versions of the programs that compute."""
     return {name: metadata.version(name.replace("_", "-")) for name in ("gearbx_mlx", "mlx", "mlx_lm")}
 
 

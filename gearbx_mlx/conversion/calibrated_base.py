@@ -57,7 +57,7 @@ def calibrate_base(
     texts: Sequence[Sequence[int]],
     advance: Callable[[], object] = lambda: None,
 ) -> CalibratedBase:
-    """The lowest gear of a model, calibrated.
+    """Return the lowest gear of a model, calibrated.
 
     Args:
         model: not quantized, without gears. It stays as it is.
@@ -137,12 +137,12 @@ def batches(texts: Sequence[Sequence[int]], together: int = TOGETHER) -> list[Te
 
 
 def steps(model: nn.Module) -> int:
-    """How often `calibrate_base` advances."""
+    """Return how often `calibrate_base` advances."""
     return len(blocks_of(model)) + 1
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks of the stack, in order: the modules whose path ends with their number, and has no other."""
+    """Return the blocks of the stack, in order: the modules whose path ends with their number, and has no other."""
     found = {}
     for path in layers_of(model):
         parts = path.split(".")
@@ -162,7 +162,7 @@ def floats(array: mx.array) -> np.ndarray:
 
 
 def multiplied_by(weight: mx.array) -> np.ndarray | mx.array:
-    """A weight as `Watched` has it: experts become float32 one by one, when they are used."""
+    """Return a weight as `Watched` has it: experts become float32 one by one, when they are used."""
     return floats(weight) if weight.ndim == 2 else weight
 
 
@@ -174,7 +174,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, x: mx.array, indices: mx.array | None) -> "Inputs":
-        """Of a linear layer, x (..., I); or of experts, x (..., 1, I), and one or several experts for each row."""
+        """Return the inputs of a linear layer, x (..., I); or of experts, x (..., 1, I), and one or several
+        experts for each row."""
         width = x.shape[-1]
         if indices is None:
             return cls(floats(x).reshape(-1, width))
@@ -182,7 +183,7 @@ class Inputs(NamedTuple):
         return cls(rows.reshape(-1, width), np.array(indices).flatten())
 
     def times(self, weight: np.ndarray | mx.array) -> np.ndarray:
-        """The products (n, O), float32. weight: as of `Watched`."""
+        """Return the products (n, O), float32. weight: as of `Watched`."""
         if self.experts is None:
             return self.rows @ np.asarray(weight).T
         products = np.empty((len(self.rows), weight.shape[-2]), np.float32)
@@ -222,7 +223,7 @@ class SharedInputs:
     draft: list[Inputs] = field(default_factory=list)
 
     def hessian(self, expert: int | None, counts: Sequence[np.ndarray]) -> Hessian:
-        """Of what a layer, or one of its experts, sees in the draft.
+        """Return the sums over what a layer, or one of its experts, sees in the draft.
 
         The draft may send a token to other experts than the original does: what an expert sees has no counterpart.
 
@@ -265,7 +266,7 @@ class BlockCodes:
         self._last: tuple[Any, Any] = (None, None)
 
     def original(self, watched: Watched, x: mx.array, indices: mx.array | None = None, *, batch: int) -> mx.array:
-        """The original's product. Inputs are kept, and layers that share theirs are found.
+        """Return the original's product. Inputs are kept, and layers that share theirs are found.
 
         Args:
             indices: of experts. batch: its number.
@@ -292,7 +293,7 @@ class BlockCodes:
         batch: int,
         wanted: SharedInputs | None = None,
     ) -> mx.array:
-        """The draft's product. The pass ends at layers whose inputs are `wanted`: they are kept."""
+        """Return the draft's product. The pass ends at layers whose inputs are `wanted`: they are kept."""
         if wanted is not None and watched in wanted.layers:
             wanted.draft.append(self._inputs(x, indices))
             raise WasRead
@@ -346,13 +347,13 @@ class BlockCodes:
 
 
 def stacked(planes: Sequence[Planes]) -> Planes:
-    """The planes (O, I) of experts as one, (E, O, I)."""
+    """Return the planes (O, I) of experts as one, (E, O, I)."""
     words, scales, biases = (mx.stack([*arrays]) for arrays in zip(*(each.arrays for each in planes)))
     return planes[0]._replace(weights=[words], scales=scales, biases=[biases])
 
 
 def shaped(y: np.ndarray, watched: Watched, x: mx.array, indices: mx.array | None) -> mx.array:
-    """A layer's product with x from its numbers (n, O), with its bias."""
+    """Return a layer's product with x from its numbers (n, O), with its bias."""
     module = watched.layer.module
     if indices is not None:
         return with_expert_bias(module, mx.array(y).reshape(*indices.shape, 1, -1), indices)
@@ -361,12 +362,12 @@ def shaped(y: np.ndarray, watched: Watched, x: mx.array, indices: mx.array | Non
 
 
 def ladder_of(layer: Layer, format: Format, ladder: Sequence[int]) -> tuple[int, ...]:
-    """The bits at which a format stores a layer."""
+    """Return the bits at which a format stores a layer."""
     return stored_bits(format, stored_widths(layer, format, ladder))
 
 
 def unfit(layer: Layer, format: Format, stored: Sequence[int], group_size: int) -> str | None:
-    """Why a layer, which is stored at these bits, cannot be calibrated."""
+    """Say why a layer, which is stored at these bits, cannot be calibrated."""
     module = layer.module
     known = type(module) in (nn.Linear, NativeDense) or isinstance(module, nn.Embedding) or has_experts(layer)
     if layer.is_table or not known:
@@ -438,7 +439,7 @@ class Walk:
     def _changed(
         self, number: int, state: Sequence[Any], codes: BlockCodes, product: Callable[..., mx.array], made: list[Any]
     ) -> Iterator[None]:
-        """The model while block `number` reads a batch: `made` gets its output."""
+        """Watch the model while block `number` reads a batch: `made` gets its output."""
         changes: list[tuple[nn.Module, Any]] = []
 
         def past(block: nn.Module, h: Any, *others: Any, **named: Any) -> Any:
@@ -470,7 +471,7 @@ class Walk:
 
 
 def watching(watched: Watched, product: Callable[..., mx.array]) -> type[nn.Module]:
-    """A subclass of a linear layer that multiplies by `product`."""
+    """Return a subclass of a linear layer that multiplies by `product`."""
     kind: Any = type(watched.layer.module)
     name = "as_linear" if issubclass(kind, nn.Embedding) else "__call__"
 

@@ -55,12 +55,12 @@ CUTS = [(axis, count, False) for axis in (-2, -1) for count in COUNTS] + [(axis,
 
 
 def bits_of(array: mx.array) -> np.ndarray:
-    """The bits of an evaluated array, of its shape."""
+    """Return the bits of an evaluated array, of its shape."""
     return np.array(array.reshape(-1).view(UNSIGNED[array.dtype.size]), copy=False).reshape(array.shape)
 
 
 def hash_bits(array: np.ndarray) -> str:
-    """The SHA-256 of an array's bytes, row after row."""
+    """Return the SHA-256 of an array's bytes, row after row."""
     return hash_bytes(np.ascontiguousarray(array))
 
 
@@ -89,12 +89,12 @@ def views_of(name: str, array: np.ndarray, wanted: Container[str]) -> dict[str, 
 
 
 def matrices(array: np.ndarray) -> np.ndarray:
-    """All matrices along the last two axes, (n, rows, columns)."""
+    """Return all matrices along the last two axes, (n, rows, columns)."""
     return array.reshape(-1, *array.shape[-2:])
 
 
 def find(tensor: np.ndarray, hash: str, views: Mapping[str, View]) -> Tensor:
-    """An original tensor by its pieces; without pieces where `views` (by hash) do not have it.
+    """Return an original tensor by its pieces; without pieces where `views` (by hash) do not have it.
 
     Args:
         hash: of the tensor.
@@ -120,7 +120,7 @@ def cut(array: np.ndarray, axis: int, count: int, interleaved: bool) -> Iterator
 
 
 def seen(array: np.ndarray, view: View) -> np.ndarray:
-    """What a view shows of a parameter. Raises GearbxError where the parameter has no such part."""
+    """Return what a view shows of a parameter. Raises GearbxError where the parameter has no such part."""
     if view.matrix is None and not view.transposed:
         return array
     if array.ndim < 2 or (view.matrix is not None and view.matrix >= len(matrices(array))):
@@ -130,7 +130,8 @@ def seen(array: np.ndarray, view: View) -> np.ndarray:
 
 
 def assembled(tensor: Tensor, parts: list[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
-    """An original tensor from what its views show, as far as it fits together; its hash says whether it is right.
+    """Return an original tensor from what its views show, as far as it fits together; its hash says whether it is
+    right.
 
     Raises:
         GearbxError: parts that are not equal pieces of this shape.
@@ -239,7 +240,7 @@ def pack_layer(
     pack_rows: bool,
     base: Planes | None = None,
 ) -> Packed:
-    """The arrays of a layer at all bits of a ladder.
+    """Return the arrays of a layer at all bits of a ladder.
 
     Args:
         widths: of the ladder.
@@ -274,7 +275,7 @@ def pack_layer(
 
 
 def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, group_size: int, stock: bool) -> Packed:
-    """The arrays of all gears that were made of a layer. stock: whether the base has the lowest one."""
+    """Return the arrays of all gears that were made of a layer. stock: whether the base has the lowest one."""
     stored, shape, dtype = tuple(sorted(made)), layer.module.weight.shape, layer.module.weight.dtype
     packed = Packed(stock_bits=stored[0] if stock else None)
     for bits in stored:
@@ -290,7 +291,8 @@ def packed_gears(layer: Layer, made: Mapping[int, nn.Module], format: Format, gr
 
 
 def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Packed:
-    """The arrays of a layer that is quantized already, at all bits of a ladder; the highest are those that it has.
+    """Return the arrays of a layer that is quantized already, at all bits of a ladder; the highest are those that it
+    has.
 
     Args:
         layer: the dense one that it stands for.
@@ -308,7 +310,7 @@ def pack_codes(layer: Layer, quantized: nn.Module, widths: Sequence[int]) -> Pac
 
 
 def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: int) -> Packed:
-    """The arrays of an embedding that is not a layer: packed ones for the lowest gear, and its rows as they are.
+    """Return the arrays of an embedding that is not a layer: packed ones for the lowest gear, and its rows as they are.
 
     Raises:
         GearbxError: weights that are not finite.
@@ -322,7 +324,8 @@ def pack_table(table: Layer, widths: Iterable[int], format: Format, group_size: 
 
 
 def possible_names(layer: Layer, widths: Iterable[int], format: Format, group_size: int) -> list[str]:
-    """The names of all arrays that a layer or a table may get; one file has no longer ones and no more of them."""
+    """Return the names of all arrays that a layer or a table may get; one file has no longer ones and no more
+    of them."""
     own = get_format(AFFINE) if layer.is_table and not format.ladders else format
     stored = stored_bits(own, stored_widths(layer, own, widths))
     shape, dtype = layer.module.weight.shape, layer.module.weight.dtype
@@ -449,7 +452,8 @@ class Converter:
         return manifest
 
     def quantization(self) -> dict[str, Any] | None:
-        """The quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is dense."""
+        """Return the quantization of the base by layer, as mlx-lm reads it in config.json; None if the base is
+        dense."""
         known = {} if self.codes is None else stock_quantization(self.model)
         for name, layer in self.changing.items():
             found = self.done[name].packed.stock_bits
@@ -483,11 +487,11 @@ class Converter:
 
     @property
     def packs_rows(self) -> bool:
-        """Whether embeddings are quantized where mlx-lm would quantize them."""
+        """True if embeddings are quantized where mlx-lm would quantize them."""
         return self.plan.embeddings == EMBEDDINGS[0]
 
     def _is_of_codes(self, name: str) -> bool:
-        """Whether a parameter is the scales or the biases of codes that are split, which others replace."""
+        """Return whether a parameter is the scales or the biases of codes that are split, which others replace."""
         path, _, own = name.rpartition(".")
         return self.codes is not None and own in ("scales", "biases") and f"{path}.weight" in self.changing
 

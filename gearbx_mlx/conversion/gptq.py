@@ -105,7 +105,7 @@ class Grid(NamedTuple):
         return np.clip(np.rint((weight - bias) / scale), 0, 2**self.bits - 1)
 
     def values(self, codes: np.ndarray) -> np.ndarray:
-        """What codes (G, g, O) stand for."""
+        """Return what codes (G, g, O) stand for."""
         return codes * self.scales[:, None] + self.biases[:, None]
 
     def where(self, better: np.ndarray, other: "Grid") -> "Grid":
@@ -115,7 +115,7 @@ class Grid(NamedTuple):
 
 
 def calibrated(weight: np.ndarray, nearest: Planes, hessian: Factored, window: Window | None) -> Planes:
-    """A matrix in codes for these inputs.
+    """Return a matrix in codes for these inputs.
 
     Args:
         weight: (O, I) float32.
@@ -159,7 +159,7 @@ def columns(array: mx.array) -> np.ndarray:
 
 
 def searched(weight: np.ndarray, grid: Grid, hessian: Factored, window: Window | None) -> Grid:
-    """The grid itself, or one over a part of the range in the groups where that costs less.
+    """Return the grid itself, or one over a part of the range in the groups where that costs less.
 
     Args:
         weight: (G, g, O).
@@ -214,7 +214,8 @@ def codes_of(
 def within(
     window: Window, weight: np.ndarray, code: np.ndarray, nearest: np.ndarray, scale: np.ndarray, bias: np.ndarray
 ) -> np.ndarray:
-    """The code, or the nearest one where that can be used and this cannot, or costs more bytes than that; (O,)."""
+    """Return the code, or the nearest one where that can be used and this cannot, or costs more bytes than
+    that; (O,)."""
     usable, dear = window(weight, code * scale + bias, scale)
     if usable.all() and not dear.any():
         return code
@@ -225,7 +226,7 @@ def within(
 def refitted(
     weight: np.ndarray, wanted: np.ndarray, codes: np.ndarray, grid: Grid, hessian: Factored, window: Window | None
 ) -> Grid:
-    """The scales and biases with which these codes cost the least, in the groups whose weights still come back.
+    """Return the scales and biases with which these codes cost the least, in the groups whose weights still come back.
 
     A row's error changes by a step of each of its scales times the group's codes, and of its biases: the normal
     equations of 2 G unknowns. Codes count from the middle, since scales and biases would hang together otherwise.

@@ -94,7 +94,7 @@ class Provenance:
 
 
 def provenance(name: str, model: str | None, directory: Path) -> Provenance:
-    """The provenance of a checkpoint.
+    """Return the provenance of a checkpoint.
 
     Args:
         name: how a user names the checkpoint.
@@ -125,7 +125,7 @@ def read_metadata(card: str | Path) -> dict[str, Any]:
 
 
 def gear_sizes(manifest: Manifest, sizes: Mapping[str, int]) -> list[GearSize]:
-    """The size of every gear of a geared checkpoint.
+    """Return the size of every gear of a geared checkpoint.
 
     Args:
         sizes: bytes of every array in its files, by name.
@@ -148,7 +148,7 @@ def geared_card(
     origin: Provenance,
     original: int | None = None,
 ) -> str:
-    """The model card of a checkpoint with gears.
+    """Return the model card of a checkpoint with gears.
 
     Args:
         files: name to bytes of the files with weights; the base first.
@@ -190,7 +190,7 @@ def geared_card(
 
 
 def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
-    """What a checkpoint is that contains its original. size, original: in bytes."""
+    """Return what a checkpoint is that contains its original. size, original: in bytes."""
     bits = gears[0].bits
     return (
         f"It is three models in one: a {bits}-bit model that mlx-lm runs; the lossless pair, in which that model "
@@ -200,12 +200,12 @@ def three_in_one(gears: Sequence[GearSize], size: int, original: int) -> str:
 
 
 def share(size: int, original: int) -> str:
-    """How a size compares with that of the original's weights, both in bytes."""
+    """Return how a size compares with that of the original's weights, both in bytes."""
     return f"{size / original:.2f} of the original's {megabytes(original)}"
 
 
 def lossless_text(name: str) -> list[str]:
-    """How to write the original's text with fewer bytes read, and how to have its files again."""
+    """Return how to write the original's text with fewer bytes read, and how to have its files again."""
     return [
         "The original's own text, from drafts of the lowest gear:",
         shell(f"gearbx_mlx.generate --model {name} --mode lossless --prompt 'Once upon a time'"),
@@ -217,7 +217,7 @@ def lossless_text(name: str) -> list[str]:
 
 
 def rows_text(manifest: Manifest) -> list[str]:
-    """What input tokens look up, where that changes with the gear."""
+    """Return what input tokens look up, where that changes with the gear."""
     rows = {layer.rows for layer in manifest.changing.values()} - {DENSE}
     if not rows:
         return []
@@ -226,7 +226,7 @@ def rows_text(manifest: Manifest) -> list[str]:
 
 
 def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
-    """What stock mlx-lm makes of the checkpoint."""
+    """Return what stock mlx-lm makes of the checkpoint."""
     if not manifest.stock:
         return f"mlx-lm does not run this checkpoint: it does not know the format `{manifest.format}`."
     if manifest.format in OF_MLX:
@@ -235,7 +235,7 @@ def mlx_lm_text(manifest: Manifest, gears: Sequence[GearSize]) -> str:
 
 
 def table_card(bits: Mapping[str, int], size: int, weights: int, files: Mapping[str, int], origin: Provenance) -> str:
-    """The model card of one table of a precision manifest, written for mlx-lm.
+    """Return the model card of one table of a precision manifest, written for mlx-lm.
 
     Args:
         bits: path to the bits of a layer.
@@ -267,7 +267,7 @@ def run_with_gearbx(name: str, note: str) -> list[str]:
 
 
 def card_text(paragraphs: Iterable[str], origin: Provenance) -> str:
-    """A model card with its metadata for the Hub."""
+    """Return a model card with its metadata for the Hub."""
     tags = dict.fromkeys([*origin.metadata.get("tags", []), *TAGS])
     kept = {key: value for key, value in origin.metadata.items() if key != "tags"}
     relation = {"base_model": origin.base_model, "base_model_relation": "quantized"} if origin.base_model else {}

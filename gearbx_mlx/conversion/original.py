@@ -54,7 +54,8 @@ OWN = {"config.json", BASE_FILE, GEARS_FILE, ORIGINAL_FILE, MANIFEST, REPORT, PR
 
 
 def is_copied(name: str) -> bool:
-    """Whether a file of the original is copied: the tokenizer and code, and not what a conversion writes itself."""
+    """Return whether a file of the original is copied: the tokenizer and code, and not what a conversion
+    writes itself."""
     weights = name.endswith((".safetensors", ".safetensors.index.json"))
     return name not in OWN and not weights and any(fnmatch(name, pattern) for pattern in DEFAULT_ALLOW_PATTERNS)
 
@@ -108,7 +109,7 @@ class Header:
 
 
 def places_in(headers: Mapping[str, Header], directory: Path) -> dict[Key, ArrayPlace]:
-    """Where each tensor is in the files of a directory. headers: by the name of a file."""
+    """Return where each tensor is in the files of a directory. headers: by the name of a file."""
     files = {name: FileHeader(directory / name, header.entries, header.start) for name, header in headers.items()}
     return {(name, tensor): place for name, file in files.items() for tensor, place in file.places.items()}
 
@@ -195,7 +196,7 @@ class OriginalFiles:
 
 
 def weights_in(directory: Path) -> list[Path]:
-    """The files of weights that mlx-lm reads."""
+    """Return the files of weights that mlx-lm reads."""
     return sorted(directory.glob("model*.safetensors"))
 
 
@@ -274,16 +275,16 @@ class Restorer:
         return alone + list(found.items())
 
     def tensor(self, key: Key) -> Tensor:
-        """What gears.json says of a tensor."""
+        """Return what gears.json says of a tensor."""
         return self.original.shards[key[0]].tensors[key[1]]
 
     def size_of(self, key: Key) -> int:
-        """The bytes of a tensor."""
+        """Return the bytes of a tensor."""
         begin, end = self.headers[key[0]].entries[key[1]].data_offsets
         return end - begin
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """Every file without weights: name and content."""
+        """Yield every file without weights: name and content."""
         for name, hash in self.original.files.items():
             if name in self.original.kept:
                 yield name, self._bytes(file_key(name), hash)
@@ -293,7 +294,7 @@ class Restorer:
                 yield name, data
 
     def tensors(self, parameters: tuple[str, ...], keys: list[Key]) -> Iterator[tuple[Key, bytes | memoryview]]:
-        """The bytes of every tensor of a group."""
+        """Yield the bytes of every tensor of a group."""
         arrays = {name: self._parameter(name) for name in parameters}
         for key in keys:
             tensor, size = self.tensor(key), self.size_of(key)
@@ -313,7 +314,7 @@ class Restorer:
             yield key, whole
 
     def _parameter(self, name: str) -> np.ndarray:
-        """The bits of a parameter of the model, (..., O, I) or of its own shape."""
+        """Return the bits of a parameter of the model, (..., O, I) or of its own shape."""
         path = name.removesuffix(".weight")
         if path != name and path in self.saved.manifest.changing:
             return self._weight(path)
@@ -325,7 +326,7 @@ class Restorer:
         return np.frombuffer(data, f"u{SIZES[entry.dtype]}").reshape(entry.shape)
 
     def _weight(self, path: str) -> np.ndarray:
-        """The bits of the weight of a layer or a table in the gear of 16 bits."""
+        """Return the bits of the weight of a layer or a table in the gear of 16 bits."""
         layer = self.saved.manifest.changing[path]
         dtype = self.saved.storage(path)
         blank = bare(KINDS[layer.kind][0])
@@ -352,7 +353,7 @@ class Restorer:
         return Header(data, entries)
 
     def _bytes(self, key: str, hash: str) -> bytes:
-        """What `original.safetensors` has under a key."""
+        """Return what `original.safetensors` has under a key."""
         file = self.directory / ORIGINAL_FILE
         if key not in self._kept:
             raise GearbxError(f"{file}: has no {shown(key)}, which {MANIFEST} names; {RESTORE}")
@@ -368,7 +369,7 @@ def check_hash(file: Path, name: str, data: bytes | memoryview, hash: str) -> No
 
 
 def original_of(saved: SavedGears) -> OriginalModel:
-    """What gears.json says of the original. Raises GearbxError for a checkpoint that does not have it."""
+    """Return what gears.json says of the original. Raises GearbxError for a checkpoint that does not have it."""
     manifest = saved.manifest
     if manifest.original is not None and DENSE in manifest.gears:
         return manifest.original
@@ -380,7 +381,8 @@ def original_of(saved: SavedGears) -> OriginalModel:
 
 
 def weight_bits(linear: nn.Module) -> np.ndarray:
-    """The bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if there is one."""
+    """Return the bits of the weight (..., O, I) of a linear layer; a native kernel decodes exact ones, if
+    there is one."""
     matrix = getattr(linear, "matrix", None)
     weight = decoded(matrix) if isinstance(matrix, ExactMatrix) else dense_weight(linear)
     mx.eval(weight)

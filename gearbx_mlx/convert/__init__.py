@@ -48,7 +48,7 @@ class FloorSettings(Settings):
         return self.auto_bits is not None
 
     def floors(self, format: str | None) -> Floors | None:
-        """The floors for a format; None where none are asked for.
+        """Return the floors for a format; None where none are asked for.
 
         Raises:
             GearbxError: a floor outside (0, 1), or a format that has no codebooks.
@@ -99,7 +99,7 @@ class BudgetSettings(Settings):
         return self.memory_budget is not None or self.target_bpw is not None
 
     def reserved(self) -> int | None:
-        """Bytes of the memory budget that are for generation; None: as measured.
+        """Return bytes of the memory budget that are for generation; None: as measured.
 
         Raises:
             GearbxError: no such size or share, or no budget that it is a part of.
@@ -184,7 +184,7 @@ class ConversionSettings(Settings):
 
     @property
     def asks_text(self) -> bool:
-        """Whether codes are to be chosen by a text, also where that is not the default."""
+        """True if codes are to be chosen by a text, also where that is not the default."""
         return self.calibrate not in (None, NEAREST)
 
 
@@ -244,13 +244,13 @@ class ConvertSettings:
 
     @property
     def writes_table(self) -> bool:
-        """Whether a table of a manifest is written, and no gears."""
+        """True if a table of a manifest is written, and no gears."""
         gears = self.layout.gears
         return self.conversion.manifest is not None and (gears is None or len(gears) == 1)
 
     @property
     def calibrates(self) -> bool:
-        """Whether a text chooses the lowest gear's codes: as asked, and by default where they are free."""
+        """True if a text chooses the lowest gear's codes: as asked, and by default where they are free."""
         conversion = self.conversion
         others = self.floors.wanted or self.budget.wanted or conversion.manifest is not None
         by_default = conversion.calibrate is None and not others and self.layout.chosen_format in OF_MLX
@@ -290,7 +290,7 @@ MLX_LMS = {"quantize", "q_bits", "q_mode", "quant_predicate", "dequantize"}  # k
 
 
 def convert(hf_path: str | Path | None = None, mlx_path: str | Path = "mlx_model", **keywords: Any) -> Path:
-    """The directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
+    """Return the directory of a new checkpoint that holds several gears of a model, as the command `convert` writes it.
 
     An interrupted conversion is continued when the function is called again with the same arguments. Progress and
     notes go to stderr.

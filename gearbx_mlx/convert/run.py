@@ -118,7 +118,7 @@ def write_gears(settings: ConvertSettings, source: Path, work: Path, origin: Pro
 
 
 def codes_to_keep(model: nn.Module, settings: ConvertSettings) -> OwnCodes | None:
-    """The codes of a model that is quantized already, which its top gear keeps; None for another model.
+    """Return the codes of a model that is quantized already, which its top gear keeps; None for another model.
 
     Raises:
         GearbxError: a flag for what is made of original weights; codes of which there is no lower gear.
@@ -162,7 +162,7 @@ def calibrated(file: str, original: Loads, model: nn.Module, tokenizer: Any, pla
 
 
 def open_original(source: Path) -> OriginalFiles:
-    """The files that are to come back, hashed. Raises GearbxError where one cannot be read."""
+    """Return the files that are to come back, hashed. Raises GearbxError where one cannot be read."""
     with counting("hashing", sum(file.stat().st_size for file in weights_in(source)), in_bytes=True) as advance:
         files = OriginalFiles(source, progress=advance)
     _, lost = files.others
@@ -172,7 +172,7 @@ def open_original(source: Path) -> OriginalFiles:
 
 
 def precision_of(settings: ConvertSettings, file: str, model: nn.Module) -> PrecisionManifest:
-    """The precision manifest that is to lie beside the gears.
+    """Return the precision manifest that is to lie beside the gears.
 
     Raises:
         GearbxError: it cannot be read, is another model's, or was measured with another format or group size.
@@ -218,7 +218,7 @@ def bits_for(quality: Floors | BudgetSettings, original: Loads, plan: Plan, work
 
 
 def reserve_for(budget: BudgetSettings, model: nn.Module) -> int:
-    """Bytes of a budget in memory that are for generation; prints what they are for."""
+    """Return bytes of a budget in memory that are for generation; prints what they are for."""
     if budget.memory_budget is None:
         return 0
     given = budget.reserved()
@@ -270,7 +270,7 @@ def write_geared_card(
 
 
 def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
-    """The gears of a checkpoint with what is kept of its original.
+    """Return the gears of a checkpoint with what is kept of its original.
 
     Raises:
         GearbxError: no such directory or repository, or one without gears.
@@ -283,7 +283,7 @@ def find_gears(path_or_hf_repo: str, revision: str | None) -> SavedGears:
 
 
 def verify(path_or_hf_repo: str, revision: str | None) -> str:
-    """A line that says what was compared.
+    """Return a line that says what was compared.
 
     Raises:
         GearbxError: a directory without gears, gears without hashes, or arrays that are damaged: the message names the
@@ -348,7 +348,7 @@ def uploaded_checkpoint(settings: ConvertSettings) -> Path:
 
 
 def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None]:
-    """What fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
+    """Return what fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
     if gears_of(source) is not None:
@@ -361,7 +361,8 @@ def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None
 
 
 def filling_original(path_or_hf_repo: str, revision: str | None) -> Callable[[Path], None]:
-    """What fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have it."""
+    """Return what fills a directory with the original of a checkpoint. Raises GearbxError for one that does not have
+    it."""
     saved = find_gears(path_or_hf_repo, revision)
     original_of(saved)
 
@@ -443,7 +444,7 @@ def write_manifest_table(
 
 
 def choose_table(file: Path, layout: LayerSettings) -> tuple[PrecisionManifest, int]:
-    """The manifest, and the gear whose table is written.
+    """Return the manifest, and the gear whose table is written.
 
     Raises:
         GearbxError: a manifest that cannot be read or lacks the table, or flags that contradict it.

@@ -87,7 +87,7 @@ class SharedMode(Mode):
     """A mode whose texts share passes."""
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """What a text has of its own, by the tokens of its prompt."""
+        """Return what a text has of its own, by the tokens of its prompt."""
         raise NotImplementedError
 
     def batch_generator(
@@ -97,8 +97,8 @@ class SharedMode(Mode):
 
 
 def guarded(processor: Processor, owner: Chooser) -> Processor:
-    """A processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner` knows
-    why."""
+    """Return a processor that raises nothing: where it would, the logits become NaN, which end a sequence, and `owner`
+    knows why."""
 
     def processed(tokens: mx.array, logits: mx.array) -> mx.array:
         try:
@@ -227,7 +227,7 @@ class BatchGenerator(StagedGenerator):
         return caches
 
     def readable(self, waiting: Sequence[int], reading: Sequence[int], most: int) -> int:
-        """As many as have the same gears; one by one where padding leaves traces."""
+        """Return how many read together: those of the same gears, or one where padding leaves traces."""
         texts = [self.sequences[uid] for uid in (*reading[:1], *waiting)]
         gears = [(text.prompt_gear, text.first) for text in texts]
         alike = next((place for place, gear in enumerate(gears[-len(waiting) :]) if gear != gears[0]), most)
@@ -241,7 +241,7 @@ class BatchGenerator(StagedGenerator):
 
     @contextmanager
     def _pass(self, gear: Callable[[Sequence[BatchText]], Gear], uids: Sequence[int]) -> Iterator[None]:
-        """A pass over rows of these sequences, in the gear that is chosen for them."""
+        """Begin a pass over rows of these sequences, in the gear that is chosen for them."""
         texts = [self.sequences[uid] for uid in uids]
         if texts:
             self.gearbox.shift(gear(texts))
@@ -252,7 +252,7 @@ class BatchGenerator(StagedGenerator):
             self._rows.texts = before
 
     def _writing(self, uids: Sequence[int]) -> AbstractContextManager[None]:
-        """A pass of all texts, in the gear of the policy."""
+        """Return a pass of all texts, in the gear of the policy."""
         return self._pass(lambda texts: self._policy_gear([each.wish.index for each in texts]), uids)
 
     def _policy_gear(self, wishes: Sequence[int]) -> Gear:
@@ -328,7 +328,7 @@ def check_sequences(
 
 
 def is_whole(value: Any, least: int) -> bool:
-    """Whether a value is a whole number, this one or a larger one."""
+    """Return whether a value is a whole number, this one or a larger one."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
@@ -364,5 +364,5 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def unmergeable(cache: Cache) -> str | None:
-    """The class of the first part of a KV cache that several texts cannot share, if there is one."""
+    """Return the class of the first part of a KV cache that several texts cannot share, if there is one."""
     return next((type(part).__name__ for part in cache if not hasattr(part, "merge")), None)

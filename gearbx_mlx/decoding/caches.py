@@ -33,13 +33,13 @@ Cache = Sequence[Any]
 
 
 def parts(cache: Cache) -> Iterator[Any]:
-    """The caches of single layers, also of those that keep several."""
+    """Yield the caches of single layers, also of those that keep several."""
     for entry in cache:
         yield from parts(entry.caches) if hasattr(entry, "caches") else (entry,)
 
 
 def room(part: Any) -> float:
-    """How many entries may be added now to the cache of a layer and still be trimmed by mlx-lm.
+    """Return how many entries may be added now to the cache of a layer and still be trimmed by mlx-lm.
 
     Infinite for a cache that grows; what a rotating cache has left before it overwrites itself; 0 for one that keeps
     no entries (a state space) or has begun to overwrite.
@@ -53,19 +53,21 @@ def room(part: Any) -> float:
 
 
 def length(cache: Cache) -> int:
-    """Tokens that the cache has been given; 0 if it keeps states alone, which do not count them."""
+    """Return tokens that the cache has been given; 0 if it keeps states alone, which do not count them."""
     return max((offset_of(part) for part in parts(cache)), default=0)
 
 
 def given(part: Any) -> int | None:
-    """Tokens that the cache of one layer has been given; None if it keeps a state alone, which does not count them."""
+    """Return tokens that the cache of one layer has been given; None if it keeps a state alone, which does not count
+    them."""
     if hasattr(part, "given"):  # of a pair's model, which has still to read some of them
         return part.given
     return offset_of(part) if hasattr(part, "offset") else None
 
 
 def cut(cache: Cache, tokens: int) -> bool:
-    """Whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of them are."""
+    """Return whether every layer's cache that counts its tokens could be trimmed to so many. If not, some of
+    them are."""
     for part in parts(cache):
         count = given(part)
         last = 0 if count is None else count - tokens  # which it may have been given too few of
@@ -79,7 +81,7 @@ ENTRIES = ("keys", "values", "planes", "beside", "gears")  # and planes, how man
 
 
 def kept(value: Any) -> Any:
-    """The same value, in containers and arrays of its own: `a[...] = b` changes the object `a`."""
+    """Return the same value, in containers and arrays of its own: `a[...] = b` changes the object `a`."""
     if isinstance(value, mx.array):
         return copy.copy(value)
     if isinstance(value, list | tuple):
@@ -104,7 +106,7 @@ class PartState:
 
     @functools.cached_property
     def is_numbers(self) -> bool:
-        """Whether nothing has to be kept apart, as in a cache that appends: this runs for every layer and token."""
+        """True if nothing has to be kept apart, as in a cache that appends: this runs for every layer and token."""
         return all(isinstance(value, int) for value in self.attributes.values())
 
     def restore(self) -> None:
@@ -142,7 +144,7 @@ class Snapshot:
 
     @contextlib.contextmanager
     def borrowed(self) -> Iterator[None]:
-        """What is written in the block is taken back at its end, by an interrupt in the middle of a pass as well."""
+        """Take back what is written in the block at its end, by an interrupt in the middle of a pass as well."""
         try:
             yield
         finally:
@@ -167,7 +169,7 @@ AGAIN = "make it again with mlx_lm.cache_prompt and this model"
 
 
 def begun_cache(model: nn.Module, max_kv_size: int | None = None) -> list[Any]:
-    """The caches that a model makes, with one token in them. Nothing is computed: they show shapes and types."""
+    """Return the caches that a model makes, with one token in them. Nothing is computed: they show shapes and types."""
     cache = make_prompt_cache(model, max_kv_size)
     model(mx.array([[0]]), cache=cache)
     return cache
@@ -196,7 +198,7 @@ def arrays_of(cache: Cache) -> list[mx.array]:
 
 
 def as_quantized(needed: Any, entry: Any) -> Any:
-    """The model's cache, quantized where the one from the file is."""
+    """Return the model's cache, quantized where the one from the file is."""
     if not isinstance(entry, QuantizedKVCache) or not hasattr(needed, "to_quantized"):
         return needed
     try:
@@ -206,7 +208,7 @@ def as_quantized(needed: Any, entry: Any) -> Any:
 
 
 def form(entry: Any) -> str:
-    """What does not change while a cache fills: class, settings, and the types and shapes of its arrays."""
+    """Return what does not change while a cache fills: class, settings, and the types and shapes of its arrays."""
     described = []
     for part in parts([entry]):
         settings = [f"{name}={getattr(part, name)}" for name in SETTINGS if hasattr(part, name)]
@@ -226,7 +228,7 @@ def array_form(array: mx.array, grows: bool) -> str:
 
 
 def is_whole(part: Any) -> bool:
-    """Whether a cache that counts its tokens has so many of them."""
+    """Return whether a cache that counts its tokens has so many of them."""
     if not hasattr(part, "keys"):
         return True
     entries = {array.shape[-2] for array in arrays_of([part])} or {0}
@@ -333,7 +335,7 @@ class KeptCache:
             self.bits = [*self.bits, *[bits] * len(read)][: len(self.tokens)]
 
     def cut_to_tokens(self) -> list[Any]:
-        """The entries, with `tokens` in them and nothing else. Raises GearbxError where they cannot be cut."""
+        """Return the entries, with `tokens` in them and nothing else. Raises GearbxError where they cannot be cut."""
         if not cut(self.entries, len(self.tokens)):
             self.forget()
             raise GearbxError("the KV cache cannot be cut to what was shown; it is read again with the next message")
@@ -341,7 +343,7 @@ class KeptCache:
 
 
 def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two sequences begin with together."""
+    """Return how many tokens two sequences begin with together."""
     return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -418,7 +420,7 @@ def cache_in_gears(
     cache: list[Any] | None = None,
     max_kv_size: int | None = None,
 ) -> list[Any]:
-    """The caches of a model's layers in gears: the list that is given, or a new one.
+    """Return the caches of a model's layers in gears: the list that is given, or a new one.
 
     Args:
         bits: the ladder of the caches.
@@ -439,10 +441,10 @@ def cache_in_gears(
 
 
 def gears_of(cache: Cache | None) -> KVGears | None:
-    """The gears of a cache; None for one without."""
+    """Return the gears of a cache; None for one without."""
     return next((part.gears for part in parts(cache or ()) if type(part) is NestedKVCache), None)
 
 
 def plain_cache(cache: Cache) -> list[Any]:
-    """The cache without gears: what its top gear reads, in mlx-lm's classes, for a file."""
+    """Return the cache without gears: what its top gear reads, in mlx-lm's classes, for a file."""
     return [part.plain() if type(part) is NestedKVCache else part for part in cache]

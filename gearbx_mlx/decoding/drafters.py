@@ -193,7 +193,7 @@ class LowGear:
         self._parts = KeptParts(self._find)  # they run beside the gear that verifies
 
     def read(self, tokens: mx.array) -> None:
-        """The low gear uses the KV cache of the text, which the top gear fills."""
+        """Do nothing: the low gear uses the KV cache of the text, which the top gear fills."""
 
     def propose(self, text: TextSoFar, cache: Cache, most: int, goes_on: GoesOn) -> Proposal:
         with rewound(self.chooser):
@@ -210,7 +210,7 @@ class LowGear:
         return self._proposal(tokens, margins)
 
     def settle(self, text: TextSoFar) -> None:
-        """The low gear has nothing of its own that follows the text."""
+        """Do nothing: the low gear has nothing of its own that follows the text."""
 
     def reads_early(self, cache: Cache) -> bool:
         return self.chooser.tells_margins and self._parts.take(cache)
@@ -337,7 +337,7 @@ class SecondHead:
 
 
 def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
-    """What a draft of this gear looks at twice; None where the top gear has the same head, or none in memory."""
+    """Return what a draft of this gear looks at twice; None where the top gear has the same head, or none in memory."""
     path = next((layer.path for layer in gearbox.layers if layer.path.split(".")[-1] == HEAD), gearbox.head)
     if path is None or not gearbox.keeps_all or sharding_of(gearbox.model) is not None:
         return None
@@ -352,7 +352,8 @@ def second_head(gearbox: Gearbox, gear: Gear) -> SecondHead | None:
 
 @contextlib.contextmanager
 def looking(second: SecondHead | None) -> Iterator[None]:
-    """The head of the gear that is engaged looks twice, where rows are looked up fast. Nothing may shift meanwhile."""
+    """Let the head of the gear that is engaged look twice, where rows are looked up fast. Nothing may shift
+    meanwhile."""
     rows = None if second is None else rows_of(linear_of(second.top))
     if second is None or rows is None:
         yield
@@ -373,7 +374,7 @@ def looking(second: SecondHead | None) -> Iterator[None]:
 
 
 def rows_of(head: nn.Module) -> RowsOf | None:
-    """The rows of dense weights, and on a GPU of exact ones.
+    """Return the rows of dense weights, and on a GPU of exact ones.
 
     To decode some rows by MLX's operations takes a CPU a third of a draft's pass; natively it takes nothing
     (formats/block.py).
@@ -403,7 +404,7 @@ class SecondLook(nn.Module):
 
 
 def largest(logits: mx.array, count: int) -> mx.array:
-    """Where the largest numbers of each row (..., V) are: (..., count), in no order."""
+    """Return where the largest numbers of each row (..., V) are: (..., count), in no order."""
     *lead, size = logits.shape
     if size <= CHUNK * count:
         return mx.argpartition(-logits, count - 1, axis=-1)[..., :count]

@@ -114,7 +114,7 @@ class Governor:
         return decision
 
     def summary(self) -> dict[str, Any]:
-        """The controller's part of a run's summary."""
+        """Return the controller's part of a run's summary."""
         controller = self.controller
         bits = controller.schedule.bits(controller.schedule.read(controller.top)[controller.position], 1)
         return {
@@ -166,7 +166,7 @@ class MemoryGuard:
 
 
 def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: Bounds) -> CapSchedule:
-    """All tables of caps of a gearbox that has no cap."""
+    """Return all tables of caps of a gearbox that has no cap."""
     modules = layers_of(gearbox.model)
     layers = [range_of(gearbox, layer, bounds, used_share(layer.path, modules)) for layer in gearbox.layers]
     if sensitivity is None:
@@ -177,7 +177,7 @@ def cap_schedule_of(gearbox: Gearbox, sensitivity: Sensitivity | None, bounds: B
 
 
 def range_of(gearbox: Gearbox, layer: Layer, bounds: Bounds, share: float) -> Range:
-    """What a layer may be capped to, and what a token reads of it; `share` of its experts is used.
+    """Return what a layer may be capped to, and what a token reads of it; `share` of its experts is used.
 
     Raises:
         GearbxError: none of the bits that the layer is stored at is within its bounds.

@@ -150,7 +150,7 @@ class Loop:
                 yield token
 
     def _now(self) -> float:
-        """Seconds, those of readers left out."""
+        """Return seconds, those of readers left out."""
         return self.clock() - self._away
 
     # Prefill.
@@ -175,11 +175,11 @@ class Loop:
             mx.clear_cache()
 
     def _embedded(self, begin: int, end: int) -> dict[str, Any]:
-        """The keyword of the model for a part of the prompt that has embeddings."""
+        """Return the keyword of the model for a part of the prompt that has embeddings."""
         return {} if self.embeddings is None else {"input_embeddings": self.embeddings[None, begin:end]}
 
     def _first(self) -> WrittenToken:
-        """The token after the prompt."""
+        """Return the token after the prompt."""
         last = self.text.prompt - 1
         inputs = mx.array([self.text.last], mx.uint32)
         first = self._taken(self._queue(inputs, self._context(), **self._embedded(last, last + 1)))
@@ -189,7 +189,8 @@ class Loop:
     # Propose.
 
     def _propose(self) -> Proposal | None:
-        """What may follow the text: what stands further up, or what the drafter writes; None where neither pays."""
+        """Return what may follow the text: what stands further up, or what the drafter writes; None where
+        neither pays."""
         room = self._room
         if room < 1:
             return None
@@ -220,7 +221,7 @@ class Loop:
         return int(min(self.text.room - 1, until_quantized))
 
     def _next_length(self, room: int) -> int:
-        """The most tokens of the next draft. The policy is asked once for each."""
+        """Return the most tokens of the next draft. The policy is asked once for each."""
         asked, self._asked = self._asked, None
         if asked is not None:
             return asked
@@ -229,7 +230,7 @@ class Loop:
         return self.policy.length(min(room, self.most_drafted), self.drafter.reads_early(self.cache))
 
     def _looked_up(self, room: int) -> list[int]:
-        """The tokens that the text itself proposes, as far as they are worth a verification."""
+        """Return the tokens that the text itself proposes, as far as they are worth a verification."""
         if self.lookup is None:
             return []
         self.lookup.follow(self.text.tokens, self.text.prompt)
@@ -332,7 +333,7 @@ class Loop:
         return numbers
 
     def _steps(self, proposal: Proposal, accepted: int) -> Iterator[Step]:
-        """How each token of a round came about. The round's passes stand with the first one."""
+        """Yield how each token of a round came about. The round's passes stand with the first one."""
         gearbox, top = self.gearbox, self.gearbox.ladder.top
         rows = proposal.count + 1
         ran = {top: 1} | ({proposal.gear: proposal.steps} if proposal.gear is not None else {})
@@ -365,7 +366,7 @@ class Loop:
             coming = ahead if self.text.goes_on else None
 
     def _stays_alone(self) -> bool:
-        """Whether the token after the one that is computed is the top gear's own too."""
+        """Return whether the token after the one that is computed is the top gear's own too."""
         room = self._room - 1
         if room < 1:
             return False  # the last token but one: nothing runs ahead of the end
@@ -375,7 +376,7 @@ class Loop:
         return self._asked is None
 
     def _context(self) -> mx.array | None:
-        """The text so far (n,), if logits processors ask for it."""
+        """Return the text so far (n,), if logits processors ask for it."""
         return self.text.array() if self.chooser.processors else None
 
     def _queue(self, token: mx.array, context: mx.array | None, ahead: bool = False, **of_token: Any) -> Queued:

@@ -115,7 +115,7 @@ class Lossless(LosslessSettings, SharedMode):
         return BatchGenerator(model, tokenizer, gearbox, self, highest, **kwargs)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """What one text of a batch has of its own."""
+        """Return what one text of a batch has of its own."""
         top = gearbox.ladder.top
         return BatchText(OneGear(top.index), Monitor(vocabulary_of(gearbox), self.window), top, top)
 
@@ -135,7 +135,7 @@ class Lossless(LosslessSettings, SharedMode):
         return LowGear(gearbox, gear, chooser, reader, agreement)
 
     def learned(self, gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> "Learned":
-        """What decides how much to propose with a gearbox.
+        """Return what decides how much to propose with a gearbox.
 
         Where nothing may be measured, drafts have always the same length: with ranks, whose clocks differ, and with
         GEARBX_TUNE=0.
@@ -262,7 +262,7 @@ def speed_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def name_of(gearbox: Gearbox, drafter: Drafter | None, chooser: Chooser) -> str:
-    """What times of drafts depend on beside the machine, as a key of the cache."""
+    """Return what times of drafts depend on beside the machine, as a key of the cache."""
     kernels = "native" if gearbox.kernels.native else "mlx"
     if gearbox.base:
         kernels += ", calibrated,"
@@ -286,7 +286,8 @@ def gearbox_of_mlx(model: nn.Module) -> Gearbox:
 
 
 def drafting_gear(gearbox: Gearbox, draft: Gear | str | int | None) -> Gear:
-    """The gear that drafts, the lowest if none is named; of one gear that one, and then the text alone proposes tokens.
+    """Return the gear that drafts, the lowest if none is named; of one gear that one, and then the text alone proposes
+    tokens.
 
     Raises:
         GearbxError: the top one of several.

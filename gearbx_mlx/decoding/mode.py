@@ -48,7 +48,7 @@ class Mode:
     uncapped: ClassVar[str] = ""
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Gearbox | Observer | None:
-        """The gearbox to run with: the one that is given, else the one that the model has, else a new one.
+        """Return the gearbox to run with: the one that is given, else the one that the model has, else a new one.
 
         Raises:
             GearbxError: a gearbox that the mode cannot use, or that belongs to another model.
@@ -104,14 +104,14 @@ class Mode:
             raise GearbxError("the controller belongs to another gearbox; make one with Governor(gearbox)")
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
-        """The gear that reads a prompt, and the one that writes the text after it; None where several do.
+        """Return the gear that reads a prompt, and the one that writes the text after it; None where several do.
 
         So it says what a KV cache holds, and which other texts may go on from it.
         """
         return gearbox.ladder.top, gearbox.ladder.top
 
     def settled(self, gearbox: Any, tokenizer: Any, prompt: Any) -> "Mode":
-        """The mode with all settings that it finds by itself on a first prompt (text or tokens)."""
+        """Return the mode with all settings that it finds by itself on a first prompt (text or tokens)."""
         return self
 
     def begun(self, typed: str, ladder: Ladder) -> "Mode":
@@ -123,23 +123,24 @@ class Mode:
         return ""
 
     def summary(self, tally: Tally) -> dict[str, Any]:
-        """What the mode adds to a run's summary."""
+        """Return what the mode adds to a run's summary."""
         return {}
 
     def rows(self, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The same as lines of the table under a text: label and figure."""
+        """Return the same as lines of the table under a text: label and figure."""
         return []
 
 
 def of_model(gearbox: Gearbox | Observer, model: nn.Module) -> Gearbox | Observer:
-    """The gearbox itself. Raises GearbxError if it belongs to another model."""
+    """Return the gearbox itself. Raises GearbxError if it belongs to another model."""
     if gearbox.model is not model:
         raise GearbxError("the gearbox belongs to another model; make one with Gearbox(model)")
     return gearbox
 
 
 def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first: Gear) -> Gear:
-    """The gear that reads a prompt: every later token attends to what it writes into the KV cache (PMPD, 2410.13461).
+    """Return the gear that reads a prompt: every later token attends to what it writes into the KV cache (PMPD,
+    2410.13461).
 
     A pass over a prompt reads the weights once for many tokens, so that a precise gear costs little there. The prompt's
     last token has a pass of its own, which makes the first token of the text, in the gear of the text.
@@ -173,7 +174,7 @@ def gear_of_prompt(gearbox: Gearbox | Observer, wanted: str | int | None, first:
 
 
 def best_reader(gearbox: Gearbox) -> Gear:
-    """The gear to read prompts in: the top one, or on a CPU 8 bits, where there are some.
+    """Return the gear to read prompts in: the top one, or on a CPU 8 bits, where there are some.
 
     Native kernels multiply a prompt by 8 bits as fast as by 4, and by the original weights more slowly; texts after
     either are as close to the top gear's (`python -m research prompt-gear`).
@@ -183,7 +184,8 @@ def best_reader(gearbox: Gearbox) -> Gear:
 
 
 def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
-    """Whether a text is read again in a later prompt, as in a chat: it was written in other gears than prompts are."""
+    """Return whether a text is read again in a later prompt, as in a chat: it was written in other gears than prompts
+    are."""
     if gearbox is None or isinstance(gearbox, Observer):
         return False
     reads, writes = mode.gears_of_text(gearbox)
@@ -191,7 +193,7 @@ def is_read_again(mode: Mode, gearbox: Gearbox | Observer | None) -> bool:
 
 
 def encoded(tokenizer: Any, prompt: Any) -> Any:
-    """A prompt as tokens, as mlx-lm's stream_generate makes them of text."""
+    """Return a prompt as tokens, as mlx-lm's stream_generate makes them of text."""
     if not isinstance(prompt, str):
         return prompt
     special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
@@ -224,6 +226,6 @@ def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
 
 
 def turn(gearbox: Any) -> AbstractContextManager:
-    """The lock that a text has while it shifts a gearbox and computes a token with it."""
+    """Return the lock that a text has while it shifts a gearbox and computes a token with it."""
     with making:
         return _locks.setdefault(gearbox, threading.RLock())

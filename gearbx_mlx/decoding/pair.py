@@ -50,7 +50,7 @@ class TrailingCache:
         return sum(tokens.shape[1] for tokens in self.missed)
 
     def unread(self, tokens: mx.array) -> mx.array:
-        """All that was missed, then `tokens` (1, n); as read from now on."""
+        """Return all that was missed, then `tokens` (1, n); as read from now on."""
         missed, self.missed = self.missed, []
         return mx.concatenate([*missed, tokens], axis=1) if missed else tokens
 
@@ -104,7 +104,7 @@ class Call:
 
 
 def bytes_read(model: nn.Module) -> int:
-    """Bytes of weights that a token reads, in the type of the checkpoint, or in the gear that is engaged."""
+    """Return bytes of weights that a token reads, in the type of the checkpoint, or in the gear that is engaged."""
     gearbox = attached(model)
     if gearbox is not None:
         return gearbox.weight_bytes_per_token(gearbox.gear)
@@ -218,7 +218,7 @@ class Pair(PairSettings, Mode):
         return in_turns(pair, gate, monitor, sampler, tokenizer, prompt, **kwargs)
 
     def gate_for(self, pair: PairedModel) -> Gate:
-        """The gate, after it has engaged the first model."""
+        """Return the gate, after it has engaged the first model."""
         threshold = self.threshold_with(pair.large)
         gate = pair_gate(threshold, self.min_gear_duration) if self.gate is None else self.gate
         pair.engaged = first_model(threshold) if self.initial_gear == AUTO else NAMES.index(self.initial_gear)

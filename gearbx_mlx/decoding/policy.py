@@ -120,7 +120,7 @@ class DraftPolicy(Protocol):
         """A token in rounds, likewise."""
 
     def gain(self, mended: float) -> float | None:
-        """How many times as fast a token would be with this share of the rejected drafts accepted, likewise."""
+        """Return how many times as fast a token would be with this share of the rejected drafts accepted, likewise."""
 
     def length(self, room: int, early: bool = False) -> int:
         """Return the most tokens of the next draft; 0: the top gear writes a token alone. Ask once for each.
@@ -358,7 +358,7 @@ class Acceptance:
         return self._by_margin[bisect.bisect_right(MARGINS, margin)]
 
     def of_place(self, place: int) -> float:
-        """The share at a place in a draft, from 0."""
+        """Return the share at a place in a draft, from 0."""
         return self._by_place[min(place, len(self._by_place) - 1)]
 
     def add(self, drafted: int, accepted: int, margins: Sequence[float]) -> None:
@@ -444,7 +444,7 @@ class LearnedPolicy:
             self._stays = (TRIAL if self._drafts else BURST) - 1
 
     def _wait(self, pays: bool) -> float:
-        """Tokens until the other way is tried: as many as make what that loses a small share."""
+        """Return tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._token_alone()
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
         most = LONGEST if self._alone.seen >= KNOWN else EARLY[self._alone.is_apart]
@@ -461,11 +461,11 @@ class LearnedPolicy:
         return self._whole_round(drafted)
 
     def _in_a_round(self) -> float:
-        """Tokens that a round writes."""
+        """Return tokens that a round writes."""
         return self._written.value if self._early else self._expected(self._best())
 
     def _in_rounds(self) -> float:
-        """What a token takes in rounds."""
+        """Return what a token takes in rounds."""
         if not self._has_drafter:
             return math.inf
         if self._early:
@@ -481,7 +481,7 @@ class LearnedPolicy:
         return min(range(1, self._most + 1), key=lambda k: self._round(k) / self._expected(k))
 
     def _length(self) -> int:
-        """The best length, and now and then its neighbours, which are measured that way."""
+        """Return the best length, and now and then its neighbours, which are measured that way."""
         self._rounds += 1
         best = self._best()
         if self._rounds % NEIGHBOUR:
@@ -582,7 +582,7 @@ class LearnedPolicy:
         return min(self._least(0.0), self._token_alone()) / self._least(mended)
 
     def _least(self, mended: float) -> float:
-        """What a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
+        """Return what a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
         least, written, right = math.inf, 1.0, 1.0
         for drafted in range(1, MOST_DRAFTED + 1):
             right *= 1 - (1 - mended) * (1 - self._acceptance.of_place(drafted - 1))

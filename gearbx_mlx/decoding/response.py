@@ -56,7 +56,7 @@ class WrittenToken:
 
 
 def single_pass(gearbox: Gearbox | Observer, gear: Gear, rows: int = 1) -> Step:
-    """The step of a token that took one pass in one gear, over so many sequences."""
+    """Return the step of a token that took one pass in one gear, over so many sequences."""
     passes = tuple(int(gear == other) for other in gearbox.ladder)
     return Step(gear, (), passes, gearbox.weight_bytes_per_token(gear, rows))
 
@@ -129,7 +129,7 @@ OF_STEP = ("passes", "weight_bytes", "drafted", "looked_up", "source", "kv_bytes
 
 
 def seen_of(step: Step, entropy: float, mean: float, before: Gear | None, near_tie: bool = False) -> dict[str, Any]:
-    """The fields of `Seen` that follow from a step, and `from_draft`, by name.
+    """Return the fields of `Seen` that follow from a step, and `from_draft`, by name.
 
     Args:
         entropy: of this token, bits.

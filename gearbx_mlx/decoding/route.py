@@ -41,7 +41,7 @@ class InEngagedGear(SharedMode):
     """Each token in the gear that is engaged when its pass begins. A subclass says what chooses the gears."""
 
     def text(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any) -> BatchText:
-        """The gate and the monitor of a text, and the gear that it begins in."""
+        """Return the gate and the monitor of a text, and the gear that it begins in."""
         raise NotImplementedError
 
     def stream(
@@ -64,7 +64,7 @@ class InEngagedGear(SharedMode):
         return geared_responses(source, gearbox, text.monitor, controller, text.gate, text.prompt_gear)
 
     def sequence(self, gearbox: Gearbox | Observer, tokenizer: Any, prompt: list[int]) -> BatchText:
-        """What one text of a batch has of its own; of a gate that was given, a copy."""
+        """Return what one text of a batch has of its own; of a gate that was given, a copy."""
         text = self.text(gearbox, tokenizer, prompt)
         return replace(text, gate=deepcopy(text.gate))
 
@@ -101,13 +101,14 @@ class Route(RouteSettings, InEngagedGear):
         return replace(self, initial_gear=ladder[first_gear(typed, len(ladder))].name)
 
     def gate_for(self, gearbox: Gearbox | Observer) -> Gate:
-        """The gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
+        """Return the gate for a gearbox. Raises GearbxError for thresholds that do not fit its ladder."""
         if self.gate is not None:
             return self.gate
         return ThresholdGate(self.bits(gearbox), self.hysteresis, self.min_gear_duration)
 
     def bits(self, gearbox: Gearbox | Observer) -> tuple[float, ...]:
-        """The thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder or the model."""
+        """Return the thresholds of a settled mode. Raises GearbxError for those that do not fit the ladder or the
+        model."""
         return thresholds_for(self.thresholds, gearbox)
 
     def gears_of_text(self, gearbox: Gearbox) -> tuple[Gear, Gear | None]:
@@ -154,7 +155,7 @@ class TelemetryOnly(Route):
     uncapped: ClassVar[str] = "changes no gear, so there is nothing to cap"
 
     def gearbox_for(self, model: nn.Module, gearbox: Gearbox | Observer | None) -> Observer:
-        """The observer that is given, or a new one. Raises GearbxError for a gearbox that shifts."""
+        """Return the observer that is given, or a new one. Raises GearbxError for a gearbox that shifts."""
         if isinstance(gearbox, Gearbox):
             raise GearbxError("mode 'telemetry-only' shifts no gears: give an Observer, or no gearbox")
         observer = gearbox or Observer(model)
@@ -189,7 +190,7 @@ _found: WeakKeyDictionary[Any, AutoThresholds] = WeakKeyDictionary()
 
 
 def auto_thresholds(gearbox: Gearbox | Observer, tokenizer: Any, prompt: Any = None) -> AutoThresholds:
-    """The thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
+    """Return the thresholds of a gearbox, found when it is first asked; they do not change afterwards (GEARBX 18.2).
 
     Args:
         prompt: text or tokens to find them on; none, or one of fewer than five tokens: on three short prompts.

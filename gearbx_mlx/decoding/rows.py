@@ -136,7 +136,7 @@ def drop(part: Any, kind: type, entries: int) -> None:
 
 
 def latent_attention(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model with latent attention."""
+    """Return the modules of a model with latent attention."""
     return [module for module in modules_of(model) if has_latent_attention(module)]
 
 
@@ -157,12 +157,14 @@ def warn_of_other_paths(gearbox: Gearbox) -> None:
 
 
 def loses_entries(kind: type) -> bool:
-    """Whether the last entries can be dropped from a cache after a pass over several tokens: it has them all then."""
+    """Return whether the last entries can be dropped from a cache after a pass over several tokens: it has them all
+    then."""
     return kind in (*APPENDING, ChunkedKVCache) or (kind is RotatingKVCache and is_tested())
 
 
 def make_mask(part: RotatingKVCache, count: int, window_size: int | None = None, **kwargs: Any) -> Any:
-    """Which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the token.
+    """Return which keys each of `count` new tokens sees, (count, keys): the sinks, and the window that ends with the
+    token.
 
     It is mlx-lm's mask where that is the one of single tokens.
     """
@@ -193,7 +195,7 @@ NOTES = "outputs_of_a_pass"  # attribute of a layer during a pass
 
 
 def linear_layers(model: nn.Module) -> list[nn.Module]:
-    """The linear layers of the gear that is engaged."""
+    """Return the linear layers of the gear that is engaged."""
     return [module for module in model.modules() if isinstance(module, LINEAR)]
 
 
@@ -211,7 +213,8 @@ class LayerOutputs:
         self._outputs: list[list[mx.array | None]] = [[] for _ in layers]
 
     def _usable(self, outputs: list[mx.array | None]) -> Iterator[mx.array | None]:
-        """A layer that was given single vectors was given the tokens one by one if it had as many calls as tokens."""
+        """Yield a layer that was given single vectors was given the tokens one by one if it had as many calls as
+        tokens."""
         alone = len(outputs) == self.count
         return iter([y if y is not None and (y.ndim == 3 or alone) else None for y in outputs])
 
@@ -231,7 +234,8 @@ class LayerOutputs:
 
 @functools.cache
 def recording(kind: Any, count: int) -> type[nn.Module]:
-    """A subclass of a linear layer's class that notes its outputs: None where an input is not (1, K, I) or (1, I)."""
+    """Return a subclass of a linear layer's class that notes its outputs: None where an input is not (1, K, I) or (1,
+    I)."""
 
     def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         y: mx.array = kind.__call__(self, x, *args, **kwargs)
@@ -244,7 +248,7 @@ def recording(kind: Any, count: int) -> type[nn.Module]:
 
 @functools.cache
 def recalling(kind: Any, count: int) -> type[nn.Module]:
-    """A subclass of a linear layer's class that returns what it noted, as much of it as there are tokens."""
+    """Return a subclass of a linear layer's class that returns what it noted, as much of it as there are tokens."""
 
     def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         y: mx.array | None = next(getattr(self, NOTES), None)

@@ -194,7 +194,7 @@ class GumbelSampler:
             check_range(name, getattr(self, name), least, most)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Tokens (B,) from log-probabilities (B, V)."""
+        """Return tokens (B,) from log-probabilities (B, V)."""
         alone = self.is_native and len(logprobs) == 1 and logprobs.dtype == mx.float32
         kernel = fused_kernel("sampled") if alone else None
         if kernel is not None:
@@ -217,7 +217,7 @@ class GumbelSampler:
 
     @property
     def is_native(self) -> bool:
-        """Whether there is a kernel for it that may be used."""
+        """True if there is a kernel for it that may be used."""
         return self.native and self.xtc_probability == 0 and self.min_tokens_to_keep == 1
 
     @functools.cached_property
@@ -241,7 +241,7 @@ def make_sampler(
     xtc_threshold: float = 0.1,
     xtc_special_tokens: Sequence[int] | None = None,
 ) -> Sampler:
-    """A sampler with mlx-lm's arguments and distribution; drafts agree with it more often (`GumbelSampler`).
+    """Return a sampler with mlx-lm's arguments and distribution; drafts agree with it more often (`GumbelSampler`).
 
     At temperature 0 it is mlx-lm's greedy one.
 
@@ -254,7 +254,7 @@ def make_sampler(
 
 
 def sampler_beside(gearbox: Gearbox | Observer, sampler: Sampler | None) -> Sampler:
-    """The sampler of a text, greedy without: by the kernels of its gearbox; without gears a text is mlx-lm's."""
+    """Return the sampler of a text, greedy without: by the kernels of its gearbox; without gears a text is mlx-lm's."""
     if not isinstance(sampler, GumbelSampler):
         return sampler or greedy_sampler
     if not isinstance(gearbox, Gearbox):
@@ -286,17 +286,18 @@ class Chooser:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether native kernels may choose its tokens."""
+        """True if native kernels may choose its tokens."""
         ours = isinstance(self.sampler, GumbelSampler) and self.sampler.is_native
         return not self.processors and (self.greedy or ours)
 
     def sample(self, logprobs: mx.array) -> mx.array:
-        """A token (1,) from log-probabilities (1, V)."""
+        """Return a token (1,) from log-probabilities (1, V)."""
         with self._numbers():
             return self.sampler(logprobs)
 
     def drafted(self, logits: mx.array, reader: LogitsReader) -> tuple[mx.array, mx.array | None]:
-        """A token (1,) from logits (1, V), and how much its logit could lose (1,); None for a sampler that hides it."""
+        """Return a token (1,) from logits (1, V), and how much its logit could lose (1,); None for a sampler that hides
+        it."""
         if self.greedy:
             return reader.best(logits)
         logprobs = reader.normalized(logits)
@@ -307,7 +308,7 @@ class Chooser:
         return token, self.sampler.temp * margin
 
     def next_key(self) -> np.ndarray:
-        """The key (2,) of its next token."""
+        """Return the key (2,) of its next token."""
         with self._numbers():
             return np.array(next_key())
 
@@ -326,7 +327,8 @@ GREEDY = Chooser()
 
 
 def sampled_rows(choosers: Sequence[Chooser], logprobs: mx.array) -> mx.array:
-    """A token of each row (B,): where all choose alike, and draw no numbers of their own, together, as in mlx-lm."""
+    """Return a token of each row (B,): where all choose alike, and draw no numbers of their own, together, as in
+    mlx-lm."""
     first = choosers[0].sampler
     if all(chooser.sampler is first and (chooser.greedy or chooser.random is None) for chooser in choosers):
         return first(logprobs)
@@ -347,7 +349,7 @@ def check_finite(logprobs: mx.array, entropy: float, gearbox: Gearbox | Observer
 
 
 def has_nan(logprobs: mx.array, entropy: float) -> bool:
-    """Whether log-probabilities are NaN.
+    """Return whether log-probabilities are NaN.
 
     A NaN or an infinity among the logits leaves no number but -inf among the log-probabilities, so that their entropy
     is the largest or 0. Other tokens cost no look at the array.
@@ -357,7 +359,7 @@ def has_nan(logprobs: mx.array, entropy: float) -> bool:
 
 
 def not_finite(model: nn.Module, where: str, dtype: mx.Dtype) -> GearbxError:
-    """The error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
+    """Return the error for logits that are NaN. It names the first parameter that is not finite, if there is one."""
     # Of format exact the weights count that a layer unpacks.
     exact = ((f"{path}.weight", m.dense_weight()) for path, m in model.named_modules() if isinstance(m, ExactModule))
     for path, array in itertools.chain(tree_flatten(model.parameters()), exact):

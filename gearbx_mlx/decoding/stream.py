@@ -100,7 +100,8 @@ def stream_generate(
 
 
 def generate(model: nn.Module, tokenizer: Any, prompt: Any, verbose: bool = False, **kwargs: Any) -> str:
-    """The whole text at once; keywords as in stream_generate. `verbose` prints it as it comes, and mlx-lm's figures."""
+    """Return the whole text at once; keywords as in stream_generate. `verbose` prints it as it comes, and mlx-lm's
+    figures."""
     text, response = "", None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):
         if verbose:
@@ -124,7 +125,7 @@ def choose_mode(
     governed: bool = False,
     draft_model: bool = False,
 ) -> Mode:
-    """The mode that is named; without a name lossless, or what an observer or a controller can have.
+    """Return the mode that is named; without a name lossless, or what an observer or a controller can have.
 
     The top gear writes by itself where it is to be mlx-lm bit for bit, and no draft model drafts.
 
@@ -159,7 +160,7 @@ def cache_keywords(
     fixed: int | None,
     kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The `prompt_cache` for mlx-lm where the KV cache has gears; nothing without.
+    """Return the `prompt_cache` for mlx-lm where the KV cache has gears; nothing without.
 
     Raises:
         GearbxError: gears that do not go with the mode, the other keywords or the model; `kv_bits` for a model, or one
@@ -301,7 +302,8 @@ class WrittenText:
 
 
 def as_single(response: BatchGearResponse, text: str, prompt_tokens: int, generation_tokens: int) -> GearResponse:
-    """The response for a token of a batch as `stream_generate` would give it, without its distribution and speeds."""
+    """Return the response for a token of a batch as `stream_generate` would give it, without its distribution and
+    speeds."""
     return GearResponse(
         text=text,
         logprobs=NO_LOGPROBS,
@@ -332,7 +334,7 @@ def write(generator: Any, texts: Mapping[int, WrittenText], with_logprobs: bool,
 
 
 def per_text(processors: Sequence[Any] | None, texts: int) -> Sequence[Any] | None:
-    """A list of logits processors for each text, from one for all of them or from what is that already."""
+    """Return a list of logits processors for each text, from one for all of them or from what is that already."""
     if not processors:
         return None
     if all(callable(each) for each in processors):
@@ -421,7 +423,7 @@ class Responses(Iterator[GearResponse]):
             self.responses.close()
 
     def summary(self, model: str | None = None, beside: str | None = None) -> dict[str, Any]:
-        """The run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
+        """Return the run so far: tokens, gears, bytes of weights, drafts, speed, memory; the object of `--summary`.
 
         Args:
             model: its name; without one, the type of its class in mlx-lm.
@@ -441,7 +443,7 @@ class Responses(Iterator[GearResponse]):
 
 
 def type_of(model: nn.Module) -> str:
-    """A model's type, such as "llama"."""
+    """Return a model's type, such as "llama"."""
     return str(getattr(model, "model_type", type(model).__name__))
 
 
@@ -453,7 +455,7 @@ def summary_of(
     speed: RunSpeed,
     controller: Governor | MemoryGuard | None = None,
 ) -> dict[str, Any]:
-    """The summary of one run. With a controller, gears had fewer bits at times than by name."""
+    """Return the summary of one run. With a controller, gears had fewer bits at times than by name."""
     further: dict[str, Any] = {}
     if isinstance(controller, Governor):
         further = {"effective_bits_per_weight": tally.mean(controller.bits_read), "controller": controller.summary()}
@@ -493,7 +495,7 @@ def parameters_of(models: tuple[nn.Module, nn.Module]) -> tuple[int, int]:
 def summary_of_pair(
     name: str, small_name: str | None, large: nn.Module, mode: Pair, tally: Tally, speed: RunSpeed
 ) -> dict[str, Any]:
-    """The summary of one run of two models that took turns."""
+    """Return the summary of one run of two models that took turns."""
     models = mode.small_model, large
     counts = parameters_of(models)
     read, parameters = dict(zip(NAMES, map(bytes_read, models))), dict(zip(NAMES, counts))

@@ -39,7 +39,7 @@ class ModelWrapper(nn.Module):
         self._takes_embeddings = does_model_support_input_embeddings(gearbox.model)
 
     def run(self, gear: Gear, inputs: mx.array, cache: Any, **kwargs: Any) -> mx.array:
-        """The model's own logits (B, N, V), in a gear."""
+        """Return the model's own logits (B, N, V), in a gear."""
         self.gearbox.shift(gear)
         return self.gearbox.model(inputs, cache=cache, **kwargs)
 
@@ -90,7 +90,7 @@ class TextModel(nn.Module):
         object.__setattr__(self, "_seen", {})
 
     def prompt(self, input_ids: mx.array, pixel_values: mx.array | None = None, **inputs: Any) -> dict[str, Any]:
-        """The keywords `prompt` and `input_embeddings` for `stream_generate`, which is to run this prompt next.
+        """Return the keywords `prompt` and `input_embeddings` for `stream_generate`, which is to run this prompt next.
 
         Args:
             input_ids: tokens (1, n), with the places of the image.

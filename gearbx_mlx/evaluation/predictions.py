@@ -40,7 +40,7 @@ class TextRow(Struct, frozen=True):
 
 
 def read_documents(path: Path) -> list[str]:
-    """A text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
+    """Return a text as one document; of JSON Lines, one for each: `text`, or `question` and `answer` (GSM8K).
 
     Raises:
         GearbxError: a file that cannot be read, is empty, or has a line that is not such an object.
@@ -54,7 +54,7 @@ def read_documents(path: Path) -> list[str]:
 
 
 def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[str, str]]:
-    """The objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
+    """Return the objects of a JSON Lines file: `text`, or `question` and `answer`, with text in each of them.
 
     Raises:
         GearbxError: as read_documents; `fields` are those that each line must have.
@@ -122,18 +122,18 @@ def check_windows(windows: Iterable[Sequence[int]], model: nn.Module, name: str)
 
 
 def encode(tokenizer: Any, document: str) -> list[int]:
-    """Tokens of a text. It may be longer than the model's context, since it will be cut."""
+    """Return tokens of a text. It may be longer than the model's context, since it will be cut."""
     return list(tokenizer.encode(document, verbose=False))
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """The tokens that the tokenizer puts before a text."""
+    """Return the tokens that the tokenizer puts before a text."""
     token = getattr(tokenizer, "bos_token_id", None)
     return [token] if token is not None and encode(tokenizer, "a")[:1] == [token] else []
 
 
 def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[int]]:
-    """A text cut into windows of at most `context` tokens, each with the tokens of `begin` before it."""
+    """Return a text cut into windows of at most `context` tokens, each with the tokens of `begin` before it."""
     body = tokens[len(begin) :] if tokens[: len(begin)] == begin else tokens
     size = context - len(begin)
     return [begin + body[start : start + size] for start in range(0, len(body), size)]
@@ -398,7 +398,7 @@ def entropy_of_logprobs(logprobs: np.ndarray) -> np.ndarray:
 def quality(
     nll: np.ndarray, kl: np.ndarray, kl_reverse: np.ndarray, agree: np.ndarray, reference_nll: np.ndarray
 ) -> dict[str, float]:
-    """The figures of a policy over n tokens; {} for none. Every argument has shape (n,).
+    """Return the figures of a policy over n tokens; {} for none. Every argument has shape (n,).
 
     Args:
         nll, reference_nll: negative log-likelihoods (nats) under the policy and under the reference.

@@ -94,7 +94,7 @@ def fields_of_gemma2(of: Mapping[str, Any], head: int) -> dict[str, Any]:
 
 
 def fields_of_gemma3(of: Mapping[str, Any], head: int) -> dict[str, Any]:
-    """Every sixth layer attends to the whole text, and its positions alone may be stretched."""
+    """Return every sixth layer attends to the whole text, and its positions alone may be stretched."""
     scaling = {"rope_type": "linear", "factor": of.get("rope.scaling.factor", 1.0)}
     return {
         "query_pre_attn_scalar": scaled_by(of, head, "gemma3_text"),
@@ -474,7 +474,7 @@ def write_tokenizer(of: Mapping[str, Any], directory: Path) -> None:
 
 
 def ends_of(of: Mapping[str, Any]) -> list[int]:
-    """The tokens at which a text ends: that of the file, and that which ends a turn of a chat."""
+    """Return the tokens at which a text ends: that of the file, and that which ends a turn of a chat."""
     tokens, kinds = of["tokenizer.ggml.tokens"], of["tokenizer.ggml.token_type"]
     turns = [place for place, token in enumerate(tokens) if token in ENDS_OF_TURN and kinds[place] == SPECIAL]
     named = [of["tokenizer.ggml.eos_token_id"], of.get("tokenizer.ggml.eot_token_id")]
@@ -495,7 +495,7 @@ def of_bytes(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def cutting(pre: str) -> list[Any]:
-    """How a text is cut before its parts are merged."""
+    """Return how a text is cut before its parts are merged."""
     expression = CUTS[pre]
     if expression is None:
         return [
@@ -522,7 +522,7 @@ def of_pieces(of: Mapping[str, Any]) -> Tokenizer:
 
 
 def merges_of(places: Mapping[str, int], scores: list[float], kinds: list[int]) -> list[tuple[str, str]]:
-    """The pairs that make a piece, best first."""
+    """Return the pairs that make a piece, best first."""
     found = []
     for piece, place in places.items():
         if kinds[place] in (UNKNOWN, SPECIAL):

@@ -72,7 +72,7 @@ class Journal:
         self._append({"part": part, "found": found})
 
     def made(self, part: str, make: Callable[[], Any]) -> Any:
-        """The value of a part, which is made and kept unless it exists."""
+        """Return the value of a part, which is made and kept unless it exists."""
         if part not in self.parts:
             self.add(part, make())
         return self.parts[part]
@@ -99,7 +99,8 @@ class Journal:
 
 
 def beside(out: Path, ending: str) -> Path | None:
-    """Where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps nothing.
+    """Return where the parts of an output are kept until it is complete; None for a device or a pipe, which keeps
+    nothing.
 
     Raises:
         GearbxError: a place that cannot be written to.

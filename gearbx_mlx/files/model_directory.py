@@ -17,7 +17,7 @@ from .reading import parse_json, parse_python_json, read_as, shown, typed, unrea
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the model was made for, if its configuration says so."""
+    """Return tokens that the model was made for, if its configuration says so."""
     parts = (part for part in (config, config.get("text_config")) if isinstance(part, Mapping))
     for part in parts:
         for key in ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx"):
@@ -50,7 +50,7 @@ SPARE = 64  # a layer without arrays of its own shares those of another; no mode
 
 
 def count_arrays(directory: Path, names: str = "model*.safetensors") -> int:
-    """How many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones.
+    """Return how many arrays the safetensors have. Raises GearbxError for missing, damaged or truncated ones.
 
     Args:
         names: a pattern.
@@ -134,7 +134,7 @@ def check_json(directory: Path) -> None:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """The content of a JSON object, as Python's json writes it. Raises GearbxError for anything else."""
+    """Return the content of a JSON object, as Python's json writes it. Raises GearbxError for anything else."""
     return typed(parse_python_json(text), dict[str, Any])
 
 
@@ -168,7 +168,7 @@ class Adapter(Struct, frozen=True):
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """The settings of an adapter, whose files are complete.
+    """Return the settings of an adapter, whose files are complete.
 
     Raises:
         GearbxError: no such directory, a pipe or a device in it, files that are missing or damaged.

@@ -34,13 +34,13 @@ Step = str | int
 
 
 def shown(value: Any) -> str:
-    """A value of a JSON file for a message: one line, shortened."""
+    """Return a value of a JSON file for a message: one line, shortened."""
     text = json.dumps(value)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def malformed(error: Exception, text: str | bytes) -> str:
-    """Why a text is not JSON, and where."""
+    """Say why a text is not JSON, and where."""
     if isinstance(error, UnicodeError):
         return f"not JSON: not UTF-8 text ({error.reason})" if hasattr(error, "reason") else "not JSON: not UTF-8 text"
     if isinstance(error, msgspec.ValidationError):  # the only one that needs no type
@@ -57,7 +57,7 @@ def malformed(error: Exception, text: str | bytes) -> str:
 
 
 def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Sequence[Step] = ()) -> str:
-    """Why a value does not fit a type: its first part that does not fit by itself, and what that is not.
+    """Say why a value does not fit a type: its first part that does not fit by itself, and what that is not.
 
     Args:
         place: of the value, in a larger one.
@@ -88,7 +88,7 @@ def misfit(error: msgspec.ValidationError, content: Any, kind: Any, place: Seque
 
 
 def parts_of(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
-    """The parts of a JSON value, each with its name or number and the type that it is to have."""
+    """Yield the parts of a JSON value, each with its name or number and the type that it is to have."""
     for member in members(kind):
         origin, types = get_origin(member), get_args(member)
         if isinstance(content, dict):
@@ -100,7 +100,7 @@ def parts_of(content: Any, kind: Any) -> Iterator[tuple[Step, Any, Any]]:
 
 
 def fields_of(kind: Any) -> dict[str, Any] | None:
-    """The types of an object's fields by their names in JSON; None for what has no fixed fields."""
+    """Return the types of an object's fields by their names in JSON; None for what has no fixed fields."""
     own = get_origin(kind) or kind
     if isinstance(own, type) and issubclass(own, msgspec.Struct):
         return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
@@ -108,7 +108,7 @@ def fields_of(kind: Any) -> dict[str, Any] | None:
 
 
 def members(kind: Any) -> list[Any]:
-    """The types of a union, or the one type that it is, without what limits their values."""
+    """Return the types of a union, or the one type that it is, without what limits their values."""
     if get_origin(kind) is Annotated:
         return members(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -117,14 +117,14 @@ def members(kind: Any) -> list[Any]:
 
 
 def where(place: Sequence[Step]) -> str:
-    """A place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
+    """Return a place in a JSON value as JavaScript writes it: layers["a.b"].shape[1]."""
     plain = [isinstance(step, str) and step.isidentifier() and len(step) < LONGEST for step in place]
     parts = [f".{step}" if is_name else f"[{shown(step)}]" for step, is_name in zip(place, plain)]
     return "".join(parts).removeprefix(".") or "it"
 
 
 def expectation(message: str, kind: Any) -> str:
-    """What a value is not, from msgspec's message; empty for a message that msgspec did not write."""
+    """Return what a value is not, from msgspec's message; empty for a message that msgspec did not write."""
     if message.startswith("Invalid enum value"):
         values = [value for member in members(kind) if get_origin(member) is Literal for value in get_args(member)]
         return f"not one of {', '.join(map(str, sorted(values)))}"
@@ -145,7 +145,7 @@ DEEPEST = 64  # levels of objects and lists inside each other
 
 
 def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Args:
         what: the file is to be, with its article, such as "a precision manifest".
@@ -170,12 +170,12 @@ def read_text(path: Path, what: str, remedy: str, largest: int = LARGEST_TEXT) -
 
 
 def unreadable(path: Path, error: OSError) -> GearbxError:
-    """The error for a file that seems to be there and cannot be read."""
+    """Return the error for a file that seems to be there and cannot be read."""
     return GearbxError(f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text contains.
+    """Return what a JSON text contains.
 
     Raises:
         GearbxError: it is not JSON, or nested too deeply; NaN, Infinity and unpaired surrogates are not JSON. The
@@ -192,7 +192,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_python_json(text: str) -> Any:
-    """What a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models' config.json.
+    """Return what a JSON text contains that may have NaN and Infinity, as Python's json writes them: some models'
+    config.json.
 
     Raises:
         GearbxError: as parse_json, except for NaN and Infinity.
@@ -225,7 +226,8 @@ def check_depth(content: Any) -> None:
 
 
 def typed(content: Any, kind: type[T]) -> T:
-    """What `parse_json` returned as a value of a type: a msgspec Struct, a dataclass, or a type such as list[str].
+    """Return what `parse_json` returned as a value of a type: a msgspec Struct, a dataclass, or a type such as
+    list[str].
 
     Raises:
         GearbxError: it does not fit the type. The message names the field and its value, but neither a file nor a
@@ -254,7 +256,7 @@ def check_schema(content: Any, what: str, schema: str, version: int) -> None:
 
 
 def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
-    """What a function makes of the text of a JSON file.
+    """Return what a function makes of the text of a JSON file.
 
     Args:
         parse: raises GearbxError without naming the file.
@@ -271,7 +273,7 @@ def read_as(path: Path, parse: Callable[[str], T], what: str, remedy: str) -> T:
 
 
 def read_json(path: Path, kind: type[T], what: str, remedy: str) -> T:
-    """A JSON file as a value of a type. The arguments and errors are those of `read_as` and `typed`."""
+    """Return a JSON file as a value of a type. The arguments and errors are those of `read_as` and `typed`."""
     return read_as(path, lambda text: typed(parse_json(text), kind), what, remedy)
 
 

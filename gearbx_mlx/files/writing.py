@@ -42,7 +42,7 @@ def lock(handle: int) -> bool | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[bool | None]:
-    """A file or a directory that is locked while the block runs, if that is possible; the value is that of `lock`.
+    """Lock a file or a directory while the block runs, if that is possible; the value is that of `lock`.
 
     Raises:
         OSError: it cannot be opened.
@@ -77,7 +77,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
+    """Yield a path to write to: it is renamed to `path` when the block ends, and removed if the block raises.
 
     A symbolic link stays and its target is replaced; to a device or a pipe the block writes directly. What processes
     left that were killed while they wrote the same file is removed.
@@ -190,12 +190,13 @@ def remove(path: Path) -> None:
 
 
 def is_about(error: OSError, *paths: Path | None) -> bool:
-    """Whether an error is one of writing to these files: it names one of them, or none, as a failed write does."""
+    """Return whether an error is one of writing to these files: it names one of them, or none, as a failed
+    write does."""
     return error.filename is None or error.filename in (*map(str, filter(None, paths)), *paths)
 
 
 def open_part(target: Path) -> tuple[int, Path]:
-    """A new file beside the target, and the descriptor that locks it for as long as this process writes it."""
+    """Return a new file beside the target, and the descriptor that locks it for as long as this process writes it."""
     while True:
         handle, name = tempfile.mkstemp(prefix=f".{name_of(target)}.", suffix=PART, dir=target.parent)
         lock(handle)
@@ -225,7 +226,7 @@ def remove_parts(directory: Path, names: str = ".*") -> list[Path]:
 
 
 def name_of(target: Path) -> str:
-    """How the part of an output is named: short enough for every file system."""
+    """Return how the part of an output is named: short enough for every file system."""
     return target.name[:100]
 
 

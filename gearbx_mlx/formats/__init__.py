@@ -37,7 +37,8 @@ OF_MLX = ("planes", "exact", "affine", CODES)  # whose lowest gear is what mlx-l
 
 
 def get_format(name: "str | Format") -> "Format":
-    """The format with this name; a format itself is returned as it is. Raises GearbxError for an unknown name."""
+    """Return the format with this name; a format itself is returned as it is. Raises GearbxError for an
+    unknown name."""
     return _load_format(name) if isinstance(name, str) else name
 
 
@@ -59,7 +60,7 @@ def with_cache(name: str) -> "Format":
 
 
 def has_codebooks(name: str | None) -> bool:
-    """Whether a format with this name, which may have choices, stores codebooks."""
+    """Return whether a format with this name, which may have choices, stores codebooks."""
     return name is not None and split_name(name)[0] in CODEBOOKS
 
 
@@ -92,7 +93,7 @@ class CodebookOptions:
             check_option(item.name, getattr(self, item.name))
 
     def __str__(self) -> str:
-        """What differs from the defaults: "group=64,sigma=2.5"."""
+        """Return what differs from the defaults: "group=64,sigma=2.5"."""
         chosen = {
             item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) != item.default
         }
@@ -105,7 +106,7 @@ class CodebookOptions:
 
     @classmethod
     def parse(cls, text: str) -> "CodebookOptions":
-        """The inverse of `str`. Raises GearbxError for other text."""
+        """Return the inverse of `str`. Raises GearbxError for other text."""
         kinds = {item.name: item.type for item in fields(cls)}
         found: dict[str, float] = {}
         for part in filter(None, text.split(",")):
@@ -129,11 +130,11 @@ def check_option(name: str, value: float) -> None:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The name of a format without its choices, and their text, which may be empty."""
+    """Return the name of a format without its choices, and their text, which may be empty."""
     base, _, text = name.partition(":")
     return base, text
 
 
 def name_with(base: str, options: CodebookOptions) -> str:
-    """The name of a format with its choices."""
+    """Return the name of a format with its choices."""
     return f"{base}:{options}" if str(options) else base

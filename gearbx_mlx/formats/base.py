@@ -75,11 +75,11 @@ class Format:
         """Raise GearbxError if the format does not support this number of bits."""
 
     def fits(self, width: int, group_size: int) -> str | None:
-        """The reason why a matrix with `width` inputs cannot be stored, or None if it can."""
+        """Return the reason why a matrix with `width` inputs cannot be stored, or None if it can."""
         return whole_groups(width, group_size)
 
     def span(self, group_size: int) -> int | None:
-        """How many inputs of a row are stored together, so that a row can be divided between them; None: all."""
+        """Return how many inputs of a row are stored together, so that a row can be divided between them; None: all."""
         return None
 
     def widths(self, bits: int, ladder: Bits) -> Bits:
@@ -94,7 +94,7 @@ class Format:
         raise NotImplementedError
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
-        """The gear with `bits` over stored arrays.
+        """Return the gear with `bits` over stored arrays.
 
         Args:
             dense: gives the shape, the kernels and the bias; its weight is not read.
@@ -104,18 +104,19 @@ class Format:
         raise NotImplementedError
 
     def stored_arrays(self, shape: Shape, bits: int, ladder: Bits, group_size: int, dtype: mx.Dtype) -> StoredArrays:
-        """The arrays that `module` takes, by name."""
+        """Return the arrays that `module` takes, by name."""
         raise NotImplementedError
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """The bytes that one product with a weight of this shape reads.
+        """Return the bytes that one product with a weight of this shape reads.
 
         A scale or bias takes `scale_size` bytes, as in the checkpoint, except in formats that fix its type.
         """
         raise NotImplementedError
 
     def nearest(self, weight: mx.array, ladder: Bits, group_size: int) -> Planes | None:
-        """The lowest gear's plane of a matrix (O, I), with floating scales; None where other gears begin with it."""
+        """Return the lowest gear's plane of a matrix (O, I), with floating scales; None where other gears begin with
+        it."""
         raise NotImplementedError
 
     def over_base(self, dense: nn.Module, base: Planes, ladder: Bits, dtype: mx.Dtype) -> Gears:
@@ -124,7 +125,7 @@ class Format:
 
 
 def stored_bits(format: Format, widths: Sequence[int]) -> tuple[int, ...]:
-    """The bits of a layer that the format stores; otherwise 16 are the weights themselves."""
+    """Return the bits of a layer that the format stores; otherwise 16 are the weights themselves."""
     return tuple(widths) if tuple(widths) in format.ladders else tuple(bits for bits in widths if bits != DENSE)
 
 
@@ -148,7 +149,8 @@ INFINITY = {mx.bfloat16: (mx.uint16, 0x7F80), mx.float16: (mx.uint16, 0x7C00), m
 
 
 def is_finite(array: mx.array) -> bool:
-    """Whether no number is infinite or NaN. Of bits a CPU finds the largest in a third of the time of `isfinite`."""
+    """Return whether no number is infinite or NaN. Of bits a CPU finds the largest in a third of the time of
+    `isfinite`."""
     if array.dtype not in INFINITY:
         return not mx.issubdtype(array.dtype, mx.floating) or bool(mx.isfinite(array).all().item())
     bits, infinity = INFINITY[array.dtype]
@@ -171,7 +173,7 @@ def check_quantized(path: str, weight: mx.array, arrays: Iterable[mx.array]) -> 
 
 
 def whole_groups(width: int, group_size: int) -> str | None:
-    """Why rows of `width` inputs do not consist of whole groups; None if they do."""
+    """Say why rows of `width` inputs do not consist of whole groups; None if they do."""
     return f"input width {width} is not a multiple of the group size {group_size}" if width % group_size else None
 
 
@@ -182,7 +184,8 @@ def row_blocks(rows: int, width: int) -> list[slice]:
 
 
 def dense_weight(linear: nn.Module) -> mx.array:
-    """The weight (..., O, I) that a linear layer of any format stands for, in the type of its scales or its own."""
+    """Return the weight (..., O, I) that a linear layer of any format stands for, in the type of its scales or
+    its own."""
     if hasattr(linear, "dense_weight"):
         return linear.dense_weight()
     if "scales" not in linear:
@@ -218,11 +221,11 @@ class Reconstructed(nn.Module):
         self.freeze(recurse=False)
 
     def packed(self) -> dict[str, mx.array]:
-        """The packed weight: the arrays by name."""
+        """Return the packed weight: the arrays by name."""
         return {name: self[name] for name in self["_names"]}  # as an attribute it is looked up slowly
 
     def dense_weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """The whole weight (..., O, I), from the cache if it is there in this type."""
+        """Return the whole weight (..., O, I), from the cache if it is there in this type."""
         if self._kept is not None and self._kept.dtype == dtype:
             return self._kept
         weight = self.format.reconstruct(self.packed(), self.bits, self.input_dims, dtype)
@@ -313,7 +316,7 @@ class ReconstructedFormat(Format):
         self.cache = cache
 
     def reconstruct(self, arrays: Arrays, bits: int, width: int, dtype: mx.Dtype) -> mx.array:
-        """The dense weight (..., O, width) for packed rows, of type `dtype`."""
+        """Return the dense weight (..., O, width) for packed rows, of type `dtype`."""
         raise NotImplementedError
 
     def module(self, dense: nn.Module, bits: int, arrays: Arrays, ladder: Bits, group_size: int) -> nn.Module:
@@ -323,7 +326,7 @@ class ReconstructedFormat(Format):
 
 
 def kind_for(dense: nn.Module, linear: K, experts: K, heads: K) -> K:
-    """The class for a layer: `linear` for a Linear, `experts` for a SwitchLinear, `heads` for a MultiLinear."""
+    """Return the class for a layer: `linear` for a Linear, `experts` for a SwitchLinear, `heads` for a MultiLinear."""
     if isinstance(dense, MultiLinear):
         return heads
     return linear if dense.weight.ndim == 2 else experts

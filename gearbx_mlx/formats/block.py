@@ -84,7 +84,8 @@ class Programs:
     def find(
         self, module: nn.Module, kernels: ModuleType, make: Callable[[nn.Module, ModuleType], Any] | None = None
     ) -> Any:
-        """The program for the modules, settings and arrays that the module has now; `make` makes it, of a block."""
+        """Return the program for the modules, settings and arrays that the module has now; `make` makes it, of
+        a block."""
         for i, (watched, program) in enumerate(self._made):
             if kernels.is_same(watched, module):
                 self._made.insert(0, self._made.pop(i))
@@ -138,7 +139,7 @@ ADDED: dict[Code, type] = {  # code of a class to what makes it native
 
 @functools.cache
 def coded_class(kind: Any) -> type[nn.Module] | None:
-    """A native subclass of mlx-lm's class `kind`, which is known by its code; None for classes of other code."""
+    """Return a native subclass of mlx-lm's class `kind`, which is known by its code; None for classes of other code."""
     added = ADDED.get(code_of(kind))
     return None if added is None else standing_for(kind, {}, added)
 
@@ -158,7 +159,8 @@ def single_operations() -> Iterator[None]:
 
 
 def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None:
-    """The result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it did."""
+    """Return the result of a block (B, L, D) float32, with its keys and values in the cache; None if it must run as it
+    did."""
     if _single_operations:
         return None
     causal = isinstance(mask, str) and mask == "causal"
@@ -185,7 +187,8 @@ def run(layer: nn.Module, x: mx.array, mask: Any, cache: Any) -> mx.array | None
 
 
 def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -> mx.array | None:
-    """The normed result of all blocks (B, L, D) float32, with keys and values in the caches; None if there is none.
+    """Return the normed result of all blocks (B, L, D) float32, with keys and values in the caches; None if there is
+    none.
 
     `runs_in_turn` has to hold.
     """
@@ -207,7 +210,7 @@ def run_layers(model: nn.Module, x: mx.array, cache: Any, kernels: ModuleType) -
 
 
 def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
-    """Whether a model runs its blocks one after the other over tokens (B, L), each with entries that have room.
+    """Return whether a model runs its blocks one after the other over tokens (B, L), each with entries that have room.
 
     Of more tokens than a few the keys and values are wanted now and then, and nothing else.
     """
@@ -224,7 +227,7 @@ def runs_in_turn(model: nn.Module, cache: Any, tokens: mx.array) -> bool:
 
 
 def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
-    """All blocks of a model and its last norm as one native program; None if some part has none."""
+    """Return all blocks of a model and its last norm as one native program; None if some part has none."""
     found = [programs_of(layer).find(layer, kernels) if is_block(layer) else None for layer in model.layers]
     blocks = [program.block for program in found if program is not None]
     norm = norm_of(model.norm, kernels)
@@ -237,7 +240,7 @@ def chain_of(model: nn.Module, kernels: ModuleType) -> Any:
 
 
 def is_block(layer: nn.Module) -> bool:
-    """Whether a layer runs as a native block, as it is: nothing is derived from its class."""
+    """Return whether a layer runs as a native block, as it is: nothing is derived from its class."""
     return isinstance(layer, NativeBlock) and ORIGIN in vars(type(layer))
 
 
@@ -257,14 +260,14 @@ class PassParts(NamedTuple):
     second: Any
 
     def rows(self, tokens: Sequence[int]) -> tuple[mx.array, Sequence[int]]:
-        """An array, and which of its rows are those of the tokens."""
+        """Return an array, and which of its rows are those of the tokens."""
         if self.table is not None:
             return self.table, tokens
         return self.embedding(mx.array([*tokens])), range(len(tokens))
 
 
 def pass_parts(model: nn.Module, second: nn.Module | None = None) -> PassParts | None:
-    """The parts of passes in the gear that is engaged; None if something in it is not native.
+    """Return the parts of passes in the gear that is engaged; None if something in it is not native.
 
     Args:
         second: the head of a better gear, a linear layer or a tied embedding.
@@ -315,7 +318,7 @@ class KeptParts:
 
 
 def part_of_head(head: nn.Module, kernels: ModuleType) -> Any:
-    """An output head, a linear layer or a tied embedding, as a part; None if it is not native."""
+    """Return an output head, a linear layer or a tied embedding, as a part; None if it is not native."""
     linear = head.get("projection", head)
     try:
         if not isinstance(linear, nn.Embedding):
@@ -360,7 +363,7 @@ class NativeDraft:
     room: int
 
     def best(self, token: int, place: int) -> tuple[int, float, float]:
-        """The best token after this one, the entropy of all in bits, and by how much its logit is the largest.
+        """Return the best token after this one, the entropy of all in bits, and by how much its logit is the largest.
 
         place: of the token in the draft, from 0.
         """
@@ -383,14 +386,14 @@ class NativeDraft:
         return following
 
     def logits(self, token: int, place: int) -> mx.array:
-        """Those after a token, (1, V)."""
+        """Return those after a token, (1, V)."""
         table, (row,) = self.parts.rows([token])
         logits: mx.array = self.parts.kernels.draft_logits(self.passes, table, row, self.entries + place)
         return logits
 
 
 def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
-    """A draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
+    """Return a draft after what is in the cache; None for other caches, or if memory of the gear was given up."""
     passes = begun(parts, cache, ONE_TOKEN)
     if passes is None:
         return None
@@ -399,7 +402,7 @@ def begin_draft(parts: PassParts, cache: Any) -> NativeDraft | None:
 
 
 def is_plain_table(embedding: nn.Module) -> bool:
-    """Whether an embedding looks up rows of a dense weight, and widens them."""
+    """Return whether an embedding looks up rows of a dense weight, and widens them."""
     weight = embedding.get("weight") if isinstance(embedding, nn.Embedding) else None
     if weight is None:
         return False
@@ -429,14 +432,14 @@ def in_halves(
 
 
 def given(layer: nn.Module, y: mx.array | None) -> mx.array | None:
-    """The result; if there is none, since memory of the program was given up, programs are made again."""
+    """Return the result; if there is none, since memory of the program was given up, programs are made again."""
     if y is None:
         programs_of(layer).forget()
     return y
 
 
 def programs_of(module: nn.Module) -> Programs:
-    """The programs of a layer, or of all layers of a model."""
+    """Return the programs of a layer, or of all layers of a model."""
     found: Programs | None = vars(module).get(PROGRAMS)
     if found is None:
         found = vars(module)[PROGRAMS] = Programs()
@@ -458,7 +461,7 @@ class Program(NamedTuple):
 
 
 def program_of(layer: nn.Module, kernels: ModuleType) -> Program | None:
-    """The native program of a block over the modules that it has; None if there is none for these."""
+    """Return the native program of a block over the modules that it has; None if there is none for these."""
     try:
         block = known_program(layer, kernels)
         return None if block is None else Program(block, kernels.chain([block]))
@@ -508,12 +511,13 @@ def known_program(layer: nn.Module, kernels: ModuleType) -> Any:
 
 
 def stock_code(module: Any) -> Code:
-    """The code of mlx-lm's class for a module, which may be of the native class for this code."""
+    """Return the code of mlx-lm's class for a module, which may be of the native class for this code."""
     return code_of(vars(type(module)).get(ORIGIN, type(module)))
 
 
 def part_of(module: nn.Module, kernels: ModuleType) -> Any:
-    """A linear layer as a part of a block; None if its class does not say how (a class derived from it need not).
+    """Return a linear layer as a part of a block; None if its class does not say how (a class derived from it need
+    not).
 
     Nor where another kernel than ours was chosen for it.
     """
@@ -524,7 +528,7 @@ def part_of(module: nn.Module, kernels: ModuleType) -> Any:
 
 
 def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
-    """A norm as a part of a block; None if it is another."""
+    """Return a norm as a part of a block; None if it is another."""
     shifted = isinstance(module, NativeShiftedNorm) and ORIGIN in vars(type(module))
     if not shifted and type(module) is not NativeRMSNorm:
         return None
@@ -532,7 +536,7 @@ def norm_of(module: nn.Module, kernels: ModuleType) -> Any:
 
 
 def rotation_of(rope: nn.Module) -> dict[str, Any] | None:
-    """The rotation of queries and keys; None if it is another."""
+    """Return the rotation of queries and keys; None if it is another."""
     if type(rope) is NativeRoPE:
         frequencies, scale = inverse_frequencies(rope.dims, rope.base), rope.scale
     elif type(rope) is NativeLlama3RoPE:

@@ -87,7 +87,7 @@ class SortedRows:
         return cls(values, mx.concatenate([mx.zeros_like(sums[:, :1]), sums], axis=-1), counts)
 
     def below(self, bounds: mx.array) -> mx.array:
-        """How many values of each row are at most each of its bounds (R, K), by binary search."""
+        """Return how many values of each row are at most each of its bounds (R, K), by binary search."""
         size = self.values.shape[-1]
         found = mx.zeros(bounds.shape, mx.int32)
         step = 1 << (size.bit_length() - 1)
@@ -106,14 +106,15 @@ class SortedRows:
         return edges[:, 1:] - edges[:, :-1], sums[:, 1:] - sums[:, :-1]
 
     def quantiles(self, count: int) -> mx.array:
-        """The values (R, count) at quantiles (k + 1/2) / count of each row; 0 for a row where no value counts."""
+        """Return the values (R, count) at quantiles (k + 1/2) / count of each row; 0 for a row where no value
+        counts."""
         middle = (2 * mx.arange(count) + 1) * self.counts // (2 * count)
         found = mx.take_along_axis(self.values, middle, axis=-1)
         return mx.where(self.counts > 0, found, 0)
 
 
 def boundaries(codebook: mx.array) -> mx.array:
-    """The values (R, K - 1) half way between neighbouring entries of codebooks (R, K), which are ascending."""
+    """Return the values (R, K - 1) half way between neighbouring entries of codebooks (R, K), which are ascending."""
     return (codebook[:, 1:] + codebook[:, :-1]) / 2
 
 
@@ -133,7 +134,8 @@ def lloyd(rows: SortedRows, bits: int, rounds: int = ROUNDS) -> mx.array:
 
 
 def nearest(rows: mx.array, codebook: mx.array) -> mx.array:
-    """The codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the lower one."""
+    """Return the codes (R, I) uint8 of the entries in codebooks (R, K) nearest to values (R, I); of two, the
+    lower one."""
     bounds = boundaries(codebook)
     codes = mx.zeros(rows.shape, mx.uint8)
     for k in range(bounds.shape[-1]):
@@ -154,7 +156,7 @@ class Outliers:
     offsets: mx.array
 
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays by the names that a module gives them."""
+        """Return the arrays by the names that a module gives them."""
         return {"outliers": self.values, "outlier_columns": self.columns, "outlier_offsets": self.offsets}
 
     @staticmethod
@@ -170,7 +172,7 @@ class Outliers:
 
     @classmethod
     def of(cls, arrays) -> "Outliers":
-        """The outliers among a module's arrays; the inverse of `arrays`."""
+        """Return the outliers among a module's arrays; the inverse of `arrays`."""
         return cls(arrays["outliers"], arrays["outlier_columns"], arrays["outlier_offsets"])
 
     def check(self, width: int) -> None:
@@ -187,7 +189,7 @@ class Outliers:
         return int(np.array(self.offsets[..., -1]).sum())
 
     def put_into(self, weight: mx.array) -> mx.array:
-        """The matrix (..., O, I) with each outlier in its place, rounded to the matrix's type."""
+        """Return the matrix (..., O, I) with each outlier in its place, rounded to the matrix's type."""
         rows, width = weight.shape[-2:]
         flat = weight.reshape(-1, width)
         offsets = self.offsets.reshape(-1, rows + 1).astype(mx.int32)
@@ -239,7 +241,7 @@ def find_all(weight: mx.array, options: CodebookOptions = DEFAULTS) -> np.ndarra
 
 
 def take_out(weight: mx.array, mask: np.ndarray) -> Outliers:
-    """The outliers of a weight (..., O, I), at the places where `mask` is true."""
+    """Return the outliers of a weight (..., O, I), at the places where `mask` is true."""
     rows, width = weight.shape[-2:]
     matrices, masks = weight.reshape(-1, rows, width), mask.reshape(-1, rows, width)
     lists = [np.flatnonzero(m) for m in masks]
@@ -260,7 +262,7 @@ ALIGNMENT = 4  # bytes: words of 5-bit codes come in pairs
 
 
 def row_bytes(width: int, bits: int) -> int:
-    """Bytes of one packed row of `width` codes, padding included."""
+    """Return bytes of one packed row of `width` codes, padding included."""
     count, word = LAYOUT[bits]
     return math.ceil(math.ceil(width / count) * word.size / ALIGNMENT) * ALIGNMENT
 
@@ -279,7 +281,7 @@ def pack_codebook_codes(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack_codebook_codes(words: mx.array, bits: int, width: int) -> mx.array:
-    """The inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
+    """Return the inverse of `pack_codebook_codes`: words to (..., width) uint8 codes."""
     count = LAYOUT[bits][0]
     codes = mx.stack([((words >> (i * bits)) & (2**bits - 1)).astype(mx.uint8) for i in range(count)], axis=-1)
     return codes.reshape(*words.shape[:-1], -1)[..., :width]
@@ -337,7 +339,7 @@ def encode(
 
 
 def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
-    """The weights (..., O, width) float32, with a codebook entry in the place of each outlier.
+    """Return the weights (..., O, width) float32, with a codebook entry in the place of each outlier.
 
     Args:
         arrays: as `encode` makes them, here or in codebook_library.py.
@@ -355,12 +357,12 @@ def look_up(arrays: Arrays, bits: int, width: int) -> mx.array:
 
 
 def decode(arrays: Arrays, bits: int, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), outliers included, rounded once, to `dtype`; `arrays` as for `look_up`."""
+    """Return the weights (..., O, width), outliers included, rounded once, to `dtype`; `arrays` as for `look_up`."""
     return Outliers.of(arrays).put_into(look_up(arrays, bits, width)).astype(dtype)
 
 
 def nbytes(arrays: Arrays) -> int:
-    """The bytes that a product with the matrix, or with all experts, reads.
+    """Return the bytes that a product with the matrix, or with all experts, reads.
 
     Padding of the experts' lists of outliers is not read.
     """
@@ -371,7 +373,7 @@ def nbytes(arrays: Arrays) -> int:
 
 
 def codebook_kind(module: Reconstructed) -> Kind:
-    """Of products with a layer over codebooks."""
+    """Return the kind of products with a layer over codebooks."""
     form = "codebook library" if "library" in module else "codebook"
     return Kind(f"{form} {module.bits}", module.weight_shape, stock=False, most_bits=0)
 
@@ -423,13 +425,13 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
 
     @abc.abstractmethod
     def stored_bytes(self, shape: Sequence[int], bits: int, outlier_share: float | None = None) -> int:
-        """The bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers.
+        """Return the bytes that a weight (..., O, I) takes, if `outlier_share` of its weights are outliers.
 
         None: as many as a Gaussian has.
         """
 
     def outlier_bytes(self, shape: Shape, share: float | None) -> int:
-        """The bytes of a weight's outliers; arguments are those of `stored_bytes`."""
+        """Return the bytes of a weight's outliers; arguments are those of `stored_bytes`."""
         share = self.options.gaussian_share if share is None else share
         each = OFFSET_SIZE * (shape[-2] + 1) + OUTLIER_SIZE * round(share * shape[-2] * shape[-1])
         return math.prod(shape[:-2]) * each
@@ -461,7 +463,7 @@ class CodebookFormat(ReconstructedFormat, abc.ABC):
         return made
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """An estimate, with the outliers of a Gaussian; `bytes_read` of a module counts its own outliers."""
+        """Return an estimate, with the outliers of a Gaussian; `bytes_read` of a module counts its own outliers."""
         return self.stored_bytes(shape, bits)
 
 

@@ -85,7 +85,7 @@ def learn(matrix: mx.array, outlying: mx.array, bits: int, options: CodebookOpti
 
 
 def choose_entries(z: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """The number (G,) of the codebook in a library (L, K) with the least error for each group.
+    """Return the number (G,) of the codebook in a library (L, K) with the least error for each group.
 
     The squared error of a codebook is a sum over the bins of a group's histogram: the weights in the bin, times the
     squared distance from the bin to the nearest entry. For all groups that is one matrix product.
@@ -128,7 +128,8 @@ def fit(groups: mx.array, outlying: mx.array, library: mx.array) -> tuple[mx.arr
 
 
 def refine(groups: mx.array, outlying: mx.array, library: mx.array) -> mx.array:
-    """A round of Lloyd's iteration over groups (G, 128): each entry moves to the mean of the weights with its code.
+    """Return a round of Lloyd's iteration over groups (G, 128): each entry moves to the mean of the weights with its
+    code.
 
     A weight counts with the square of its group's scale, as its error does. The sums are matrix products, because they
     add in the same order in every run; scattered additions on a GPU do not.

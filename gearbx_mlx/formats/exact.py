@@ -43,7 +43,7 @@ NEAR_ZERO = 0.123  # share of Gaussian weights that have a byte beside the other
 
 
 def encode(weight: mx.array, group_size: int, base: Planes | None = None) -> ExactMatrix:
-    """A matrix (..., O, I) of bfloat16 in format `exact`.
+    """Return a matrix (..., O, I) of bfloat16 in format `exact`.
 
     Args:
         weight: any bit patterns. I is a multiple of group_size.
@@ -89,20 +89,20 @@ def quantize(weight: mx.array, group_size: int) -> Planes:
 
 
 def pick_groups(better: mx.array, own: mx.array, other: mx.array) -> mx.array:
-    """An array (O, ...) where its groups are the better ones, and another one elsewhere. better: (O, G)."""
+    """Return an array (O, ...) where its groups are the better ones, and another one elsewhere. better: (O, G)."""
     groups, others = (array.reshape(*better.shape, -1) for array in (own, other))
     return mx.where(better[..., None], groups, others).reshape(own.shape)
 
 
 def mixed(kept: mx.array, planes: Planes, others: Planes) -> Planes:
-    """A plane whose groups are those of another one where they are not kept. kept: (O, G)."""
+    """Return a plane whose groups are those of another one where they are not kept. kept: (O, G)."""
     arrays = ((each.weights[0], each.scales, each.biases[0]) for each in (planes, others))
     words, scales, bias = (pick_groups(kept, own, other) for own, other in zip(*arrays))
     return planes._replace(weights=[words], scales=scales, biases=[bias])
 
 
 def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whether a weight comes back from the value of its code, and whether that takes a further byte.
+    """Return whether a weight comes back from the value of its code, and whether that takes a further byte.
 
     All are float32; the weights are bfloat16 numbers.
     """
@@ -112,7 +112,7 @@ def in_window(weight: np.ndarray, value: np.ndarray, scale: np.ndarray) -> tuple
 
 
 def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-    """What is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
+    """Return what is stored beside the codes: as the native `exact_encode`, with MLX's own operations.
 
     Args:
         values: (O, I), the bits of the weights. plane: as `quantize` makes it.
@@ -136,12 +136,12 @@ def beside(values: mx.array, plane: Planes) -> tuple[mx.array, mx.array, mx.arra
 
 
 def finite(halves: mx.array) -> mx.array:
-    """Which of the bfloat16 numbers with these bits are finite."""
+    """Return which of the bfloat16 numbers with these bits are finite."""
     return (halves & 0x7F80) != 0x7F80
 
 
 def join(parts: Sequence[ExactMatrix], rows: tuple[int, ...]) -> ExactMatrix:
-    """The matrix (*rows, I) from those of its blocks of rows."""
+    """Return the matrix (*rows, I) from those of its blocks of rows."""
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         made = arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays))
@@ -199,7 +199,7 @@ class ExactModule(nn.Module):
         return sum(array.nbytes for array in self.matrix.arrays)
 
     def dense_weight(self) -> mx.array:
-        """The weight (..., O, I), bfloat16."""
+        """Return the weight (..., O, I), bfloat16."""
         return decoded_by_tiles(self.matrix)
 
     def rows(self, chosen: mx.array) -> mx.array:
@@ -331,7 +331,7 @@ class Exact(Format):
         }
 
     def bytes_read(self, shape: Shape, bits: int, ladder: Bits, group_size: int, scale_size: int) -> int:
-        """An estimate at 16 bits, for Gaussian weights; a module knows its own."""
+        """Return an estimate at 16 bits, for Gaussian weights; a module knows its own."""
         if bits != DENSE:
             return PLANES.bytes_read(shape, bits, ladder[:-1], group_size, scale_size)
         weights = math.prod(shape)
@@ -356,7 +356,8 @@ def check_offsets(offsets: mx.array, stored: int) -> None:
 
 
 def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
-    """The module of the gear of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias."""
+    """Return the module of the gear of 16 bits in the place of a Linear, SwitchLinear or MultiLinear; it shares the
+    bias."""
     native = isinstance(dense, Native)
     if isinstance(dense, MultiLinear):
         return (NativeExactMultiLinear if isinstance(dense, NativeMultiLinear) else ExactMultiLinear)(matrix, dense)
@@ -366,6 +367,6 @@ def exact_module(dense: nn.Module, matrix: ExactMatrix) -> nn.Module:
 
 
 def too_large(module: nn.Module) -> str | None:
-    """Why an exact module is not worth it, if it takes more bytes than the weight itself."""
+    """Say why an exact module is not worth it, if it takes more bytes than the weight itself."""
     bits = 8 * module.bytes_read / math.prod(module.weight_shape)
     return f"would take {bits:.1f} bits a weight in format exact, and takes 16" if bits > DENSE else None

@@ -132,7 +132,7 @@ def attention(
 
 
 def left_padding(cache: object) -> mx.array | None:
-    """How many first entries of a batch's cache are padding, (B,) int32; None for other caches."""
+    """Return how many first entries of a batch's cache are padding, (B,) int32; None for other caches."""
     return cache.left_padding if isinstance(cache, BatchKVCache) else None
 
 
@@ -155,7 +155,7 @@ FUNCTIONS = {
 
 @functools.cache
 def native_class(kind: Any, operations: tuple[str, ...] = OPERATIONS) -> type[nn.Module] | None:
-    """A subclass of mlx-lm's class `kind` whose `__call__` calls our FUNCTIONS; None if it calls none of them.
+    """Return a subclass of mlx-lm's class `kind` whose `__call__` calls our FUNCTIONS; None if it calls none of them.
 
     Args:
         operations: those for which ours are called.

@@ -36,7 +36,7 @@ def quantize(weight: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes: mx.array, scales: mx.array, width: int, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, width), computed in float32 and rounded once, to `dtype`."""
+    """Return the weights (..., O, width), computed in float32 and rounded once, to `dtype`."""
     groups = codes.reshape(*scales.shape, GROUP).astype(mx.float32) * scales[..., None].astype(mx.float32)
     return groups.reshape(*scales.shape[:-1], -1)[..., :width].astype(dtype)
 

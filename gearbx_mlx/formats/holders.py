@@ -80,7 +80,7 @@ GEARED: dict[type[nn.Module], type[nn.Module]] = {  # mlx-lm's adapters, and the
 
 
 def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.array]) -> mx.array:
-    """The norm of each row of a layer's weight plus what the adapter adds to it, (O,).
+    """Return the norm of each row of a layer's weight plus what the adapter adds to it, (O,).
 
     They stay with the layer for as long as the adapter has these arrays: a gear's layer is another module.
 
@@ -99,13 +99,13 @@ def row_norms(adapter: nn.Module, linear: nn.Module, delta: Callable[[], mx.arra
 
 
 def inner_name(module: nn.Module) -> str | None:
-    """The name of the layer inside an adapter; None for other modules."""
+    """Return the name of the layer inside an adapter; None for other modules."""
     adapts = isinstance(module, tuple(GEARED))
     return next((name for name in ("linear", "embedding") if name in module), None) if adapts else None
 
 
 def over_gears(module: nn.Module) -> nn.Module:
-    """The form of an adapter that works over any gear; other modules as they are."""
+    """Return the form of an adapter that works over any gear; other modules as they are."""
     kind: Any = GEARED.get(type(module))
     if kind is None:
         return module
@@ -116,7 +116,7 @@ def over_gears(module: nn.Module) -> nn.Module:
 
 
 def held_name(module: nn.Module) -> str | None:
-    """The name of the layer inside a holder, which is an adapter or a rank's part; None for other modules."""
+    """Return the name of the layer inside a holder, which is an adapter or a rank's part; None for other modules."""
     return "linear" if isinstance(module, RankPart) else inner_name(module)
 
 
@@ -169,6 +169,6 @@ class PlacedLinear(RankPart):
 
 
 def gathered(x: mx.array, group: mx.distributed.Group) -> mx.array:
-    """The ranks' x (..., K) side by side in the order of the ranks, (..., N K)."""
+    """Return the ranks' x (..., K) side by side in the order of the ranks, (..., N K)."""
     every = mx.distributed.all_gather(x[None], group=group)
     return mx.moveaxis(every, 0, -2).reshape(*x.shape[:-1], -1)

@@ -46,12 +46,12 @@ TOGETHER = 64  # positions that are packed at once beside entries; native attent
 
 
 def group_for(dims: int) -> int | None:
-    """The group size for heads of so many numbers; None if none divides them."""
+    """Return the group size for heads of so many numbers; None if none divides them."""
     return next((size for size in GROUPS if dims % size == 0), None)
 
 
 def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[list[mx.array], mx.array, mx.array]:
-    """The planes, scales and offsets of vectors (..., D); the layout stands above.
+    """Return the planes, scales and offsets of vectors (..., D); the layout stands above.
 
     Args:
         vectors: floating.
@@ -78,7 +78,7 @@ def pack(vectors: mx.array, widths: Sequence[int], group_size: int) -> tuple[lis
 def unpack(
     planes: Sequence[mx.array], scales: mx.array, offsets: mx.array, widths: Sequence[int], bits: int
 ) -> mx.array:
-    """The vectors (..., D), of the scales' type, that the gear with `bits` reads: the first few planes."""
+    """Return the vectors (..., D), of the scales' type, that the gear with `bits` reads: the first few planes."""
     codes = mx.zeros((*planes[0].shape[:-1], planes[0].shape[-1] * WORD // widths[0]), mx.uint32)
     read: list[int] = []
     for plane, width in zip(planes, widths):
@@ -177,14 +177,14 @@ class Nested(NestedEntries):
         return mx.concatenate([made, entries[..., self.packed :, :]], axis=2)
 
     def nbytes(self) -> int:
-        """Bytes of keys and values that a pass reads."""
+        """Return bytes of keys and values that a pass reads."""
         rest = max(self.entries[0].shape[2] - self.packed, 0)
         packed = sum(position_bytes(array) for arrays in self.planes for array in arrays)
         return self.packed * packed + rest * sum(map(position_bytes, self.entries))
 
 
 def position_bytes(array: mx.array) -> int:
-    """Bytes of one position of an array (B, H, positions, ...)."""
+    """Return bytes of one position of an array (B, H, positions, ...)."""
     return array.nbytes // array.shape[2]
 
 
@@ -228,7 +228,7 @@ class NestedKVCache(KVCache):
 
     @classmethod
     def merge(cls, caches: Sequence[KVCache]) -> BatchKVCache:
-        """What the top gears of several texts' caches read, in a cache of a batch, which has no gears."""
+        """Return what the top gears of several texts' caches read, in a cache of a batch, which has no gears."""
         return BatchKVCache.merge([part.plain() if isinstance(part, cls) else part for part in caches])
 
     @property
@@ -238,12 +238,12 @@ class NestedKVCache(KVCache):
 
     @property
     def has_entries(self) -> bool:
-        """Whether a pass appends to the entries, whatever it reads."""
+        """True if a pass appends to the entries, whatever it reads."""
         return self.keys is not None and (self.gears.exact or self.gears.in_prompt)
 
     @property
     def reads_entries(self) -> bool:
-        """Whether a pass reads the entries, in the gear that is engaged, and leaves them entries."""
+        """True if a pass reads the entries, in the gear that is engaged, and leaves them entries."""
         reads = self.gears.in_prompt or (self.gears.exact and self.gears.engaged() == EXACT)
         return self.keys is not None and reads
 
@@ -264,7 +264,7 @@ class NestedKVCache(KVCache):
         return read
 
     def read(self, new: int) -> Nested | None:
-        """What a pass over `new` tokens, which are in the cache already, reads; None: the entries."""
+        """Return what a pass over `new` tokens, which are in the cache already, reads; None: the entries."""
         if self.reads_entries:
             return None
         if self.keys is not None:
@@ -373,7 +373,7 @@ def put(arrays: list[mx.array], new: list[mx.array], first: int, step: int) -> l
 
 
 def takes_cache(cache: Any) -> bool:
-    """Whether a block knows how a cache takes keys and values; those that it has must be float32."""
+    """Return whether a block knows how a cache takes keys and values; those that it has must be float32."""
     if cache is None:
         return True
     known = type(cache) in (KVCache, RotatingKVCache, BatchKVCache, NestedKVCache)
@@ -381,12 +381,12 @@ def takes_cache(cache: Any) -> bool:
 
 
 def takes_in_place(cache: Any) -> bool:
-    """Whether a pass over a few tokens appends to the entries of a cache, in arrays that grow at times."""
+    """Return whether a pass over a few tokens appends to the entries of a cache, in arrays that grow at times."""
     return type(cache) in (KVCache, BatchKVCache) or (type(cache) is NestedKVCache and cache.has_entries)
 
 
 def read_before(cache: Any) -> Nested | None:
-    """What a pass reads of tokens that are in a cache already; None: the entries as they are."""
+    """Return what a pass reads of tokens that are in a cache already; None: the entries as they are."""
     return cache.read(0) if type(cache) is NestedKVCache else None
 
 
@@ -396,6 +396,6 @@ def planes_of(nested: Nested | None) -> tuple[Any, ...]:
 
 
 def has_room(cache: Any, x: mx.array) -> bool:
-    """Whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
+    """Return whether the arrays of a cache have room for the keys and values of x, which has as many sequences."""
     keys = cache.keys
     return keys is not None and entries(cache) + x.shape[1] <= keys.shape[2] and keys.shape[0] == x.shape[0]

@@ -50,15 +50,15 @@ class Native:
     chosen: ChosenKernels | None = None
 
     def kind(self) -> Kind | None:
-        """What the speed of its products depends on; None if there is nothing to choose for it."""
+        """Return what the speed of its products depends on; None if there is nothing to choose for it."""
         return None
 
     def product(self, x: mx.array) -> mx.array:
-        """The product (..., O) that `kind` is about."""
+        """Return the product (..., O) that `kind` is about."""
         return self(x)  # type: ignore[operator]
 
     def part(self, kernels: ModuleType) -> Any:
-        """The layer as a part of a native block (block.py); None if blocks cannot contain it.
+        """Return the layer as a part of a native block (block.py); None if blocks cannot contain it.
 
         It counts for the very class that defines it: a class derived from that one may compute something else.
         """
@@ -66,7 +66,7 @@ class Native:
 
 
 def native_rounding(layer: nn.Module) -> int | None:
-    """The `x_bits` of a native layer, None for another one."""
+    """Return the `x_bits` of a native layer, None for another one."""
     return layer.x_bits if isinstance(layer, Native) else None
 
 
@@ -95,7 +95,7 @@ class NativeQuantizedLinear(Native, nn.QuantizedLinear):
         return stack_product(x, affine_planes(self), self.get("bias"), self.x_bits, self.chosen)
 
     def dense_weight(self) -> mx.array:
-        """The weight (O, I) that these codes stand for, of the scales' type."""
+        """Return the weight (O, I) that these codes stand for, of the scales' type."""
         return planes_dense(affine_planes(self).by_row())
 
     def kind(self) -> Kind:
@@ -109,7 +109,8 @@ class NativeExperts(Native):
     """What packed experts (E, O, I) with native kernels share: on Metal their kernels are chosen (`Native.kind`)."""
 
     def product(self, x: mx.array) -> mx.array:
-        """The product (V, n, 1, O) of vectors x (V, I) with the first n experts: all, or as many as a kernel takes."""
+        """Return the product (V, n, 1, O) of vectors x (V, I) with the first n experts: all, or as many as a kernel
+        takes."""
         layer: Any = self
         indices = mx.arange(min(layer.num_experts, MOST_PAIRS // len(x)), dtype=mx.uint32)
         y: mx.array = layer(x[:, None, None], mx.broadcast_to(indices, (len(x), len(indices))))
@@ -117,7 +118,7 @@ class NativeExperts(Native):
 
 
 def experts_kind(kind: Kind) -> Kind | None:
-    """Of products with packed experts. On a CPU there is nothing to choose."""
+    """Return the kind of products with packed experts. On a CPU there is nothing to choose."""
     return replace(kind, form=f"experts of {kind.form}") if device() == METAL else None
 
 
@@ -139,7 +140,7 @@ class NativeQuantizedSwitchLinear(NativeExperts, QuantizedSwitchLinear):
         return experts_kind(planes_kind(affine_planes(self)))
 
     def dense_weight(self) -> mx.array:
-        """The weights (E, O, I) that these codes stand for, of the scales' type."""
+        """Return the weights (E, O, I) that these codes stand for, of the scales' type."""
         return planes_dense(affine_planes(self))
 
 
@@ -182,14 +183,14 @@ FLOATING = (mx.float32, mx.bfloat16, mx.float16)
 
 
 def dense_kind(weight: mx.array) -> Kind:
-    """The kind of products with a weight (O, I) as it is."""
+    """Return the kind of products with a weight (O, I) as it is."""
     bits = bits_beside_bfloat16() if weight.dtype == mx.bfloat16 else 0
     form = f"weights of {8 * weight.dtype.size} bits"
     return Kind(form, weight.shape, stock=True, variants=(OURS,), most_bits=bits, text=DENSE)
 
 
 def affine_planes(module: nn.Module) -> Planes:
-    """The single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
+    """Return the single plane of one of MLX's quantized modules, or of a native one, which may be in panels."""
     kind = getattr(module, "record", Planes)
     arrays = [module["weight"]], module["scales"], [module["biases"]]
     return kind(*arrays, (module.bits,), module.group_size, getattr(module, "rest", 0))
@@ -205,7 +206,7 @@ def over_plane(module: nn.Module, planes: Planes) -> nn.Module:
 
 
 def for_kernels(dense: nn.Module, planes: Planes) -> Planes:
-    """A packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
+    """Return a packed weight in the order in which the kernels of its layer read it: in panels, or row by row."""
     widths = AS_PLANES.get(tuple(planes.widths))
     if widths is not None and takes_panels(dense, widths):
         return split_for_kernels(dense, planes, widths)
@@ -213,7 +214,7 @@ def for_kernels(dense: nn.Module, planes: Planes) -> Planes:
 
 
 def split_for_kernels(dense: nn.Module, affine: Planes, widths: Sequence[int]) -> Planes:
-    """The codes of an affine weight as a stack of planes in the order of its layer's kernels."""
+    """Return the codes of an affine weight as a stack of planes in the order of its layer's kernels."""
     kernels = cpu_kernels(1) if isinstance(dense, Native) else None
     if kernels is None or tuple(widths) == tuple(affine.widths):
         return for_kernels(dense, split_affine(affine, widths))
@@ -227,7 +228,8 @@ def split_for_kernels(dense: nn.Module, affine: Planes, widths: Sequence[int]) -
 
 
 def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
-    """Whether kernels read the rows of a layer's weight (O, I) side by side, if its codes have planes of these widths.
+    """Return whether kernels read the rows of a layer's weight (O, I) side by side, if its codes have planes of these
+    widths.
 
     A CPU that rounds activations does, with codes that it multiplies without unpacking them first.
     """
@@ -237,12 +239,12 @@ def takes_panels(dense: nn.Module, widths: Sequence[int]) -> bool:
 
 
 def stored_planes(dense: nn.Module, planes: Planes) -> Planes:
-    """A stack of planes over a layer's stored arrays, in panels if they have one more axis than its weight."""
+    """Return a stack of planes over a layer's stored arrays, in panels if they have one more axis than its weight."""
     return PanelPlanes(*planes) if planes.scales.ndim > dense.weight.ndim else planes
 
 
 def planes_kind(planes: Planes) -> Kind:
-    """The kind of products with bit planes, or with a single one, which is MLX's affine weight."""
+    """Return the kind of products with bit planes, or with a single one, which is MLX's affine weight."""
     form = "affine" if len(planes.widths) == 1 else "planes"
     bits = "+".join(map(str, planes.widths))
     return Kind(f"{form} {bits}, group {planes.group_size}", planes.shape, stock=True)
@@ -254,7 +256,7 @@ def with_expert_bias(module: nn.Module, y: mx.array, indices: mx.array) -> mx.ar
 
 
 def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = OPERATIONS) -> nn.Module:
-    """The native form of a layer or fused operation, or MLX's form, over the same arrays.
+    """Return the native form of a layer or fused operation, or MLX's form, over the same arrays.
 
     Args:
         operations: beside products, those that have their native form (`kernels.operations.native_operations`).
@@ -271,7 +273,7 @@ def with_kernels(module: nn.Module, native: bool, operations: tuple[str, ...] = 
 
 
 def native_form(stock: Any, operations: tuple[str, ...]) -> Any:
-    """The native class for mlx-lm's class; that class itself if there is none, or none of these operations.
+    """Return the native class for mlx-lm's class; that class itself if there is none, or none of these operations.
 
     With versions of mlx-lm that are not tested, classes known by their code or by private names stay as they are.
     """

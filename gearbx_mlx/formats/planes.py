@@ -55,7 +55,7 @@ BLOCK = 2**23  # weights that are split at a time: the temporary memory is sever
 
 
 def plane_widths(ladder: Sequence[int]) -> tuple[int, ...]:
-    """The widths of the planes for a ladder: gears of 4, 5, 6 and 8 bits need planes of 4, 1, 1 and 2 bits."""
+    """Return the widths of the planes for a ladder: gears of 4, 5, 6 and 8 bits need planes of 4, 1, 1 and 2 bits."""
     return (ladder[0], *(high - low for low, high in itertools.pairwise(ladder)))
 
 
@@ -127,7 +127,7 @@ def _split(
 def quantize(
     weight: mx.array, step: mx.array, offset: mx.array, widths: Sequence[int]
 ) -> tuple[list[mx.array], mx.array, mx.array]:
-    """The planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; and these.
+    """Return the planes of a weight (..., O, I) in steps of its groups from an offset, (..., O, G) float32; and these.
 
     Those of a single plane are fitted to its codes once. Fitting them again hardly changes the predictions of SmolLM2.
     As the native `quantize`, with MLX's own operations.
@@ -149,7 +149,8 @@ def quantize(
 
 
 def nearest_codes(grouped: mx.array, step: mx.array, offset: mx.array, bits: int) -> mx.array:
-    """The codes (..., G, g) of weights in steps of their group (..., G) from an offset, as whole float32 numbers."""
+    """Return the codes (..., G, g) of weights in steps of their group (..., G) from an offset, as whole float32
+    numbers."""
     return mx.round(mx.clip((grouped - offset[..., None]) / step[..., None], 0, 2**bits - 1))
 
 
@@ -164,7 +165,7 @@ def least_squares(grouped: mx.array, codes: mx.array, dtype: mx.Dtype) -> tuple[
 
 
 def error_of(grouped: mx.array, codes: mx.array, step: mx.array, offset: mx.array) -> mx.array:
-    """The sums of squares (..., G) of what codes leave."""
+    """Return the sums of squares (..., G) of what codes leave."""
     return sums((grouped - (codes * step[..., None] + offset[..., None])).square())
 
 
@@ -175,7 +176,7 @@ def sums(grouped: mx.array) -> mx.array:
 
 
 def _join(parts: Sequence[Planes]) -> Planes:
-    """The planes of the whole matrix from those of its blocks of rows; planes that shared a bias still do."""
+    """Return the planes of the whole matrix from those of its blocks of rows; planes that shared a bias still do."""
 
     def whole(arrays: Sequence[mx.array]) -> mx.array:
         return mx.concatenate(list(arrays), axis=-2)
@@ -217,7 +218,7 @@ class PlanesModule(nn.Module):
         return f"shape={self.weight_shape}, widths={self.widths}, group_size={self.group_size}, bias={'bias' in self}"
 
     def dense_weight(self) -> mx.array:
-        """The weight (..., O, I) that these planes stand for, float32."""
+        """Return the weight (..., O, I) that these planes stand for, float32."""
         return self.planes.dequantize()
 
     def rows(self, x: mx.array) -> mx.array:
@@ -390,7 +391,7 @@ class SplitCodes(NestedPlanes):
     name = CODES
 
     def of_codes(self, dense: nn.Module, affine: Planes, ladder: Bits) -> Gears:
-        """All gears of a layer that is quantized to the highest bits of a ladder."""
+        """Return all gears of a layer that is quantized to the highest bits of a ladder."""
         planes = split_affine(affine, plane_widths(ladder))
         made = {bits: planes_module(dense, planes.prefix(bits)) for bits in ladder[1:]}
         return made | {ladder[0]: planes_module(dense, planes.prefix(ladder[0]).with_biases())}
@@ -416,7 +417,7 @@ class SplitCodes(NestedPlanes):
 
 
 def planes_module(dense: nn.Module, planes: Planes, joined: bool = False) -> nn.Module:
-    """The module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias.
+    """Return the module over these planes in the place of a Linear, SwitchLinear or MultiLinear; it shares the bias.
 
     Args:
         joined: all planes of affine codes, which MLX's kernels get as they were.

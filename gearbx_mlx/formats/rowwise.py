@@ -40,7 +40,7 @@ SCALE_FLOOR = {mx.float16: 1e-4, mx.bfloat16: 1e-8, mx.float32: 1e-8}
 
 
 def row_bytes(width: int, bits: int) -> int:
-    """Bytes of one packed row of `width` codes, padding included."""
+    """Return bytes of one packed row of `width` codes, padding included."""
     codes, size = UNIT[bits]
     return math.ceil(math.ceil(width / codes) * size / ALIGNMENT) * ALIGNMENT
 
@@ -73,7 +73,7 @@ def pack_symmetric_codes(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack_symmetric_codes(rows: mx.array, bits: int, width: int) -> mx.array:
-    """The inverse of `pack_symmetric_codes`: (..., bytes) to (..., width) int8 codes."""
+    """Return the inverse of `pack_symmetric_codes`: (..., bytes) to (..., width) int8 codes."""
     if bits == 8:
         return rows[..., :width]
     count, size = UNIT[bits]
@@ -102,7 +102,7 @@ def quantize(weight: mx.array, bits: int) -> tuple[mx.array, mx.array]:
 
 
 def dequantize(codes: mx.array, scales: mx.array, dtype: mx.Dtype = mx.float32) -> mx.array:
-    """The weights (..., O, I), computed in float32 and rounded once, to `dtype`."""
+    """Return the weights (..., O, I), computed in float32 and rounded once, to `dtype`."""
     return (codes.astype(mx.float32) * scales.astype(mx.float32)[..., None]).astype(dtype)
 
 

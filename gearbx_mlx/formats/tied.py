@@ -107,7 +107,7 @@ def packed_rows(table: nn.Module, x: mx.array, stored: mx.Dtype, dtype: mx.Dtype
 
 
 def quantized_table(planes: Planes, dtype: mx.Dtype) -> nn.Module:
-    """An embedding over a single plane. dtype: of its rows."""
+    """Return an embedding over a single plane. dtype: of its rows."""
     table = bare(QuantizedTable)
     table.stored, table.dtype = planes.scales.dtype, dtype
     table.num_embeddings, table.dims = planes.shape
@@ -115,7 +115,7 @@ def quantized_table(planes: Planes, dtype: mx.Dtype) -> nn.Module:
 
 
 def linear_of(module: nn.Module) -> nn.Module:
-    """The linear layer of a managed module: the module itself, or the head of an embedding."""
+    """Return the linear layer of a managed module: the module itself, or the head of an embedding."""
     if isinstance(module, TiedEmbedding):
         return module.projection
     if not isinstance(module, nn.Embedding):
@@ -127,14 +127,14 @@ def linear_of(module: nn.Module) -> nn.Module:
 
 
 def linear_with(weight: mx.array, native: bool = False) -> nn.Module:
-    """A linear layer with this weight (O, I) and no bias."""
+    """Return a linear layer with this weight (O, I) and no bias."""
     linear = bare(NativeDense if native else nn.Linear)
     linear.weight = weight
     return linear
 
 
 def in_place_of(module: nn.Module, linear: nn.Module, dtype: mx.Dtype) -> nn.Module:
-    """The replacement for `module` with `linear` as its linear layer; an embedding stays a tied embedding."""
+    """Return the replacement for `module` with `linear` as its linear layer; an embedding stays a tied embedding."""
     if not isinstance(module, nn.Embedding):
         return linear
     made = TiedEmbedding(module.weight, linear, dtype)

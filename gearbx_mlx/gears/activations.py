@@ -28,7 +28,7 @@ DTYPES = {name: getattr(mx, name) for name in DTYPE_NAMES}
 
 
 def model_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type of most of the model's parameters."""
+    """Return the floating type of most of the model's parameters."""
     counts: Counter[mx.Dtype] = Counter()
     for _, array in tree_flatten(model.parameters()):
         if mx.issubdtype(array.dtype, mx.floating):
@@ -37,7 +37,7 @@ def model_dtype(model: nn.Module) -> mx.Dtype:
 
 
 def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
-    """The type of a parameter in the checkpoint, or ("") of most of the model; it may compute in another."""
+    """Return the type of a parameter in the checkpoint, or ("") of most of the model; it may compute in another."""
     stored: Mapping[str, mx.Dtype] = getattr(model, STORED, {})
     if path in stored:
         return stored[path]
@@ -46,12 +46,12 @@ def stored_dtype(model: nn.Module, path: str = "") -> mx.Dtype:
 
 
 def stored_bytes(array: mx.array, storage: mx.Dtype) -> int:
-    """Bytes of an array whose floating values are stored as `storage`."""
+    """Return bytes of an array whose floating values are stored as `storage`."""
     return array.size * storage.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
 
 
 def layer_bytes(module: nn.Module, storage: mx.Dtype) -> int:
-    """Bytes of the weights, scales and biases of a module; for experts, of all of them."""
+    """Return bytes of the weights, scales and biases of a module; for experts, of all of them."""
     return sum(stored_bytes(array, storage) for _, array in tree_flatten(module.parameters()))
 
 

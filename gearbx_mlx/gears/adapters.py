@@ -49,7 +49,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def plain_name(name: str, holders: Modules) -> str:
-    """The path of a module or parameter in the model without holders; a holder's own keep theirs."""
+    """Return the path of a module or parameter in the model without holders; a holder's own keep theirs."""
     for end in (place for place, char in enumerate(name) if char == "."):
         outer = name[:end]
         inner = f"{outer}.{held_name(holders[outer])}" if outer in holders else ""

@@ -52,7 +52,7 @@ class LayerPath:
 
 
 def kernels_of(module: nn.Module, choice: KernelChoice, format: Format | None) -> tuple[str, str]:
-    """The kernels that a layer runs on, and the reason.
+    """Return the kernels that a layer runs on, and the reason.
 
     Args:
         module: the layer's module in the top gear.
@@ -108,7 +108,7 @@ class ModelFiles:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is a quantized model without gears."""
+        """True if it is a quantized model without gears."""
         return self.manifest is None and any(name.endswith(".scales") for name in self.arrays)
 
     @property
@@ -153,7 +153,7 @@ def needed_memory(files: ModelFiles, gears: Sequence[int], format: Format, group
 
 
 def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> int:
-    """Bytes of the arrays that some gears of a geared checkpoint read, and of those that every gear does."""
+    """Return bytes of the arrays that some gears of a geared checkpoint read, and of those that every gear does."""
     of_gears: set[str] = set()
     wanted: set[str] = set()
     for layer in manifest.changing.values():
@@ -164,7 +164,7 @@ def saved_bytes(files: ModelFiles, manifest: Manifest, gears: Iterable[int]) -> 
 
 
 def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group_size: int) -> int:
-    """Bytes of the gears of a matrix that is not packed yet; gears share arrays in some formats."""
+    """Return bytes of the gears of a matrix that is not packed yet; gears share arrays in some formats."""
     stored = stored_bits(format, gears)
     dense = size_of(entry) if DENSE in gears and DENSE not in stored else 0
     if not stored or entry.shape[-1] % group_size:
@@ -181,7 +181,7 @@ def matrix_bytes(entry: TensorEntry, gears: Sequence[int], format: Format, group
 
 
 def size_of(entry: TensorEntry) -> int:
-    """Bytes of an array."""
+    """Return bytes of an array."""
     return SIZES.get(entry.dtype, 0) * math.prod(entry.shape)
 
 
@@ -192,7 +192,7 @@ def token_bytes(
     head: str | None,
     positions: int = 1,
 ) -> int:
-    """The bytes of weights of the whole model that decoding one token reads.
+    """Return the bytes of weights of the whole model that decoding one token reads.
 
     Args:
         model: an mlx-lm model.
@@ -230,7 +230,7 @@ def token_bytes(
 
 
 def adapter_bytes(adapter: nn.Module, storage: mx.Dtype, rows: int | None) -> float:
-    """Bytes of an adapter that a token reads, without the layer under it.
+    """Return bytes of an adapter that a token reads, without the layer under it.
 
     Args:
         storage: the type of the bias, which DoRA and a sum over ranks take from their layer.
@@ -253,7 +253,7 @@ def whole_model_speedup(managed_share: float, reduction: float) -> float:
 
 
 def break_even_tokens(shift_seconds: float, seconds_before: float, seconds_after: float) -> float | None:
-    """Tokens after which a faster gear has made up for the shift into it (GEARBX 9).
+    """Return tokens after which a faster gear has made up for the shift into it (GEARBX 9).
 
     None where the new gear is not faster.
     """
@@ -274,7 +274,8 @@ SETTINGS = ("args", "config")  # attributes of modules that name such numbers to
 
 
 def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) -> float:
-    """The share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a tower.
+    """Return the share of a layer's weights that tokens use: all, the chosen experts of a mixture, or nothing of a
+    tower.
 
     Args:
         path: of the layer.
@@ -289,14 +290,14 @@ def used_share(path: str, modules: Mapping[str, nn.Module], positions: int = 1) 
 
 
 def experts_of(path: str, modules: Mapping[str, nn.Module]) -> int:
-    """The number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
+    """Return the number of experts that a layer is a stack of, or that it is one of; 0 for other layers."""
     block, _, _ = path.rpartition(".experts.")
     listed = modules[block].get("experts") if block else None
     return getattr(modules[path], "num_experts", 0) or (len(listed) if isinstance(listed, list) else 0)
 
 
 def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
-    """How many experts of a layer a token uses; None where the model does not say."""
+    """Return how many experts of a layer a token uses; None where the model does not say."""
     parts = path.split(".")
     for end in range(len(parts) - 1, -1, -1):  # the block that routes is an ancestor of the experts
         block = modules.get(".".join(parts[:end]))
@@ -309,7 +310,7 @@ def chosen_experts(path: str, modules: Mapping[str, nn.Module]) -> int | None:
 
 
 def places(block: nn.Module) -> Iterator[Any]:
-    """Where a block may name the number: itself, its router, and the settings that it was made from."""
+    """Yield where a block may name the number: itself, its router, and the settings that it was made from."""
     yield vars(block)
     yield from (vars(child) for child in block.children().values() if isinstance(child, nn.Module))
     yield from (getattr(block, name) for name in SETTINGS if hasattr(block, name))

@@ -139,12 +139,12 @@ def own_matrices(path: str, module: nn.Module) -> dict[str, str]:
 
 
 def is_matrix(value: object) -> bool:
-    """Whether a parameter is an array with more than one row, and more than one column."""
+    """Return whether a parameter is an array with more than one row, and more than one column."""
     return isinstance(value, mx.array) and sum(length > 1 for length in value.shape) > 1
 
 
 def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
-    """The error of a model without managed layers. unmanaged: path to reason, as from `discover`."""
+    """Return the error of a model without managed layers. unmanaged: path to reason, as from `discover`."""
     reasons = "; ".join(sorted(set(unmanaged.values()))) or "it has no linear layer"
     remedy = (
         "; choose format planes or affine, or make the model bfloat16 (mlx_lm.convert --dtype bfloat16, which rounds)"
@@ -153,7 +153,7 @@ def none_managed(unmanaged: Mapping[str, str]) -> GearbxError:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether any module of the model is already quantized."""
+    """Return whether any module of the model is already quantized."""
     return any(isinstance(m, QUANTIZED) for m in model.modules())
 
 
@@ -163,12 +163,12 @@ def natural_order(path: str) -> list[tuple[int, str]]:
 
 
 def own_predicate(model: nn.Module) -> Predicate:
-    """What the model's class says of its layers, as in `mlx_lm.convert`; yes where it says nothing."""
+    """Return what the model's class says of its layers, as in `mlx_lm.convert`; yes where it says nothing."""
     return getattr(model, "quant_predicate", None) or (lambda path, module: True)
 
 
 def get_predicate(manage: str | Predicate) -> Predicate:
-    """The predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
+    """Return the predicate of this name, or `manage` itself. Raises GearbxError for a name that does not exist."""
     if callable(manage):
         return manage
     if manage not in MANAGE:
@@ -185,27 +185,28 @@ MANAGE: dict[str, Predicate] = {
 
 
 def with_bits(bits: Mapping[str, int]) -> Predicate:
-    """A predicate that manages the layers of these paths, each with its bits as a floor."""
+    """Return a predicate that manages the layers of these paths, each with its bits as a floor."""
     return lambda path, module: {"bits": bits[path]} if path in bits else False
 
 
 def is_attention(path: str, module: nn.Module) -> bool:
-    """Whether a part of the path names an attention block. GEARBX manages only these layers."""
+    """Return whether a part of the path names an attention block. GEARBX manages only these layers."""
     return any(part.lower().replace("_", "") in ATTENTION for part in path.split("."))
 
 
 def is_mlp(path: str, module: nn.Module) -> bool:
-    """Whether the layer is in a block, but not in its attention."""
+    """Return whether the layer is in a block, but not in its attention."""
     return any(part.isdigit() for part in path.split(".")) and not is_attention(path, module)
 
 
 def in_tower(path: str) -> bool:
-    """Whether a module reads images or sound, by the names that mlx-lm and mlx-vlm give to such modules."""
+    """Return whether a module reads images or sound, by the names that mlx-lm and mlx-vlm give to such modules."""
     return TOWER.search(path.lower()) is not None
 
 
 def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[int, ...]:
-    """The bits, ascending, at which a format stores a layer for gears of these bits; none is below the layer's floor.
+    """Return the bits, ascending, at which a format stores a layer for gears of these bits; none is below the layer's
+    floor.
 
     Instead of bits below its floor it has the fewest of the gears or the format that reach it, or else 16. Where a
     format has certain ladders alone, other layers have 16 bits alone.
@@ -219,19 +220,19 @@ def stored_widths(layer: Layer, format: Format, gears: Iterable[int]) -> tuple[i
 
 
 def at_least(widths: Sequence[int], bits: int) -> int:
-    """The lowest width of `bits` or more; 16 where there is none."""
+    """Return the lowest width of `bits` or more; 16 where there is none."""
     return next((width for width in widths if width >= bits), DENSE)
 
 
 def at_most(widths: Sequence[int], bits: int) -> int:
-    """The highest width of `bits` or fewer; the lowest width where there is none."""
+    """Return the highest width of `bits` or fewer; the lowest width where there is none."""
     return next((width for width in reversed(widths) if width <= bits), widths[0])
 
 
 def tables_to_pack(
     model: nn.Module, manage: str | Predicate, widths: Iterable[int], format: Format, group_size: int
 ) -> list[Layer]:
-    """The embeddings that `mlx_lm.convert` would quantize and that are not output heads.
+    """Return the embeddings that `mlx_lm.convert` would quantize and that are not output heads.
 
     None where the base is the original: its format is not one of mlx-lm's, and the ladder has the original weights.
     """
@@ -273,7 +274,8 @@ def vocabulary(model: nn.Module) -> int:
 
 
 def tied_head(model: nn.Module) -> str | None:
-    """The path of the embedding table that is also the output head, or None where the head is a layer of its own.
+    """Return the path of the embedding table that is also the output head, or None where the head is a layer of its
+    own.
 
     It is the table of whose rows the logits are: where it has one row, there is one logit.
     """
@@ -302,7 +304,8 @@ def cut_to_one_row(module: dict[str, Any], arrays: Mapping[str, Any], rows: int)
 
 
 def multiplies_by_method(model: nn.Module, head: str) -> bool:
-    """Whether a model multiplies by its tied head with `as_linear`, so that a `TiedEmbedding` can take its place.
+    """Return whether a model multiplies by its tied head with `as_linear`, so that a `TiedEmbedding` can take its
+    place.
 
     A few of mlx-lm's classes multiply by the embedding's weight themselves, which no module can replace.
 
@@ -326,7 +329,8 @@ def is_table(module: nn.Module) -> bool:
 
 
 def logits_length(model: nn.Module) -> int:
-    """The length of the logits after one token. Raises whatever a model raises that cannot run without values."""
+    """Return the length of the logits after one token. Raises whatever a model raises that cannot run without
+    values."""
     lengths: list[int] = []
 
     def trace(token: mx.array) -> mx.array:
@@ -362,7 +366,7 @@ OUTER = 4  # the first and the last block in four count as outer ones
 
 
 def default_sensitivity(modules: Mapping[str, nn.Module]) -> Callable[[str, int], float]:
-    """The cost of a layer at some bits, as a function of its path and the bits; only the order means something.
+    """Return the cost of a layer at some bits, as a function of its path and the bits; only the order means something.
 
     Attention in the middle of the stack is least sensitive, then MLPs there, then the first and the last quarter of the
     blocks, then the head. Within these classes, blocks near an end of the stack are more sensitive. The squared error
@@ -393,5 +397,5 @@ def block_count(paths: Iterable[str]) -> int:
 
 
 def block_number(path: str) -> int | None:
-    """The number of the block that a layer is in; None outside of the blocks, as for the head."""
+    """Return the number of the block that a layer is in; None outside of the blocks, as for the head."""
     return next((int(part) for part in path.split(".") if part.isdigit()), None)

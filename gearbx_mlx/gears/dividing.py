@@ -40,7 +40,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: mx.distributed.Group | None, sums: str, adapter: object, keywords: dict[str, Any]) -> Ranks | None:
-    """Who shares a model; None: it is not shared.
+    """Return who shares a model; None: it is not shared.
 
     Args:
         sums: one of SUMS.
@@ -102,7 +102,7 @@ def parts_of_ranks(
 
 
 def by_rows(part: WeightPart, group: mx.distributed.Group) -> WeightPart:
-    """As many rows of a weight as the part has columns, if the ranks' columns and rows are in their order."""
+    """Return as many rows of a weight as the part has columns, if the ranks' columns and rows are in their order."""
     *_, rows, columns = part.whole
     height, width = rows // group.size(), columns // group.size()
     rank = group.rank()
@@ -147,7 +147,7 @@ def take_parts(
 
 
 def around(own: nn.Module, sharded: nn.Module, part: WeightPart, group: mx.distributed.Group) -> nn.Module:
-    """What takes the place of a layer whose inputs are divided.
+    """Return what takes the place of a layer whose inputs are divided.
 
     Args:
         own: the rank's part of the layer.
@@ -186,14 +186,14 @@ class WholeArray(NamedTuple):
 
 
 def matrices_of(part: WeightPart) -> list[int]:
-    """The numbers of the rank's experts or heads; 0 of a single matrix."""
+    """Return the numbers of the rank's experts or heads; 0 of a single matrix."""
     if part.matrices is None:
         return [*range(math.prod(part.whole[:-2]))]
     return [number for a, b in part.matrices for number in range(a, b)]
 
 
 def offsets_of(starts: list[list[np.ndarray]], by_matrix: bool) -> mx.array:
-    """Where the lists of the rank's rows begin once they are alone."""
+    """Return where the lists of the rank's rows begin once they are alone."""
     counts = [np.concatenate([np.diff(each) for each in ranges]) for ranges in starts]
     table = np.stack(counts) if by_matrix else np.concatenate(counts)
     first = np.zeros((*table.shape[:-1], 1), np.int64)
@@ -201,7 +201,7 @@ def offsets_of(starts: list[list[np.ndarray]], by_matrix: bool) -> mx.array:
 
 
 def padded(array: mx.array, size: int) -> mx.array:
-    """An array (K,) with zeros up to at least this size."""
+    """Return an array (K,) with zeros up to at least this size."""
     return mx.pad(array, [(0, max(0, size - array.size))])
 
 
@@ -234,7 +234,7 @@ class SavedPart(SavedGears):
         self._kept: list[mx.array] = []  # what was read before there is a gearbox, which finds it here
 
     def take(self, path: str, name: str, array: mx.array, part: WeightPart) -> mx.array:
-        """The rank's part of a parameter of the base. array: the whole one, which stays unread if it can."""
+        """Return the rank's part of a parameter of the base. array: the whole one, which stays unread if it can."""
         full = f"{path}.{name}"
         if full in self._gears:
             return self._array(full)
@@ -257,7 +257,7 @@ class SavedPart(SavedGears):
         return self._kept[-1]
 
     def _read(self, path: str, parameter: str, names: dict[str, str]) -> mx.array:
-        """The rank's part of a parameter. names: parameters of the same module to their arrays."""
+        """Return the rank's part of a parameter. names: parameters of the same module to their arrays."""
         try:
             return self._cut(parameter, self.parts[path], {name: self._stored[of] for name, of in names.items()})
         except OSError as error:
@@ -266,7 +266,7 @@ class SavedPart(SavedGears):
             raise GearbxError(f"{self.directory}: {path}: {error}; {RESTORE}") from error
 
     def _cut(self, name: str, part: WeightPart, arrays: Mapping[str, WholeArray]) -> mx.array:
-        """The rank's part of a parameter; of planes the name has the number of the plane. arrays: by parameters.
+        """Return the rank's part of a parameter; of planes the name has the number of the plane. arrays: by parameters.
 
         Raises GearbxError for lists that lie outside of their array.
         """
@@ -291,7 +291,8 @@ class SavedPart(SavedGears):
         ]
 
     def _lists(self, part: WeightPart, starts: list[list[np.ndarray]], stored: WholeArray) -> mx.array:
-        """The lists of the rank's rows, one after the other; of each matrix, if the array has an axis of them."""
+        """Return the lists of the rank's rows, one after the other; of each matrix, if the array has an axis
+        of them."""
         own, by_matrix, size, whole = [], len(stored.shape) == 2, stored.shape[-1], stored.values
         for number, ranges in zip(matrices_of(part), starts):
             values, found = whole[number] if by_matrix else whole, []
@@ -329,7 +330,7 @@ def divide_saved(model: nn.Module, saved: SavedGears, ranks: Ranks) -> SavedPart
 
 
 def fits(saved: SavedGears, path: str, part: WeightPart) -> bool:
-    """Whether the gears of a layer can be cut between the columns of a part."""
+    """Return whether the gears of a layer can be cut between the columns of a part."""
     managed = path in saved.manifest.changing
     return not managed or misfit(part, saved.manifest.format_of(path), saved.manifest.group_size) is None
 
@@ -377,7 +378,7 @@ def cut(model: nn.Module, group: mx.distributed.Group) -> None:
 
 
 def fingerprint_of_all(model: nn.Module, group: mx.distributed.Group) -> str:
-    """The fingerprint of the whole model, from the arrays of all ranks.
+    """Return the fingerprint of the whole model, from the arrays of all ranks.
 
     Raises:
         GearbxError: an array of several ranks that they do not have in common.

@@ -184,7 +184,7 @@ class Gearbox:
         self._begin()
 
     def _source(self, layout: Layout, scales: Mapping[str, mx.Dtype], widths: Sequence[int]) -> Source:
-        """Where modules come from: the model's weights, or the files of a geared checkpoint."""
+        """Return where modules come from: the model's weights, or the files of a geared checkpoint."""
         if layout.saved is not None:
             of_files = layout.saved, scales, self.compute_dtype
             if isinstance(self.residency, Stream):
@@ -197,7 +197,8 @@ class Gearbox:
         return FromWeights(*settings, self._tables, widths, self.base)
 
     def _made(self) -> dict[str, dict[int, nn.Module]] | None:
-        """The gears that exist from the start: of formats that drop the originals all of them. None: the originals."""
+        """Return the gears that exist from the start: of formats that drop the originals all of them. None: the
+        originals."""
         if isinstance(self.source, FromCodes):
             return self.source.make_all(self._changing)
         if self.saved is not None or not self.format.ladders:
@@ -240,7 +241,8 @@ class Gearbox:
         return tuple(bits for bits in widths if bits in wanted)
 
     def bits_of(self, layer: Layer, gear: Gear) -> int:
-        """The bits of a layer in a gear: its table's or its own, or the next that the layer is stored at; capped."""
+        """Return the bits of a layer in a gear: its table's or its own, or the next that the layer is stored at;
+        capped."""
         widths = self.source.widths(layer)
         bits = at_least(widths, self._tables.get(gear.bits, {}).get(layer.path, gear.bits))
         bits = min(bits, widths[-1])  # a layer of a quantized checkpoint may have fewer bits than the top gear
@@ -280,12 +282,12 @@ class Gearbox:
             self.make(gear)
 
     def module_in(self, path: str, gear: Gear) -> nn.Module | None:
-        """The module of a layer in a gear, if that is made; None for a layer that does not change."""
+        """Return the module of a layer in a gear, if that is made; None for a layer that does not change."""
         layer = next((layer for layer in self._changing if layer.path == path), None)
         return None if layer is None else self._modules.made[path].get(self.bits_of(layer, gear))
 
     def has_made(self, gear: Gear) -> bool:
-        """Whether a gear's modules were made."""
+        """Return whether a gear's modules were made."""
         return gear in self._trees
 
     def make(self, gear: Gear) -> bool:
@@ -384,7 +386,8 @@ class Gearbox:
         return [*self.layers, *self._embeddings]
 
     def layer_bytes(self, layer: Layer, at: Gear | int) -> int:
-        """Bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of all."""
+        """Return bytes that one use of a layer reads in a gear or at a width, scales and bias included; of experts, of
+        all."""
         bits = at if isinstance(at, int) else self.bits_of(layer, at)
         if getattr(self.format, "cache", False) and not self.kernels.native:
             read = math.prod(self._shapes[layer.path]) * self._size(layer)  # of the weight that was unpacked
@@ -404,7 +407,8 @@ class Gearbox:
         return [{"name": g.name, "bits": g.bits, "bytes_per_weight": self.bits_per_weight(g) / 8} for g in self.ladder]
 
     def weight_bytes_per_token(self, gear: Gear, positions: int = 1) -> int:
-        """Bytes of weights that one token reads from the whole model in a gear; or one pass over several positions."""
+        """Return bytes of weights that one token reads from the whole model in a gear; or one pass over several
+        positions."""
         key = gear, positions
         if key in self._token_bytes:
             return self._token_bytes[key]
@@ -417,7 +421,7 @@ class Gearbox:
         return read
 
     def undivided_bytes_per_token(self, gear: Gear) -> int:
-        """The part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
+        """Return the part of `weight_bytes_per_token` that every rank reads: layers that the ranks have not divided."""
         divided = dict.fromkeys(self._parts, 0.0)
         return token_bytes(self.model, self._managed_bytes(gear, 1) | divided, self.storage, self.head)
 
@@ -449,7 +453,7 @@ class Gearbox:
         return managed
 
     def original_bytes_per_token(self) -> int:
-        """Bytes of weights that one token would read if every layer had its original weight.
+        """Return bytes of weights that one token would read if every layer had its original weight.
 
         Of a checkpoint that is quantized already, its own codes.
         """
@@ -463,7 +467,7 @@ class Gearbox:
         return token_bytes(self.model, managed, self.storage, self.head)
 
     def _size(self, layer: Layer) -> int:
-        """Bytes of a number of a layer, as the checkpoint stores it."""
+        """Return bytes of a number of a layer, as the checkpoint stores it."""
         return self.storage[layer.path].size
 
     def predicted_speedup(self, gear: Gear) -> float:
@@ -475,7 +479,8 @@ class Gearbox:
         return whole_model_speedup((top - unmanaged) / top, (top - unmanaged) / (here - unmanaged))
 
     def layer_paths(self) -> list[LayerPath]:
-        """What every layer runs on and why: those that change gear, the other linear layers, and a tied output head."""
+        """Return what every layer runs on and why: those that change gear, the other linear layers, and a tied output
+        head."""
         found = []
         for layer in self.layers:
             bits = tuple(self.bits_of(layer, gear) for gear in self.ladder)
@@ -505,14 +510,14 @@ class Gearbox:
         return "\n".join(lines)
 
     def costed_in(self, ladder: Ladder) -> "Gearbox":
-        """The same costs for another ladder; the result cannot shift."""
+        """Return the same costs for another ladder; the result cannot shift."""
         other = copy.copy(self)
         other.ladder, other._token_bytes, other.source = ladder, {}, self.source.for_ladder(ladder)
         return other
 
 
 def attached(model: nn.Module) -> Any:
-    """The Gearbox that was last put on a model, or None."""
+    """Return the Gearbox that was last put on a model, or None."""
     return getattr(model, ATTACHED, None)
 
 
@@ -530,7 +535,7 @@ def samples_beside(model: nn.Module, coded: set[str]) -> Samples:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the model as it was loaded, in any gear; of a rank's part that of the whole model."""
+    """Return the fingerprint of the model as it was loaded, in any gear; of a rank's part that of the whole model."""
     gearbox, saved, sharding = attached(model), saved_gears(model), sharding_of(model)
     if gearbox is not None:
         return gearbox.fingerprint
@@ -623,7 +628,7 @@ class Observer:
         return [{"name": gear.name, "bits": gear.bits, "bytes_per_weight": gear.bits / 8} for gear in self.ladder]
 
     def layer_paths(self) -> list[LayerPath]:
-        """Every linear layer with its bits, which are the same in each gear."""
+        """Return every linear layer with its bits, which are the same in each gear."""
         modules, found = layers_of(self.model), []
         for path, reason in self.unmanaged.items():
             kernels, _ = kernels_of(linear_of(modules[path]), self.kernels, None)

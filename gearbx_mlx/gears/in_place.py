@@ -54,15 +54,15 @@ class OwnCodes:
 
     @property
     def splits(self) -> bool:
-        """Whether there is a lower gear by default."""
+        """True if there is a lower gear by default."""
         return self.bits > LOW and bool(self.modules)
 
     def watched(self, default: Ladder) -> Ladder:
-        """The gears that a record names where none is engaged: its own, if there are several."""
+        """Return the gears that a record names where none is engaged: its own, if there are several."""
         return self.chosen(None) if self.splits else default
 
     def drafting(self) -> Ladder:
-        """The default of mode lossless: with the lower gear only where its drafts save more than they read.
+        """Return the default of mode lossless: with the lower gear only where its drafts save more than they read.
 
         One drafted token and its verification read (1 + c) times the top gear's bytes, c being the lower gear's share,
         for 1 + AGREEMENT tokens.
@@ -72,7 +72,7 @@ class OwnCodes:
         return self.chosen(None) if pays else Ladder([self.bits])
 
     def told(self, ladder: Ladder | None = None) -> str:
-        """What can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
+        """Return what can be done with these codes, for a message. ladder: what is chosen; None: what could be."""
         ladder, bits = self.chosen(ladder), " and ".join(map(str, self.widths))
         if len(ladder) > 1:
             return f"{bits} bits: gears {ladder} in place"
@@ -81,7 +81,8 @@ class OwnCodes:
         return f"{bits} bits: drafts come by lookup; {more}"
 
     def chosen(self, ladder: Ladder | str | None) -> Ladder:
-        """The ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below that.
+        """Return the ladder that is asked for, else by default: 4 bits below codes of more, and the codes alone below
+        that.
 
         The top gear of a mixed recipe has the bits of most layers, or the most bits of any.
 
@@ -107,7 +108,7 @@ class OwnCodes:
 
 
 def own_codes(model: nn.Module) -> OwnCodes | None:
-    """The layers of a quantized model that a gearbox can take as they are; None for another model.
+    """Return the layers of a quantized model that a gearbox can take as they are; None for another model.
 
     Layers with codes that are not affine, such as mxfp4's, stay what they are.
     """
@@ -127,18 +128,18 @@ def own_codes(model: nn.Module) -> OwnCodes | None:
 
 
 def stock_quantization(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """What config.json says of each layer that mlx-lm loaded quantized, by path."""
+    """Return what config.json says of each layer that mlx-lm loaded quantized, by path."""
     stored = {path: module for path, module in layers_of(model).items() if type(module) in SPLIT}
     return {path: {key: getattr(one, key) for key in ("group_size", "bits", "mode")} for path, one in stored.items()}
 
 
 def without_gears(model: nn.Module) -> bool:
-    """Whether a model is quantized in a way that a `Gearbox` cannot make gears of."""
+    """Return whether a model is quantized in a way that a `Gearbox` cannot make gears of."""
     return is_quantized(model) and saved_gears(model) is None and own_codes(model) is None
 
 
 def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> tuple[list[Layer], dict[str, str]]:
-    """The layers and embeddings as dense ones without weights, and path to reason of the others.
+    """Return the layers and embeddings as dense ones without weights, and path to reason of the others.
 
     What `manage` does not select keeps its bits.
     """
@@ -159,7 +160,7 @@ def coded_layers(model: nn.Module, codes: OwnCodes, manage: str | Predicate) -> 
 def alike_layers(
     model: nn.Module, codes: OwnCodes, manage: str | Predicate, ladder: Sequence[int]
 ) -> tuple[list[Layer], dict[str, str]]:
-    """The `coded_layers` that change gear and have the bits and the group size of most, and the others."""
+    """Return the `coded_layers` that change gear and have the bits and the group size of most, and the others."""
     layers, others = coded_layers(model, codes, manage)
     alike = []
     for layer in layers:
@@ -177,6 +178,7 @@ def alike_layers(
 
 
 def widths_in(layer: Layer, bits: int, ladder: Sequence[int]) -> tuple[int, ...]:
-    """The bits, ascending, that a layer with codes of `bits` has in gears of this ladder; the top one has its codes."""
+    """Return the bits, ascending, that a layer with codes of `bits` has in gears of this ladder; the top one has its
+    codes."""
     lower = (max(gear, layer.lowest_bits) for gear in ladder[:-1])
     return (bits,) if layer.is_table else tuple(sorted({*(min(gear, bits) for gear in lower), bits}))

@@ -42,7 +42,7 @@ DENSE_SIZE = 4  # bytes, at most, of a weight that is reconstructed
 def choose_kernels(
     kernels: str, quantized: bool, activations: str, ours_alone: bool = False, rounds: bool = True
 ) -> KernelChoice:
-    """The kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
+    """Return the kernels that a Gearbox runs on; warns where native ones were asked for and cannot be used.
 
     Args:
         kernels, activations: names of KERNELS and ACTIVATIONS. With "auto" a ladder without quantized gears stays on
@@ -124,13 +124,13 @@ class KernelChoices:
 
 
 def natives(modules: Iterable[nn.Module]) -> list[Native]:
-    """The native layers among modules and among the heads of tied embeddings."""
+    """Return the native layers among modules and among the heads of tied embeddings."""
     layers = (module.projection if isinstance(module, TiedEmbedding) else module for module in modules)
     return [layer for layer in layers if isinstance(layer, Native)]
 
 
 def products(kind: Kind, members: Sequence[weakref.ref], candidate: str) -> list[Callable[[mx.array], mx.array]]:
-    """The products by a candidate with the layers of a kind that are in memory."""
+    """Return the products by a candidate with the layers of a kind that are in memory."""
     found: list[Callable[[mx.array], mx.array]] = []
     size = 0
     for layer in filter(None, (member() for member in members)):
@@ -175,7 +175,8 @@ def seconds_as_stored(model: nn.Module, x_bits: int, group_size: int) -> Times:
 
 
 def measure_stored(weight: mx.array, x_bits: int, group_size: int) -> Times:
-    """Seconds of a native product with a matrix (O, I) by how it is stored, medians of trials that take turns."""
+    """Return seconds of a native product with a matrix (O, I) by how it is stored, medians of trials that take
+    turns."""
     dense = nn.Linear(1, 1, bias=False)
     dense.weight = weight
     dense = with_kernels(dense, native=True)

@@ -57,7 +57,7 @@ class Ladder(Sequence[Gear]):
 
     @classmethod
     def parse(cls, text: str) -> "Ladder":
-        """A ladder from text such as "4,8,16"."""
+        """Return a ladder from text such as "4,8,16"."""
         return cls(numbers("gears", text, int, "4,8,16"))
 
     def __getitem__(self, index):
@@ -87,7 +87,7 @@ class Ladder(Sequence[Gear]):
         return tuple(g.bits for g in self.gears if not g.dense)
 
     def find(self, gear: Gear | str | int) -> Gear:
-        """The gear with this name or these bits; a gear of the ladder is returned as it is.
+        """Return the gear with this name or these bits; a gear of the ladder is returned as it is.
 
         Raises:
             GearbxError: the ladder does not have it.
@@ -130,7 +130,7 @@ KV_BITS = (4, 8, 16)  # 16: keys and values as they are
 
 
 def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
-    """A ladder of the KV cache, ascending bits, from text such as "4,16" or from numbers.
+    """Return a ladder of the KV cache, ascending bits, from text such as "4,16" or from numbers.
 
     Raises:
         GearbxError: other bits than 4, 8 and 16, or not ascending.
@@ -145,7 +145,7 @@ def kv_ladder(bits: str | Sequence[int]) -> tuple[int, ...]:
 
 
 def shown(bits: str | Sequence[int]) -> str:
-    """The ladder as its flag has it."""
+    """Return the ladder as its flag has it."""
     return bits if isinstance(bits, str) else ",".join(map(str, bits))
 
 

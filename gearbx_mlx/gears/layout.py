@@ -46,7 +46,7 @@ def check_settings(manifest: Manifest, **settings: Any) -> None:
 
 
 def check_tables(tables: Mapping[str, Bits], ladder: Ladder, layers: Sequence[Layer]) -> dict[int, Bits]:
-    """The tables by the bits of their gears.
+    """Return the tables by the bits of their gears.
 
     Raises:
         GearbxError: a gear, a layer or a width that does not exist.
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def of_codes(self) -> bool:
-        """Whether the top gear is what a quantized checkpoint has: loaded from it, or converted."""
+        """True if the top gear is what a quantized checkpoint has: loaded from it, or converted."""
         return self.codes is not None or self.format.name == CODES
 
 
@@ -89,7 +89,8 @@ def layout_of(
     manage: str | Predicate | None,
     group_size: int | None,
 ) -> Layout:
-    """The layout as asked for, else by default; of a geared checkpoint its own, of which the ladder may be a part.
+    """Return the layout as asked for, else by default; of a geared checkpoint its own, of which the ladder may be a
+    part.
 
     Raises:
         GearbxError: settings that do not exist or differ from the checkpoint's; a model that is quantized already.
@@ -119,7 +120,8 @@ def layout_of(
 def managed_layers(
     model: nn.Module, layout: Layout, manage: str | Predicate | None
 ) -> tuple[list[Layer], list[Layer], dict[str, str]]:
-    """The layers that change gear, the embeddings that change with it, and path to reason of the other linear layers.
+    """Return the layers that change gear, the embeddings that change with it, and path to reason of the other linear
+    layers.
 
     Those of a checkpoint with gears or codes take their places in the model as dense ones without weights. Only there,
     and in formats that drop the originals, are the rows of embeddings packed. Adapters get the form that works over any
@@ -142,7 +144,7 @@ def managed_layers(
 
 
 def has_quantized(layout: Layout, tables: Mapping[int, Bits], widths: Sequence[int]) -> bool:
-    """Whether any layer is stored at fewer than 16 bits.
+    """Return whether any layer is stored at fewer than 16 bits.
 
     Raises:
         GearbxError: bits that the format does not support.

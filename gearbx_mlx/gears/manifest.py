@@ -91,22 +91,22 @@ class OriginalModel(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def is_plain(name: str) -> bool:
-    """Whether a file of this name can come back."""
+    """Return whether a file of this name can come back."""
     return re.fullmatch(NAME, name) is not None
 
 
 def header_key(shard: str) -> str:
-    """The name in `original.safetensors` of a shard's header."""
+    """Return the name in `original.safetensors` of a shard's header."""
     return f"header/{shard}"
 
 
 def tensor_key(shard: str, tensor: str) -> str:
-    """The name in `original.safetensors` of a tensor."""
+    """Return the name in `original.safetensors` of a tensor."""
     return f"tensor/{shard}/{tensor}"
 
 
 def file_key(name: str) -> str:
-    """The name in `original.safetensors` of another file."""
+    """Return the name in `original.safetensors` of another file."""
     return f"file/{name}"
 
 
@@ -146,11 +146,11 @@ class SavedLayer(Struct, frozen=True):
 
     @property
     def is_looked_up(self) -> bool:
-        """Whether it is an embedding, whose rows are looked up."""
+        """True if it is an embedding, whose rows are looked up."""
         return self.kind in ("embedding", "table")
 
     def rows_at(self, bits: int) -> int:
-        """The bits of the rows that are looked up in the gear of these bits."""
+        """Return the bits of the rows that are looked up in the gear of these bits."""
         return bits if bits == self.rows else max(self.gears)
 
     @property
@@ -196,11 +196,11 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return {**self.layers, **self.tables}
 
     def place_of(self, path: str) -> str:
-        """Where gears.json has a layer or a table."""
+        """Return where gears.json has a layer or a table."""
         return f"{'tables' if path in self.tables else 'layers'}[{shown(path)}]"
 
     def format_of(self, path: str) -> Format:
-        """How a layer or a table is stored."""
+        """Return how a layer or a table is stored."""
         own = get_format(self.format)
         return get_format(AFFINE) if path in self.tables and not own.ladders else own
 
@@ -209,7 +209,7 @@ class Manifest(Struct, frozen=True, forbid_unknown_fields=True):
         return stored_bits(self.format_of(path), sorted(self.changing[path].gears))
 
     def chosen(self, gears: str | Ladder | None) -> Ladder:
-        """Some of the gears, or all.
+        """Return some of the gears, or all.
 
         Raises:
             GearbxError: one that the checkpoint does not have.

@@ -36,7 +36,7 @@ LARGE = 32 << 20
 
 @functools.cache
 def glibc() -> Any:
-    """The functions of glibc; None where another library allocates."""
+    """Return the functions of glibc; None where another library allocates."""
     if sys.platform != "linux":
         return None
     try:
@@ -53,7 +53,7 @@ def glibc() -> Any:
 
 @functools.cache
 def system_has_them() -> bool:
-    """Whether the system has large pages for memory that asks for them."""
+    """Return whether the system has large pages for memory that asks for them."""
     try:
         return "[never]" not in SYSTEM.read_text(encoding="utf-8")
     except OSError:
@@ -129,11 +129,11 @@ class Disk(Residency):
         self._dropped: dict[Key, list[str]] = {}
 
     def has(self, key: Key) -> bool:
-        """Whether the files have the arrays of a gear."""
+        """Return whether the files have the arrays of a gear."""
         return True
 
     def read(self, wanted: Mapping[Key, list[str]]) -> dict[Key, dict[str, mx.array]]:
-        """The arrays of gears by their flat names, in memory."""
+        """Return the arrays of gears by their flat names, in memory."""
         raise NotImplementedError
 
     def leave(self, idle: Mapping[Key, nn.Module], model: nn.Module) -> None:
@@ -211,7 +211,7 @@ class OriginalDisk(Disk):
         return back
 
     def _find(self, names: Iterable[str]) -> dict[str, mx.array]:
-        """The arrays of these names, unread."""
+        """Return the arrays of these names, unread."""
         files = sorted(self.directory.glob("model*.safetensors"))
         if not files:
             raise GearbxError(

@@ -76,7 +76,7 @@ class Owned:
         return type(self.model).leaf_modules(self.model)
 
     def _owned(self, names: Iterator[str]) -> Iterator[str]:
-        """Those names that are in a layer that changes gear, or are one, or contain one."""
+        """Yield those names that are in a layer that changes gear, or are one, or contain one."""
         places = places_of(self.model)
         owned = tuple(f"{places.get(path, path)}." for path in self.paths)
         return (
@@ -96,7 +96,7 @@ class Owned:
 
 
 def is_cast(array: mx.array, now: mx.array | None) -> bool:
-    """Whether an array has the values of the one in its place, in whatever type."""
+    """Return whether an array has the values of the one in its place, in whatever type."""
     if array is now:
         return True
     return now is not None and array.shape == now.shape and bool(mx.array_equal(now.astype(array.dtype), array).item())
@@ -118,7 +118,7 @@ def own(model: nn.Module, paths: Collection[str], unsaveable: Callable[[], str |
 
 
 def why_unsaveable(gearbox: Any) -> str | None:
-    """Why mlx-lm could not load what the model of a Gearbox is in the engaged gear; None: it could."""
+    """Say why mlx-lm could not load what the model of a Gearbox is in the engaged gear; None: it could."""
     modules = layers_of(gearbox.model)
     for layer in gearbox.layers:
         bits = gearbox.bits_of(layer, gearbox.gear)

@@ -43,7 +43,7 @@ HEAD, ROWS = "projection.", "table."  # of a tied embedding: formats/tied.py
 
 
 def saved_gears(model: nn.Module) -> "SavedGears | None":
-    """The gears in the checkpoint of a model, if it is a geared one."""
+    """Return the gears in the checkpoint of a model, if it is a geared one."""
     return getattr(model, ATTACHED, None)
 
 
@@ -103,15 +103,16 @@ class SavedGears:
         own(model, self.manifest.layers, lambda: None if self.manifest.stock else ALONE, gearbox=False)
 
     def storage(self, path: str) -> mx.Dtype:
-        """The type of a layer in the original."""
+        """Return the type of a layer in the original."""
         return DTYPES[self.manifest.changing[path].dtype]
 
     def layers(self, model: nn.Module) -> list[Layer]:
-        """The managed layers of a model as dense ones: the shape, type and bias of the original without its weight."""
+        """Return the managed layers of a model as dense ones: the shape, type and bias of the original without its
+        weight."""
         return self._blanks(model, self.manifest.layers)
 
     def tables(self, model: nn.Module) -> list[Layer]:
-        """The same of the embeddings that change with the gear and are not layers."""
+        """Return the same of the embeddings that change with the gear and are not layers."""
         return self._blanks(model, self.manifest.tables)
 
     def dense(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -119,7 +120,7 @@ class SavedGears:
         return {layer.path: layer.module for layer in (*self.layers(model), *self.tables(model))}
 
     def module(self, layer: Layer, bits: int, dtype: mx.Dtype, activations: mx.Dtype, panels: bool = True) -> nn.Module:
-        """The module that takes a layer's place in a gear, unread.
+        """Return the module that takes a layer's place in a gear, unread.
 
         Args:
             layer: with the dense module, native or not, that `layers` or `tables` gave.
@@ -149,7 +150,7 @@ class SavedGears:
         return TiedEmbedding(self._array(saved.gears[DENSE]["weight"], dtype), linear, activations)
 
     def _linear(self, layer: Layer, bits: int, dtype: mx.Dtype, panels: bool) -> nn.Module:
-        """The linear layer of a module."""
+        """Return the linear layer of a module."""
         stored, format = self.manifest.stored(layer.path), self.manifest.format_of(layer.path)
         dense = linear_of(layer.module)
         self._in_panels[layer.path, bits] = panels and takes_panels(dense, format.widths(bits, stored))
@@ -164,14 +165,14 @@ class SavedGears:
         return {name: self._parameter(path, bits, name, dtype) for name in names}
 
     def parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
-        """A parameter of such a module by its flat name, unread unless another module has it."""
+        """Return a parameter of such a module by its flat name, unread unless another module has it."""
         layer = self.manifest.changing[path]
         if layer.kind == "embedding" and not name.startswith(HEAD):
             bits = layer.rows_at(bits)
         return self._parameter(path, bits, name.removeprefix(HEAD).removeprefix(ROWS), dtype)
 
     def _parameter(self, path: str, bits: int, name: str, dtype: mx.Dtype) -> mx.array:
-        """An array of a layer, by its name in gears.json."""
+        """Return an array of a layer, by its name in gears.json."""
         format, first = self.manifest.format_of(path), name.split(".")[0]
         widened = first in format.scales or (bits == DENSE and DENSE not in self.manifest.stored(path))
         read_as = mx.uint16 if first in format.viewed else dtype if widened else None
@@ -183,7 +184,7 @@ class SavedGears:
         return tuple(sorted(self.manifest.changing[layer.path].gears))
 
     def in_base(self, layer: Layer, bits: int) -> bool:
-        """Whether mlx-lm reads this gear of a layer from the checkpoint."""
+        """Return whether mlx-lm reads this gear of a layer from the checkpoint."""
         saved = self.manifest.layers[layer.path]
         return saved.kind != "embedding" and saved.gears[bits].get("weight") == f"{layer.path}.weight"
 
@@ -212,7 +213,8 @@ class SavedGears:
         return blanks
 
     def _array(self, name: str, dtype: mx.Dtype | None = None, rows: int = 1) -> mx.array:
-        """An array of the files, as it is or in another type (uint16: the bits of halves), and in panels of `rows`."""
+        """Return an array of the files, as it is or in another type (uint16: the bits of halves), and in panels of
+        `rows`."""
         found = self._live.get((name, dtype, rows))
         if found is None:
             found = self._live.get((name, None, 1))
@@ -226,7 +228,7 @@ class SavedGears:
         return found
 
     def _take(self, name: str) -> mx.array:
-        """An array of the files, unread."""
+        """Return an array of the files, unread."""
         if name not in self._unread or self._opened_in is not threading.current_thread():
             self._unread, self._opened_in = self._open(), threading.current_thread()
         return self._unread.pop(name)
@@ -244,7 +246,7 @@ class SavedGears:
 
 
 def open_gears(directory: Path) -> "SavedGears | None":
-    """The gears of a directory, checked and unread; None where it has none.
+    """Return the gears of a directory, checked and unread; None where it has none.
 
     Raises:
         GearbxError: files that are missing, damaged, of a newer version, or not of this base.
@@ -272,7 +274,7 @@ def open_gears(directory: Path) -> "SavedGears | None":
 
 
 def opened(file: Path, missing: str) -> FileHeader:
-    """The header of a file.
+    """Return the header of a file.
 
     Raises:
         GearbxError: there is no file, for which `missing` stands in the message, or it is damaged.
@@ -320,7 +322,7 @@ def check_arrays(manifest: Manifest, gears: Mapping[str, TensorEntry], base: Map
 
 
 def stored_arrays(manifest: Manifest, path: str, bits: int) -> dict[str, StoredArray]:
-    """The arrays that a gear of a layer or a table has."""
+    """Return the arrays that a gear of a layer or a table has."""
     layer = manifest.changing[path]
     dtype = DTYPES[layer.dtype]
     stored = manifest.stored(path)

@@ -76,14 +76,14 @@ class WeightPart:
         return place
 
     def of(self, array: mx.array, name: str = "weight") -> mx.array:
-        """The rank's part of an array that belongs to the weight; arguments are those of `cuts`."""
+        """Return the rank's part of an array that belongs to the weight; arguments are those of `cuts`."""
         for axis, ranges in self.cuts(array.shape, name):
             pieces = [array[(slice(None),) * axis + (slice(*each),)] for each in ranges]
             array = mx.concatenate(pieces, axis=axis) if len(pieces) > 1 else pieces[0]
         return mx.contiguous(array)
 
     def __str__(self) -> str:
-        """What the rank has, in words: "rows 0-127 of 256"."""
+        """Return what the rank has, in words: "rows 0-127 of 256"."""
         lead = len(self.whole) - 2
         axes = [("matrices", self.matrices, 0), ("rows", self.rows, lead), ("columns", self.columns, lead + 1)]
         return ", ".join(
@@ -94,7 +94,7 @@ class WeightPart:
 
 
 def misfit(part: WeightPart | None, format: Format, group_size: int) -> str | None:
-    """Why a part of a weight is not stored as the whole one is; None: it is, or it is whole."""
+    """Say why a part of a weight is not stored as the whole one is; None: it is, or it is whole."""
     if part is None:
         return None
     if part.rows and not format.by_rows:
@@ -142,7 +142,7 @@ class Sharding(NamedTuple):
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
-    """How a model is divided among ranks, if it is."""
+    """Return how a model is divided among ranks, if it is."""
     return getattr(model, SHARDED, None)
 
 
@@ -180,13 +180,14 @@ def parts_of(model: nn.Module, group: mx.distributed.Group) -> dict[str, WeightP
 
 
 def dense_shape(module: nn.Module) -> tuple[int, ...]:
-    """The shape (..., O, I) of the weight that a stock layer, quantized or not, stands for."""
+    """Return the shape (..., O, I) of the weight that a stock layer, quantized or not, stands for."""
     shape: tuple[int, ...] = module.weight.shape
     return (*shape[:-1], shape[-1] * 32 // module.bits) if "scales" in module else shape
 
 
 def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
-    """A layer of a dense class, with a weight that is never computed with and the bias of the module in its place."""
+    """Return a layer of a dense class, with a weight that is never computed with and the bias of the module in its
+    place."""
     made = bare(kind)
     made.weight = weight
     if "bias" in now:
@@ -196,13 +197,13 @@ def blank(kind: type[nn.Module], weight: mx.array, now: nn.Module) -> nn.Module:
 
 
 def numbered_rows(shape: tuple[int, ...], ranks: int) -> mx.array:
-    """A weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
+    """Return a weight in the shape (..., O, I) with as many columns as ranks; each number is its row's."""
     count = mx.arange(math.prod(shape[:-1])).reshape(*shape[:-1], 1)
     return mx.broadcast_to(count, (*shape[:-1], ranks))
 
 
 def rows_in(weight: mx.array, shape: tuple[int, ...]) -> WeightPart:
-    """The part of a weight of this shape whose rows are numbered in `weight`."""
+    """Return the part of a weight of this shape whose rows are numbered in `weight`."""
     first = weight[..., 0].reshape(-1, weight.shape[-2])
     matrices, rows = numbers_in(first[:, 0] // shape[-2]), numbers_in(first[0] % shape[-2])
     own_matrices = None if len(shape) == 2 or matrices == [*range(shape[0])] else ranges_of(matrices)

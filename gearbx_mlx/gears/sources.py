@@ -51,15 +51,16 @@ class Source(ABC):
 
     @abstractmethod
     def widths(self, layer: Layer) -> tuple[int, ...]:
-        """The bits that a layer can have, ascending."""
+        """Return the bits that a layer can have, ascending."""
 
     @abstractmethod
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
-        """The bytes that one use of a layer reads, without its bias; all experts count. made: its module, if made."""
+        """Return the bytes that one use of a layer reads, without its bias; all experts count. made: its module, if
+        made."""
 
     @abstractmethod
     def rows_at(self, layer: Layer, bits: int) -> int:
-        """The bits of the rows that input tokens read of a tied embedding whose head has `bits`."""
+        """Return the bits of the rows that input tokens read of a tied embedding whose head has `bits`."""
 
     @abstractmethod
     def modules(self, layer: Layer, bits: int) -> dict[int, nn.Module]:
@@ -74,11 +75,11 @@ class Source(ABC):
         """
 
     def disk_bytes(self, layer: Layer, bits: int) -> int:
-        """The part of `bytes_read` that every use reads from the disk."""
+        """Return the part of `bytes_read` that every use reads from the disk."""
         return 0
 
     def for_ladder(self, ladder: Ladder) -> "Source":
-        """The source of another ladder's gears."""
+        """Return the source of another ladder's gears."""
         return self
 
 
@@ -106,11 +107,11 @@ class FromWeights(Source):
         return stored_widths(layer, self.format, {*in_gears, *self.further})
 
     def for_ladder(self, ladder: Ladder) -> "FromWeights":
-        """A gear that stands alone has fewer planes to read than one of the same bits among others."""
+        """Return a gear that stands alone has fewer planes to read than one of the same bits among others."""
         return dataclasses.replace(self, ladder=ladder)
 
     def stored(self, layer: Layer) -> tuple[int, ...]:
-        """The bits at which the format stores a layer."""
+        """Return the bits at which the format stores a layer."""
         return stored_bits(self.format, self.widths(layer))
 
     def bytes_read(self, layer: Layer, bits: int, made: nn.Module | None) -> int:
@@ -167,7 +168,7 @@ def bytes_of(
     size: int,
     made: nn.Module | None,
 ) -> int:
-    """The bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
+    """Return the bytes that one use of a weight reads. A format estimates the number of outliers; a module knows it."""
     if bits == DENSE and DENSE not in stored:
         return math.prod(shape) * size
     counted = 0 if made is None else getattr(linear_of(made), "bytes_read", 0)
@@ -256,7 +257,7 @@ class FromCodes(Source):
                 raise GearbxError(f"{path}: scales are not finite; check the checkpoint")
 
     def make_all(self, layers: Iterable[Layer]) -> dict[str, Gears]:
-        """All gears of all layers; of each layer the array of the checkpoint leaves when its planes are made.
+        """Return all gears of all layers; of each layer the array of the checkpoint leaves when its planes are made.
 
         The largest comes first: weights that are not read yet take no memory beside it.
         """
@@ -322,7 +323,7 @@ class ExternalLowGear(Source):
 
 
 def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source, residency: str) -> ExternalLowGear:
-    """The source of a gearbox whose lowest gear is a quantized model.
+    """Return the source of a gearbox whose lowest gear is a quantized model.
 
     A layer has native kernels if it has them in the other gears. What the quantizer left dense stays dense.
 
@@ -358,7 +359,7 @@ def external_low_gear(model: nn.Module, layers: Iterable[Layer], others: Source,
 
 
 def in_gear(module: nn.Module, layer: Layer, dtype: mx.Dtype) -> nn.Module:
-    """A layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
+    """Return a layer of the quantized model as it runs here: with native kernels, or converted to `dtype`."""
     affine = getattr(module, "mode", None) == AFFINE
     if affine and any(isinstance(module, kind) for kind in QUANTIZED_AS.values()):
         made = quantized_module(layer.module, for_kernels(layer.module, affine_planes(module)))
@@ -384,7 +385,7 @@ def cast(module: nn.Module, dtype: mx.Dtype) -> None:
 def differing(
     model: nn.Module, other: nn.Module, managed: Collection[str], dtype: mx.Dtype
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
+    """Return the other modules that the quantizer changed: norms, into which AWQ puts scales, and embeddings.
 
     Returns:
         path to module in `model`, and path to module in `other`, whose parameters are converted to `dtype`.
@@ -570,7 +571,7 @@ def giving_back(layers: Sequence[Layer], made: Mapping[str, Gears] | None) -> It
 
 
 def gears_of(layer: Layer, source: FromWeights) -> tuple[Gears, str | None]:
-    """All gears of a layer, evaluated; or none, and the reason why it stays as it is."""
+    """Return all gears of a layer, evaluated; or none, and the reason why it stays as it is."""
     lowest, *others = source.widths(layer)
     if not others:
         return {}, f"has a floor of {layer.lowest_bits} bits, and format {source.format.name} no such gears"
@@ -587,7 +588,7 @@ FEW_IN_ROW, LONG_ROW = 256, 1024  # a row with one 8-bit scale has 256 values at
 
 
 def looks_quantized(weights: Sequence[mx.array]) -> bool:
-    """Whether weights have so few different values that they must have been quantized.
+    """Return whether weights have so few different values that they must have been quantized.
 
     Args:
         weights: dense matrices (..., O, I); a few rows of some of them are read.

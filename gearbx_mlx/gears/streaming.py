@@ -56,7 +56,7 @@ class Streamed(nn.Module):
         return sum(array.nbytes for array in arrays) + self.remainder.nbytes
 
     def dense_weight(self) -> mx.array:
-        """The weight (..., O, I), bfloat16."""
+        """Return the weight (..., O, I), bfloat16."""
         if only_shapes.get():
             return decode(self.matrix)
         compute = decoded if isinstance(self, NativeExactMultiLinear) else decode
@@ -81,12 +81,12 @@ class Streamed(nn.Module):
         return strips_of(self.remainder, self.matrix.flat, self.offsets_on_cpu)
 
     def by_strips(self, compute: Callable[[ExactMatrix], mx.array]) -> list[mx.array]:
-        """What `compute` makes of each strip."""
+        """Return what `compute` makes of each strip."""
         matrix = self.matrix.flat
         return self.reader.over(self.strips, lambda strip, memory: compute(with_strip(matrix, strip, memory)))
 
     def blocks(self, chosen: np.ndarray, height: int) -> ExactMatrix:
-        """Some blocks of `height` rows as one matrix (rows, I), complete, which alone are read.
+        """Return some blocks of `height` rows as one matrix (rows, I), complete, which alone are read.
 
         Args:
             chosen: numbers of blocks. One beyond the last is the last: MLX reads anything there.
@@ -113,7 +113,7 @@ class StreamedLinear(Streamed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def kind(self) -> None:
-        """No kernels to choose: to measure would be to read the disk."""
+        """Return None: to measure kernels would be to read the disk."""
 
 
 class StreamedSwitchLinear(Streamed):
@@ -137,7 +137,7 @@ STREAMED: dict[Any, type[Streamed]] = {ExactLinear: StreamedLinear, ExactSwitchL
 
 @functools.cache
 def streamed(kind: Any) -> type[nn.Module]:
-    """The class of streamed layers in the place of a class of exact layers, native or not."""
+    """Return the class of streamed layers in the place of a class of exact layers, native or not."""
     own = next((made for exact, made in STREAMED.items() if issubclass(kind, exact)), Streamed)
     return type(f"Streamed{kind.__name__}", (own, kind), {})
 
@@ -175,7 +175,7 @@ class Stream(Resident):
         self.reader = StripReader(saved.hashes, keeps_cache=fits_in_memory(saved))
 
     def summary(self, tokens: int) -> dict[str, float]:
-        """What a run of so many tokens read from the disk, for each of them, and how fast."""
+        """Return what a run of so many tokens read from the disk, for each of them, and how fast."""
         return {
             "disk_bytes_per_token": self.reader.bytes_read / max(1, tokens),
             "disk_bytes_per_second": self.reader.speed.bytes_per_second or 0.0,
@@ -203,14 +203,14 @@ class StreamedFiles(FromFiles):
 
 
 def remainder_of(saved: SavedGears, path: str) -> Remainder:
-    """Where a layer's low and high bytes are."""
+    """Return where a layer's low and high bytes are."""
     names = (saved.manifest.changing[path].gears[DENSE][parameter] for parameter in ("low", "high"))
     places = {name: saved.hashes.places[name] for name in names}
     return Remainder(*(Piece(name, place.begin, place.end) for name, place in places.items()))
 
 
 def fits_in_memory(saved: SavedGears) -> bool:
-    """Whether the machine has twice the memory of the checkpoint, so that the system may keep what was read."""
+    """Return whether the machine has twice the memory of the checkpoint, so that the system may keep what was read."""
     size = sum(place.size for place in saved.hashes.places.values())
     return 2 * size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -218,7 +218,7 @@ def fits_in_memory(saved: SavedGears) -> bool:
 def residency_of(
     name: str, saved: SavedGears | None, model: nn.Module, checkpoint: str | Path | None, dtypes: Mapping[str, mx.Dtype]
 ) -> Residency:
-    """The residency of this name, for a model with saved gears or without.
+    """Return the residency of this name, for a model with saved gears or without.
 
     Raises:
         GearbxError: it does not exist, or not for this model.

@@ -28,7 +28,7 @@ from .tensor_files import ArrayHashes
 
 
 def zeros(size: int) -> mx.array:
-    """Bytes, in memory."""
+    """Return bytes, in memory."""
     array = mx.zeros(size, mx.uint8)
     mx.eval(array)
     return array
@@ -72,7 +72,7 @@ class Remainder:
         return self.low.size + self.high.size
 
     def rows(self, first: int, end: int, offsets: np.ndarray) -> Strip:
-        """The rows from `first` to the one before `end`. offsets: of the layer."""
+        """Return the rows from `first` to the one before `end`. offsets: of the layer."""
         width = self.low.size // (len(offsets) - 1)
         low = (self.low.begin + width * row for row in (first, end))
         high = (self.high.begin + int(offsets[row]) for row in (first, end))
@@ -80,7 +80,7 @@ class Remainder:
 
 
 def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) -> list[Strip]:
-    """The strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one.
+    """Return the strips of a matrix (O, I): the parts of rows in which MLX's kernels decode a resident one.
 
     They have every byte of the two arrays, also the one of a `high` of which no row needs any.
     """
@@ -89,7 +89,7 @@ def strips_of(remainder: Remainder, matrix: ExactMatrix, offsets: np.ndarray) ->
 
 
 def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatrix:
-    """The rows of a strip, complete.
+    """Return the rows of a strip, complete.
 
     Args:
         matrix: (O, I), without low and high.
@@ -106,7 +106,7 @@ def with_strip(matrix: ExactMatrix, strip: Strip, memory: mx.array) -> ExactMatr
 def with_blocks(
     matrix: ExactMatrix, chosen: np.ndarray, height: int, strips: Sequence[Strip], low: mx.array, high: mx.array
 ) -> ExactMatrix:
-    """Some blocks of rows, one after the other, complete.
+    """Return some blocks of rows, one after the other, complete.
 
     Args:
         matrix: (O, I), without low and high.
@@ -180,7 +180,8 @@ class StripReader:
         return StripReader(self.hashes, self.keeps_cache)
 
     def over(self, strips: Sequence[Strip], compute: Callable[[Strip, mx.array], mx.array]) -> list[mx.array]:
-        """What is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for it.
+        """Return what is computed with each strip. Computing has begun, and at most as many strips as IN_USE wait for
+        it.
 
         Args:
             compute: makes an array of a strip and the memory that it is in.
@@ -256,7 +257,7 @@ class StripReader:
             raise
 
     def _wanted(self, strip: Strip) -> mx.array:
-        """The memory of a strip, once it is read."""
+        """Return the memory of a strip, once it is read."""
         with self._lock:
             if self._last is not None:
                 self._follow(self._last, strip)
@@ -337,7 +338,7 @@ class StripReader:
                 self._read_ahead()
 
     def _read_strip(self, strip: Strip, memory: mx.array) -> None:
-        """What the thread does."""
+        """Do the work of the thread."""
         view = memory_of(memory)
         pieces = (strip.low, view[: strip.low.size]), (strip.high, view[strip.second :][: strip.high.size])
         for part, piece in pieces:
@@ -366,7 +367,7 @@ class StripReader:
             os.posix_fadvise(file, begin, size, os.POSIX_FADV_DONTNEED)
 
     def _opened(self, path: Path) -> int:
-        """The descriptor of a file, which stays open."""
+        """Return the descriptor of a file, which stays open."""
         with self._files_lock:
             if path not in self._files:
                 self._files[path] = os.open(path, os.O_RDONLY)

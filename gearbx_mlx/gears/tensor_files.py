@@ -100,7 +100,7 @@ class FileHeader(NamedTuple):
 
 
 def header_of(path: Path) -> FileHeader:
-    """The header of a safetensors file.
+    """Return the header of a safetensors file.
 
     Raises:
         OSError: there is no file, or it cannot be read.
@@ -121,12 +121,12 @@ AT_ONCE = 2**22  # bytes that are read and hashed at a time
 
 
 def hash_bytes(data: Any) -> str:
-    """The SHA-256 of an array's bytes, in 64 hexadecimal digits."""
+    """Return the SHA-256 of an array's bytes, in 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def hash_place(place: ArrayPlace) -> str:
-    """The same of an array in a file. Raises OSError where it cannot be read."""
+    """Return the same of an array in a file. Raises OSError where it cannot be read."""
     digest = hashlib.sha256()
     with open(place.file, "rb", buffering=0) as file:
         file.seek(place.begin)
@@ -138,7 +138,7 @@ def hash_place(place: ArrayPlace) -> str:
 
 
 def hash_places(places: Mapping[K, ArrayPlace], remedy: str = "restore it") -> Iterator[tuple[K, str]]:
-    """Each key and the hash of its place; on all cores, since hashing is slower than reading.
+    """Yield each key and the hash of its place; on all cores, since hashing is slower than reading.
 
     Raises:
         GearbxError: a file cannot be read; the message ends with `remedy`.
@@ -189,11 +189,11 @@ class ArrayHashes:
             self.pending.discard(name)
 
     def damaged(self, name: str, remedy: str) -> GearbxError:
-        """The error for an array whose hash is not the expected one."""
+        """Return the error for an array whose hash is not the expected one."""
         return GearbxError(f"{self.places[name].file}: {name} is damaged, or of another model; {remedy}")
 
     def compare(self, names: Iterable[str], remedy: str) -> Iterator[tuple[str, bool]]:
-        """Each array, and whether its hash is the expected one.
+        """Yield each array, and whether its hash is the expected one.
 
         Raises:
             GearbxError: a file cannot be read; the message ends with `remedy`.
@@ -206,7 +206,7 @@ SAMPLED = 8  # values of each array: enough to tell a fine-tuned model from the 
 
 
 def with_adapters(base: str, model: nn.Module) -> str:
-    """The fingerprint of a model with its adapters, from that of the model without them."""
+    """Return the fingerprint of a model with its adapters, from that of the model without them."""
     own = adapter_arrays(model)
     return hashlib.sha256(f"{base} {fingerprint_of(samples_of(own))}".encode()).hexdigest()[:32] if own else base
 
@@ -216,19 +216,20 @@ Samples = dict[str, tuple[tuple[int, ...], np.ndarray]]
 
 
 def samples_of(arrays: Mapping[str, mx.array]) -> Samples:
-    """The shape of each array and a few of its values, by name."""
+    """Return the shape of each array and a few of its values, by name."""
     few = {name: sample(array) for name, array in arrays.items()}
     mx.eval(few)
     return {name: (array.shape, np.array(few[name])) for name, array in arrays.items()}
 
 
 def sample(array: mx.array) -> mx.array:
-    """A few values of a parameter, in float32."""
+    """Return a few values of a parameter, in float32."""
     return array.reshape(-1)[:: max(1, array.size // SAMPLED)][:SAMPLED].astype(mx.float32)
 
 
 def fingerprint_of(samples: Mapping[str, tuple[Sequence[int], np.ndarray]]) -> str:
-    """The fingerprint of a model, 32 hexadecimal digits, from the shape and the sample of every parameter, by name.
+    """Return the fingerprint of a model, 32 hexadecimal digits, from the shape and the sample of every parameter, by
+    name.
 
     It is the same in every type.
     """

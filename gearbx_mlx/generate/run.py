@@ -126,7 +126,8 @@ ALONE = {  # flags of which one process alone can do what they ask for, and why
 
 
 def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
-    """The settings of this rank; unchanged where one process runs alone. On other ranks than 0 nothing is written.
+    """Return the settings of this rank; unchanged where one process runs alone. On other ranks than 0 nothing is
+    written.
 
     Raises:
         GearbxError: flags, files that they name, or versions that differ between ranks, or flags that ranks cannot
@@ -147,7 +148,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
 
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
-    """What each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
+    """Return what each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
     return {flag_of(name): str(given[name]) if name in TEXT else fact(given[name]) for name in given if name not in OWN}
 
 
@@ -185,13 +186,13 @@ def check_together(gearbox: Gearbox | Observer, mode: Mode, tokens: Sequence[int
 
 
 def mode_facts(mode: Mode) -> dict[str, str]:
-    """The mode and its settings."""
+    """Return the mode and its settings."""
     settings = {f"{item.name} of mode {mode.name}": str(getattr(mode, item.name)) for item in fields(mode)}
     return {"the mode": mode.name} | settings
 
 
 def model_facts(gearbox: Gearbox | Observer) -> dict[str, str]:
-    """The model, and what every gear makes of its layers."""
+    """Return the model, and what every gear makes of its layers."""
     facts = {
         "the model's fingerprint": model_fingerprint(gearbox.model),
         "the ladder": str(gearbox.ladder),
@@ -208,7 +209,7 @@ def digest(data: bytes) -> str:
 
 
 def values(settings: Any) -> Mapping[str, Any]:
-    """Every flag's value, by its field's name."""
+    """Return every flag's value, by its field's name."""
     groups = [getattr(settings, item.name) for item in fields(settings)]
     return {item.name: getattr(group, item.name) for group in groups for item in fields(group)}
 
@@ -286,7 +287,7 @@ def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
 def to_read(
     settings: GenerateSettings, loaded: Loaded, prompt: str, cache: PromptCache | None
 ) -> tuple[list[int], list[Any] | None]:
-    """The tokens that the model is to read, and the caches of its layers (None: new ones).
+    """Return the tokens that the model is to read, and the caches of its layers (None: new ones).
 
     Raises:
         GearbxError: as `encode_prompt`; a prompt cache that does not suit the model.
@@ -300,7 +301,7 @@ def to_read(
 
 
 def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
-    """The mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
+    """Return the mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
     if settings.mode.thresholds == AUTO and settings.output.told:
         terminal.note(auto_thresholds(geared.gearbox, geared.loaded.tokenizer).about())

@@ -51,34 +51,34 @@ class Planes(NamedTuple):
         return (*self.weights, self.scales, *self.biases)
 
     def gear(self, bits: int) -> "Planes":
-        """The first planes, of `bits` together, which are what the gear with these bits reads."""
+        """Return the first planes, of `bits` together, which are what the gear with these bits reads."""
         count = list(itertools.accumulate(self.widths)).index(bits) + 1
         return self._replace(weights=self.weights[:count], biases=self.biases[:count], widths=self.widths[:count])
 
     def each(self, change: Callable[[mx.array], mx.array]) -> "Planes":
-        """The same change to every array."""
+        """Return the same change to every array."""
         return self.each_scale(change)._replace(weights=[change(codes) for codes in self.weights])
 
     def each_scale(self, change: Callable[[mx.array], mx.array]) -> "Planes":
-        """The same change to the scales and all biases."""
+        """Return the same change to the scales and all biases."""
         return self._replace(scales=change(self.scales), biases=[change(bias) for bias in self.biases])
 
     def taken(self, chosen: mx.array) -> "Planes":
-        """The rows, or experts, `chosen` (n,)."""
+        """Return the rows, or experts, `chosen` (n,)."""
         return self.each(lambda array: array[chosen])
 
     def by_row(self) -> "Planes":
-        """The same weight with its rows one after the other, as MLX has them."""
+        """Return the same weight with its rows one after the other, as MLX has them."""
         return self
 
     def in_panels(self, rows: int) -> "Planes":
-        """The same weight (O, I) in panels of so many rows, of which O is a multiple."""
+        """Return the same weight (O, I) in panels of so many rows, of which O is a multiple."""
         made = PanelPlanes(*self.each(partial(side_by_side, rows=rows)))
         mx.eval(made.arrays)
         return made
 
     def dequantize(self) -> mx.array:
-        """The weights (..., O, I), float32."""
+        """Return the weights (..., O, I), float32."""
         shifts, scales = plane_shifts(self.widths), self.scales.astype(mx.float32)
         bias = sum((b.astype(mx.float32) * 2.0**-shift for b, shift in zip(self.biases, shifts)), mx.zeros(()))
         bias, step = bias + scales * middle_of(self.rest), scales * 2.0 ** -shifts[-1]
@@ -92,11 +92,12 @@ class Planes(NamedTuple):
         return Planes([codes], planes.scales * 2.0**-shift, planes.biases[:1], (sum(planes.widths),), self.group_size)
 
     def prefix(self, bits: int) -> "Planes":
-        """The first `bits` of a stack from `split_affine`: weights in the middle of what the other bits select."""
+        """Return the first `bits` of a stack from `split_affine`: weights in the middle of what the other bits
+        select."""
         return self.gear(bits)._replace(rest=sum(self.widths) - bits)
 
     def with_biases(self, dtype: mx.Dtype | None = None) -> "Planes":
-        """The same with a bias of each plane and nothing left out, as MLX's kernels need it.
+        """Return the same with a bias of each plane and nothing left out, as MLX's kernels need it.
 
         Args:
             dtype: of the bias in the middle of what is left out; the scales' own rounds it by some of its steps.
@@ -144,17 +145,18 @@ def side_by_side(array: mx.array, rows: int) -> mx.array:
 
 
 def plane_shifts(widths: Sequence[int]) -> list[int]:
-    """The shift of each plane: the scale of plane i is 2^-shift times the first plane's."""
+    """Return the shift of each plane: the scale of plane i is 2^-shift times the first plane's."""
     return [0, *itertools.accumulate(widths[1:])]
 
 
 def middle_of(rest: int) -> float:
-    """The middle of what further bits add to a weight, in units of its scale."""
+    """Return the middle of what further bits add to a weight, in units of its scale."""
     return (1 - 2.0**-rest) / 2
 
 
 def sum_planes(product: Callable[[mx.array, mx.array, int], mx.array], planes: Planes) -> mx.array:
-    """The sum of product(weight, bias, width) over the planes, each times its power of two, which rounds nothing."""
+    """Return the sum of product(weight, bias, width) over the planes, each times its power of two, which rounds
+    nothing."""
     planes = planes.with_biases()
     parts = [product(*plane) for plane in zip(planes.weights, planes.biases, planes.widths)]
     total = parts[0]
@@ -173,7 +175,7 @@ def planes_matmul(x: mx.array, planes: Planes, transpose: bool = True) -> mx.arr
 
 
 def planes_dense(planes: Planes) -> mx.array:
-    """The weight (..., O, I), of the scales' type."""
+    """Return the weight (..., O, I), of the scales' type."""
 
     def plane(weight: mx.array, bias: mx.array, width: int) -> mx.array:
         return mx.dequantize(weight, planes.scales, bias, planes.group_size, width)
@@ -192,7 +194,7 @@ def planes_gather_matmul(x: mx.array, planes: Planes, indices: mx.array, sorted_
 
 
 def split_affine(affine: Planes, widths: Sequence[int]) -> Planes:
-    """An affine weight of one plane as a stack that stands for exactly the same numbers.
+    """Return an affine weight of one plane as a stack that stands for exactly the same numbers.
 
     The first plane has all of the bias, and its scale is a power of two above that of the codes.
 
@@ -231,7 +233,7 @@ def split_codes(words: mx.array, bits: int, widths: Sequence[int]) -> list[mx.ar
 
 
 def joined_codes(weights: Sequence[mx.array], widths: Sequence[int]) -> mx.array:
-    """The inverse of `split_codes`."""
+    """Return the inverse of `split_codes`."""
     if len(widths) == 1:
         return weights[0]
     if tuple(widths) == (4, 4):
@@ -256,7 +258,7 @@ def fit(low: mx.array, high: mx.array, widths: Sequence[int], dtype: mx.Dtype) -
 
 
 def rounded(values: mx.array, dtype: mx.Dtype) -> mx.array:
-    """The nearest numbers of a type, float32."""
+    """Return the nearest numbers of a type, float32."""
     return values.astype(dtype).astype(mx.float32)
 
 
@@ -278,7 +280,7 @@ def pack_mlx_codes(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack_mlx_codes(words: mx.array, bits: int) -> mx.array:
-    """The inverse of `pack_mlx_codes`: (..., n * bits / 32) uint32 to (..., n) uint32 codes."""
+    """Return the inverse of `pack_mlx_codes`: (..., n * bits / 32) uint32 to (..., n) uint32 codes."""
     groups = words.reshape(*words.shape[:-1], -1, bits)
     mask = (1 << bits) - 1
     codes = []

@@ -98,7 +98,7 @@ def this_target() -> CompileTarget:
 
 
 def instructions() -> str:
-    """What GEARBX_CPU asks for; `native` where it is not set.
+    """Return what GEARBX_CPU asks for; `native` where it is not set.
 
     Raises:
         GearbxError: no such name, or this processor lacks these instructions.
@@ -113,13 +113,14 @@ def instructions() -> str:
 
 
 def lacking_for_avx2() -> list[str]:
-    """The instructions of x86-64-v3 that this processor does not have, or is not known to have; empty if it has all."""
+    """Return the instructions of x86-64-v3 that this processor does not have, or is not known to have; empty if it has
+    all."""
     flags = {word for line in cpuinfo() if line.startswith("flags") for word in line.split()}
     return sorted(X86_64_V3 - flags) if platform.machine() in X86_64 else ["avx2"]
 
 
 def cpuinfo() -> list[str]:
-    """The lines in which Linux describes the processor; none on other systems."""
+    """Return the lines in which Linux describes the processor; none on other systems."""
     try:
         return CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -127,7 +128,7 @@ def cpuinfo() -> list[str]:
 
 
 def processor_model() -> str:
-    """The name of this processor, such as `Apple M2 Pro`; empty where the system has none."""
+    """Return the name of this processor, such as `Apple M2 Pro`; empty where the system has none."""
     lines = cpuinfo()
     if not lines:
         return apple_model()
@@ -160,7 +161,7 @@ def processor_key() -> str:
 
 
 def apple_model() -> str:
-    """The name of a Mac's processor, such as `Apple M2 Pro`; empty elsewhere."""
+    """Return the name of a Mac's processor, such as `Apple M2 Pro`; empty elsewhere."""
     command = ["sysctl", "-n", "machdep.cpu.brand_string"]
     try:
         return subprocess.run(command, capture_output=True, text=True, errors="replace").stdout.strip()
@@ -185,7 +186,7 @@ class Recipe:
 
 
 def find_compiler() -> list[str]:
-    """The compiler's command: CXX, or the first of COMPILERS that is installed.
+    """Return the compiler's command: CXX, or the first of COMPILERS that is installed.
 
     Raises:
         Unavailable: there is no compiler, CXX does not name one, or macOS has only a placeholder for it.
@@ -203,7 +204,7 @@ def find_compiler() -> list[str]:
 
 
 def split_command(named: str) -> list[str]:
-    """The words of CXX. Raises Unavailable if they are no command, or the first is no program."""
+    """Return the words of CXX. Raises Unavailable if they are no command, or the first is no program."""
     try:
         words = shlex.split(named)
     except ValueError as error:
@@ -227,7 +228,7 @@ def ask_for_developer_tools(command: list[str]) -> None:
 
 
 def make_recipe(compiler: list[str], target: CompileTarget | None = None) -> Recipe:
-    """The recipe for a machine and its MLX. Raises Unavailable where there can be none.
+    """Return the recipe for a machine and its MLX. Raises Unavailable where there can be none.
 
     Args:
         compiler: its command; empty for the recipe of kernels that another process compiled.

@@ -72,14 +72,14 @@ class CachedLibrary:
         return self.library.with_name(f"{self.library.name}.why-not")
 
     def is_whole(self) -> bool:
-        """Whether the library is there and is what was stored."""
+        """Return whether the library is there and is what was stored."""
         try:
             return self.hash_file.read_bytes().strip() == hash_file(self.library)
         except OSError:
             return False
 
     def read_failure(self) -> str | None:
-        """Why this library does not work, as `store_failure` wrote it; None if that is unknown or unreadable."""
+        """Say why this library does not work, as `store_failure` wrote it; None if that is unknown or unreadable."""
         try:
             reason = self.failure_file.read_bytes().decode()
         except (OSError, UnicodeDecodeError):
@@ -88,7 +88,7 @@ class CachedLibrary:
 
     @contextmanager
     def building(self, waiting: Callable[[], None]) -> Iterator[Path]:
-        """A path for a new library, in a directory beside the cached ones that is removed afterwards.
+        """Yield a path for a new library, in a directory beside the cached ones that is removed afterwards.
 
         One process builds at a time. Those that wait for it should look again whether the library is whole.
 
@@ -136,12 +136,13 @@ class CachedLibrary:
 
 
 def open_entry(name: str) -> CachedLibrary:
-    """The entry for a library with this name. Raises CacheUnusable as `open_cache`."""
+    """Return the entry for a library with this name. Raises CacheUnusable as `open_cache`."""
     return checked(CachedLibrary(open_cache() / name))
 
 
 def find_entries(pattern: str) -> list[CachedLibrary]:
-    """The entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as `open_cache`."""
+    """Return the entries of libraries whose names match, newest first. Raises CacheUnusable and OSError as
+    `open_cache`."""
     libraries = sorted(open_cache().glob(pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
     return [checked(CachedLibrary(library)) for library in libraries]
 
@@ -161,7 +162,7 @@ def open_cache() -> Path:
 
 @functools.cache
 def private_directory() -> Path:
-    """A directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
+    """Return a directory for this process alone, removed when the process ends. Raises OSError if there can be none."""
     directory = process_directory(Path(tempfile.gettempdir()), PRIVATE)
     atexit.register(directory.__exit__, None, None, None)
     return directory.__enter__()
@@ -174,7 +175,7 @@ def remove_abandoned_private() -> None:
 
 
 def hash_file(file: Path) -> bytes:
-    """The SHA-256 of a file, in hexadecimal digits."""
+    """Return the SHA-256 of a file, in hexadecimal digits."""
     return hashlib.sha256(file.read_bytes()).hexdigest().encode()
 
 
@@ -188,7 +189,7 @@ def replace(source: Path, target: Path) -> None:
 
 @contextmanager
 def process_directory(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new directory that no other user may read, removed afterwards. Raises OSError if there can be none."""
+    """Yield a new directory that no other user may read, removed afterwards. Raises OSError if there can be none."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         with suppress(FileNotFoundError):
@@ -240,12 +241,13 @@ def before_waiting() -> None:
 
 
 def native() -> ModuleType | None:
-    """The compiled kernels (`stack_matvec`, `dense_matvec`, ...), or None; the first call compiles or loads them."""
+    """Return the compiled kernels (`stack_matvec`, `dense_matvec`, ...), or None; the first call compiles or loads
+    them."""
     return _kernels_or_reason()[0]
 
 
 def why_not() -> str | None:
-    """The reason why there are no native kernels, in one line; None if there are."""
+    """Return the reason why there are no native kernels, in one line; None if there are."""
     return _kernels_or_reason()[1]
 
 
@@ -258,7 +260,8 @@ def _kernels_or_reason() -> tuple[ModuleType | None, str | None]:
 
 
 def _get_kernels() -> ModuleType:
-    """The kernels from the cache, or compiled into it; where the cache cannot be used, compiled for this process."""
+    """Return the kernels from the cache, or compiled into it; where the cache cannot be used, compiled for this
+    process."""
     remove_abandoned_private()
     try:
         recipe = make_recipe(find_compiler())
@@ -285,7 +288,7 @@ def library_name(recipe: Recipe) -> str:
 
 
 def _load_kept(reason: str) -> ModuleType:
-    """The kernels in the cache that any compiler made of the same sources.
+    """Return the kernels in the cache that any compiler made of the same sources.
 
     Args:
         reason: why nothing can be compiled now.
@@ -305,7 +308,7 @@ def _load_kept(reason: str) -> ModuleType:
 
 
 def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
-    """The kernels of a cache entry, which is compiled if it is missing or damaged."""
+    """Return the kernels of a cache entry, which is compiled if it is missing or damaged."""
     if kept := _load_whole(entry):
         return kept
     with entry.building(before_waiting) as unfinished:
@@ -324,7 +327,7 @@ def _load_cached(recipe: Recipe, entry: CachedLibrary) -> ModuleType:
 
 
 def _load_whole(entry: CachedLibrary) -> ModuleType | None:
-    """The kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
+    """Return the kernels of a cache entry; None if they must be compiled. Raises Unavailable if they never work."""
     if entry.is_whole():
         with suppress(Unavailable):
             kernels = check_kernels(_load(entry.library))
@@ -354,7 +357,8 @@ def _load(library: Path) -> ModuleType:
 
 
 def check_kernels(module: ModuleType) -> ModuleType:
-    """The module itself, after it has computed known products: bindings of another ABI fail here, not in a model.
+    """Return the module itself, after it has computed known products: bindings of another ABI fail here, not in a
+    model.
 
     Raises:
         Unavailable: a kernel fails, or gives a wrong result.

@@ -30,7 +30,7 @@ def use_device(name: str) -> None:
 
 
 def device_in_use() -> str:
-    """The device on which MLX computes now, as `name_of`."""
+    """Return the device on which MLX computes now, as `name_of`."""
     return name_of(mx.default_device())
 
 
@@ -77,20 +77,20 @@ def finish() -> None:
 
 
 def recommended_memory() -> int | None:
-    """Bytes that a program should have on this GPU at most, as macOS recommends; None for other devices."""
+    """Return bytes that a program should have on this GPU at most, as macOS recommends; None for other devices."""
     found = mx.device_info().get("max_recommended_working_set_size")
     return None if found is None else int(found)
 
 
 def whole_memory() -> int:
-    """Bytes of memory that the device has in all; a Mac's GPU and a CPU have the machine's."""
+    """Return bytes of memory that the device has in all; a Mac's GPU and a CPU have the machine's."""
     info = mx.device_info()
     found = info.get("memory_size", info.get("total_memory"))
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if found is None else int(found)
 
 
 def available_memory() -> int:
-    """Bytes that new programs can use; without psutil, all of the machine's memory."""
+    """Return bytes that new programs can use; without psutil, all of the machine's memory."""
     try:
         psutil = import_module("psutil")  # an optional dependency
     except ImportError:

@@ -75,7 +75,8 @@ class KernelChoice:
     again: bool = False
 
     def why(self, rounds: bool) -> str:
-        """The reason for a layer. rounds: whether the activations that its packed weights meet may be rounded."""
+        """Return the reason for a layer. rounds: whether the activations that its packed weights meet may be
+        rounded."""
         how = f"; packed weights by activations of {self.x_bits} bits" if self.x_bits and rounds else ""
         return self.reason + how
 
@@ -108,30 +109,31 @@ def choose(kernels: str, activations: str = "int16") -> KernelChoice:
 
 
 def device() -> str:
-    """What MLX computes on."""
+    """Return what MLX computes on."""
     if metal.available():
         return METAL
     return CPU if mx.default_device().type == mx.DeviceType.cpu else GPU
 
 
 def on_cpu() -> bool:
-    """Whether MLX computes on the CPU. If it does not, CPU kernels are not used."""
+    """Return whether MLX computes on the CPU. If it does not, CPU kernels are not used."""
     return mx.default_device().type == mx.DeviceType.cpu
 
 
 def is_metal(x: mx.array) -> bool:
-    """Whether a Metal kernel takes activations (..., I), in a model for which `choose` allows native kernels."""
+    """Return whether a Metal kernel takes activations (..., I), in a model for which `choose` allows native kernels."""
     return metal.available() and metal.takes(x, x.shape[-1])
 
 
 def cpu_kernels(vectors: int) -> ModuleType | None:
-    """The native CPU kernels, if they take this number of vectors; else None."""
+    """Return the native CPU kernels, if they take this number of vectors; else None."""
     fits = vectors > 0 and (MOST_VECTORS is None or vectors <= MOST_VECTORS)
     return cpu.native() if fits and on_cpu() else None
 
 
 def bits_beside_bfloat16() -> int:
-    """The bits of activations that CPU kernels keep beside weights of bfloat16: its own, or 0 where they round none."""
+    """Return the bits of activations that CPU kernels keep beside weights of bfloat16: its own, or 0 where they round
+    none."""
     kernels = cpu_kernels(1)
     return BFLOAT16_BITS if kernels is not None and kernels.rounds_to_bf16() else 0
 
@@ -155,7 +157,8 @@ class Kind:
     decoding: str = ""
 
     def candidates(self, vectors: int, dtype: mx.Dtype, ours_alone: bool = False) -> tuple[str, ...]:
-        """What can compute a product of this number of vectors here. The first is what is used without measuring.
+        """Return what can compute a product of this number of vectors here. The first is what is used without
+        measuring.
 
         A packed kernel of ours spares a token that weights are reconstructed; where MLX has none, nothing else does.
 
@@ -172,11 +175,12 @@ class Kind:
         return (*stock, *ours, *reconstructed)
 
     def rounding(self, x_bits: int) -> int:
-        """The bits to which kernels here round activations where `x_bits` are asked for; 0: not at all."""
+        """Return the bits to which kernels here round activations where `x_bits` are asked for; 0: not at all."""
         return min(x_bits, self.most_bits) if device() == CPU else 0
 
     def proven(self, vectors: int, dtype: mx.Dtype) -> str:
-        """What computes it on a Mac unasked: ours where it was proven faster there, and else MLX's operations."""
+        """Return what computes it on a Mac unasked: ours where it was proven faster there, and else MLX's
+        operations."""
         ours = ((each, product_key(self.form, self.shape, dtype, vectors, each)) for each in self._ours(vectors, dtype))
         proofs = {each: proven.proof(self.text, key) for each, key in ours}
         seconds = {each: proof.ours for each, proof in proofs.items() if proof is not None and proof.won}
@@ -193,7 +197,7 @@ class Kind:
 
 
 def size_class(count: int) -> int:
-    """The power of two at `count` or above it: sizes between two powers share what was measured."""
+    """Return the power of two at `count` or above it: sizes between two powers share what was measured."""
     return 1 << max(0, count - 1).bit_length()
 
 
@@ -237,17 +241,17 @@ class CannotMeasure(Exception):
 
 
 def always(candidate: str) -> ChosenKernels:
-    """A trial of the same candidate for any number of vectors."""
+    """Return a trial of the same candidate for any number of vectors."""
     return ChosenKernels(lambda vectors: candidate, is_trial=True)
 
 
 def is_tuning() -> bool:
-    """Whether candidates are to be measured: GEARBX_TUNE=0 leaves it at what is expected to be best."""
+    """Return whether candidates are to be measured: GEARBX_TUNE=0 leaves it at what is expected to be best."""
     return os.environ.get("GEARBX_TUNE", "1") != "0"
 
 
 def native_operations(ours_alone: bool) -> tuple[str, ...]:
-    """The operations, of OPERATIONS, whose modules are replaced in a model with native kernels.
+    """Return the operations, of OPERATIONS, whose modules are replaced in a model with native kernels.
 
     A CPU gains by all of them. On a GPU MLX's own are fast. With Metal, those that are replaced on demand give a row
     the same bits whichever others are in the call (metal/README.md); MLX's norms and gates do so too.
@@ -350,11 +354,11 @@ def pack_kv(vectors: mx.array, planes: int, group_size: int) -> list[mx.array] |
 
 
 def block_kernels(vectors: int) -> ModuleType | None:
-    """The native CPU kernels if they compute a transformer block for this many vectors, else None."""
+    """Return the native CPU kernels if they compute a transformer block for this many vectors, else None."""
     return None if metal.available() else cpu_kernels(vectors)
 
 
 def fused_kernel(name: str) -> Callable[..., mx.array] | None:
-    """The native CPU kernel of an operation (cpu/fused.h, attention.h, matvec.h); None if there is none."""
+    """Return the native CPU kernel of an operation (cpu/fused.h, attention.h, matvec.h); None if there is none."""
     module = cpu.native() if on_cpu() else None
     return None if module is None else getattr(module, name)

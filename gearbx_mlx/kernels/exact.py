@@ -50,24 +50,25 @@ class ExactMatrix(NamedTuple):
         return Planes([self.codes], self.scales, [self.biases], [CODE_BITS], self.group_size)
 
     def each(self, change: Callable[[mx.array], mx.array]) -> "ExactMatrix":
-        """The same change to every array that has the rows (..., O) as its first axes; not to `high` and `offsets`."""
+        """Return the same change to every array that has the rows (..., O) as its first axes; not to `high` and
+        `offsets`."""
         codes, scales, biases, low = map(change, (self.codes, self.scales, self.biases, self.low))
         return self._replace(codes=codes, scales=scales, biases=biases, low=low)
 
     def by_row(self) -> "ExactMatrix":
-        """The same matrix with its rows one after the other."""
+        """Return the same matrix with its rows one after the other."""
         return self
 
     def in_panels(self, rows: int) -> "ExactMatrix":
-        """The same matrix with codes, scales and biases in panels of so many rows (`Planes.in_panels`)."""
+        """Return the same matrix with codes, scales and biases in panels of so many rows (`Planes.in_panels`)."""
         return PanelExactMatrix(*self.with_plane(self.plane.in_panels(rows)))
 
     def with_plane(self, plane: Planes) -> "ExactMatrix":
-        """The same with other codes, scales and biases."""
+        """Return the same with other codes, scales and biases."""
         return self._replace(codes=plane.weights[0], scales=plane.scales, biases=plane.biases[0])
 
     def rows(self, first: int, end: int) -> "ExactMatrix":
-        """The rows from `first` to the one before `end` of a matrix (O, I)."""
+        """Return the rows from `first` to the one before `end` of a matrix (O, I)."""
         return self.each(lambda array: array[first:end])._replace(offsets=self.offsets[first : end + 1])
 
     @property
@@ -76,7 +77,7 @@ class ExactMatrix(NamedTuple):
         return self.each(lambda array: array.reshape(-1, array.shape[-1]))
 
     def after(self, computed: list[mx.array]) -> "ExactMatrix":
-        """The same matrix, which MLX begins to decode when these arrays are computed."""
+        """Return the same matrix, which MLX begins to decode when these arrays are computed."""
 
         def later(array: mx.array) -> mx.array:
             return mx.depends([array], computed)[0] if computed else array
@@ -84,7 +85,8 @@ class ExactMatrix(NamedTuple):
         return self.each(later)._replace(offsets=later(self.offsets))
 
     def taken(self, chosen: mx.array) -> "ExactMatrix":
-        """The rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse this."""
+        """Return the rows, or experts, `chosen` (n,). Their bytes are where they were, so that native kernels refuse
+        this."""
         begins = self.offsets[:-1].reshape(self.scales.shape[:-1])[chosen].flatten()
         return self.each(lambda array: array[chosen])._replace(offsets=mx.concatenate([begins, self.offsets[-1:]]))
 
@@ -121,7 +123,7 @@ class Prediction(NamedTuple):
 
 
 def predict(plane: Planes) -> Prediction:
-    """What codes say of the weights. plane: with the bits of scales and biases, as in `ExactMatrix`."""
+    """Return what codes say of the weights. plane: with the bits of scales and biases, as in `ExactMatrix`."""
     grouped = (*plane.scales.shape, plane.group_size)
     codes = unpack_mlx_codes(plane.weights[0], CODE_BITS).reshape(grouped).astype(mx.float32)
     scale, bias = (as_floats(array)[..., None] for array in (plane.scales, plane.biases[0]))
@@ -131,7 +133,7 @@ def predict(plane: Planes) -> Prediction:
 
 
 def decode(matrix: ExactMatrix) -> mx.array:
-    """The weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
+    """Return the weight (..., O, I), bfloat16. The bytes of its rows may be anywhere in `high`."""
     found = predict(matrix.plane)
     low = matrix.low.astype(mx.uint16).reshape(found.near.shape)
     bytes_of = found.near.astype(mx.uint32).reshape(matrix.shape)
@@ -141,7 +143,7 @@ def decode(matrix: ExactMatrix) -> mx.array:
 
 
 def weight_bits(low: mx.array, high: mx.array, found: Prediction) -> mx.array:
-    """The bits of weights, uint16.
+    """Return the bits of weights, uint16.
 
     Args:
         low: their low bytes. high: their high bytes, which count near zero alone.
@@ -151,12 +153,12 @@ def weight_bits(low: mx.array, high: mx.array, found: Prediction) -> mx.array:
 
 
 def as_floats(bits: mx.array) -> mx.array:
-    """The float32 numbers of which these uint16 are the upper bits."""
+    """Return the float32 numbers of which these uint16 are the upper bits."""
     return bits.view(mx.bfloat16).astype(mx.float32)
 
 
 def upper_bits(values: mx.array) -> mx.array:
-    """The upper 16 bits of float32 numbers, uint16."""
+    """Return the upper 16 bits of float32 numbers, uint16."""
     return (values.view(mx.uint32) >> 16).astype(mx.uint16)
 
 
@@ -169,12 +171,13 @@ def tile_ends(matrix: ExactMatrix) -> Iterator[tuple[int, int]]:
 
 
 def tiles(matrix: ExactMatrix) -> Iterator[ExactMatrix]:
-    """The parts of a matrix (O, I) that are decoded at a time."""
+    """Yield the parts of a matrix (O, I) that are decoded at a time."""
     return (matrix.rows(*ends) for ends in tile_ends(matrix))
 
 
 def decoded_by_tiles(matrix: ExactMatrix) -> mx.array:
-    """The weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a tile."""
+    """Return the weight (..., O, I), bfloat16, decoded tile after tile: what MLX computes on the way takes 20 times a
+    tile."""
     parts: list[mx.array] = []
     for tile in tiles(matrix.by_row().flat):
         parts.append(decode(tile.after(parts[-1:])))

@@ -24,7 +24,7 @@ UNREAD = re.compile(r"[ \t]*//[^\n]*|[ \t]+(?=\\\n)")  # comments, and spaces be
 
 
 def source_text(name: str) -> str:
-    """The text of metal/<name>.metal."""
+    """Return the text of metal/<name>.metal."""
     file = metal_folder() / f"{name}.metal"
     if not file.is_file():
         raise GearbxError(f"metal/{name}.metal is missing from this installation; install gearbx-mlx again")
@@ -32,18 +32,19 @@ def source_text(name: str) -> str:
 
 
 def metal_folder() -> Path:
-    """The folder of the kernels' texts: in the installed package, or at the top of a checkout."""
+    """Return the folder of the kernels' texts: in the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     return next((each for each in (package / "metal", package.parent / "metal") if each.is_dir()), package / "metal")
 
 
 def without_comments(text: str) -> str:
-    """The same program in fewer bytes: MLX copies and hashes the text of a kernel at each launch."""
+    """Return the same program in fewer bytes: MLX copies and hashes the text of a kernel at each launch."""
     return "\n".join(line for line in UNREAD.sub("", text).splitlines() if line.strip()) + "\n"
 
 
 def definitions(macros: Mapping[str, object], dtype: mx.Dtype) -> str:
-    """The lines that define UNROLL, macros with these names and values, and T, the type of activations and result.
+    """Return the lines that define UNROLL, macros with these names and values, and T, the type of activations and
+    result.
 
     Template arguments could say the same, but MLX writes those again at each launch.
     """
@@ -128,7 +129,7 @@ LEAST_ELEMENTS = 8
 
 
 def available() -> bool:
-    """Whether `Launch.run` can run on MLX's default device."""
+    """Return whether `Launch.run` can run on MLX's default device."""
     return mx.metal.is_available() and mx.default_device() == mx.Device(mx.gpu)
 
 
@@ -158,7 +159,7 @@ VARIANTS = ("registers", "threadgroup", "device")
 
 
 def variant_named(name: str, bits: int, vectors: int) -> Variant:
-    """The variant with this name. Raises GearbxError if there is none.
+    """Return the variant with this name. Raises GearbxError if there is none.
 
     `registers` follows MLX's qmv_fast and llama.cpp: 2 SIMD groups of 4 rows, whose activations stay in registers; of 2
     rows where three vectors or more fill the registers. The other two follow GEARBX 8.1 and 8.2: 8 SIMD groups of 2
@@ -172,7 +173,7 @@ def variant_named(name: str, bits: int, vectors: int) -> Variant:
 
 
 def expected_variant(vectors: int) -> str:
-    """The variant that should be the fastest; that is not measured.
+    """Return the variant that should be the fastest; that is not measured.
 
     The two fastest published kernels are like `registers`, and more than 8 vectors do not fit there.
     """
@@ -180,18 +181,18 @@ def expected_variant(vectors: int) -> str:
 
 
 def fits_threadgroup(columns: int, vectors: int, dtype: mx.Dtype) -> bool:
-    """Whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
+    """Return whether the `threadgroup` variant can stage this number of vectors, columns and bytes."""
     return columns <= STAGED_COLUMNS and columns * vectors * dtype.size <= STAGED_BYTES
 
 
 def fitting_variants(names: Sequence[str], columns: int, vectors: int, dtype: mx.Dtype) -> list[str]:
-    """Those of the variants that take activations of this size."""
+    """Return those of the variants that take activations of this size."""
     fits = fits_threadgroup(columns, vectors, dtype)
     return [name for name in names if name != "threadgroup" or fits]
 
 
 def choose_variant(bits: int, columns: int, vectors: int, dtype: mx.Dtype, name: str | None = None) -> Variant:
-    """The variant with this name, or the expected one. A result has the same bits in every variant.
+    """Return the variant with this name, or the expected one. A result has the same bits in every variant.
 
     Raises:
         GearbxError: there is no such variant, or the activations are too large for `threadgroup`.
@@ -250,7 +251,8 @@ class Prepared:
         return nothing if 0 in self.shape else build(self.spec)
 
     def __call__(self, *inputs: Any) -> mx.array:
-        """The result, for the `inputs` of the launch that this was prepared for, or others of their shapes and types.
+        """Return the result, for the `inputs` of the launch that this was prepared for, or others of their shapes and
+        types.
 
         A product's are x, the packed arrays and the output bias, and its result has the activations' type. Nothing is
         checked: this is called for every matrix and token. Raises GearbxError where Metal is not available.
@@ -260,7 +262,8 @@ class Prepared:
         return self.result(out)
 
     def completed(self, inputs: Sequence[Any]) -> list[Any]:
-        """The inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no padding."""
+        """Return the inputs as the kernel takes them. Those with fewer than 8 elements are padded, and it reads no
+        padding."""
         complete = [*inputs, *self.numbers]
         for place in self.few:
             small = complete[place].reshape(-1)
@@ -268,12 +271,12 @@ class Prepared:
         return complete
 
     def result(self, out: mx.array) -> mx.array:
-        """What the kernel wrote, in the type of the result."""
+        """Return what the kernel wrote, in the type of the result."""
         return out if self.view is None else out.view(self.view)
 
 
 def nothing(output_shapes: Sequence[tuple[int, ...]], output_dtypes: Sequence[mx.Dtype], **_: Any) -> list[mx.array]:
-    """A result without elements, for which a kernel would have no threads."""
+    """Return a result without elements, for which a kernel would have no threads."""
     return [mx.zeros(output_shapes[0], output_dtypes[0])]
 
 
@@ -345,10 +348,10 @@ def options(threads: int, threadgroup: int, shape: tuple[int, ...], dtype: mx.Dt
 
 
 def places_of_few(inputs: Sequence[mx.array]) -> tuple[int, ...]:
-    """Which of the inputs have fewer than 8 elements."""
+    """Return which of the inputs have fewer than 8 elements."""
     return tuple(place for place, each in enumerate(inputs) if each.size < LEAST_ELEMENTS)
 
 
 def takes(x: mx.array, columns: int) -> bool:
-    """Whether a kernel takes activations (..., columns): their number and their type."""
+    """Return whether a kernel takes activations (..., columns): their number and their type."""
     return x.ndim > 0 and 0 < x.size <= MAX_VECTORS * columns and x.dtype in DTYPES

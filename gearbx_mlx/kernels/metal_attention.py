@@ -64,7 +64,8 @@ def attention(
 
 
 def takes_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup memory."""
+    """Return whether `attention` takes these arguments: shapes, types, 1 to 16 queries, keys that fit threadgroup
+    memory."""
     dtype = queries.dtype
     if dtype not in DTYPES or not are_attention(queries, keys, values, mask):
         return False
@@ -84,7 +85,7 @@ def padding(dtype: mx.Dtype) -> int:
 def parts_launch(
     queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: mx.array | str | None
 ) -> Launch | None:
-    """The launch for the sums over each block of keys, (B, H, L, blocks, D + 2) float32 (metal/attention.metal).
+    """Return the launch for the sums over each block of keys, (B, H, L, blocks, D + 2) float32 (metal/attention.metal).
 
     None for arguments that do not fit each other, or are too wide for threadgroup memory.
 
@@ -180,7 +181,7 @@ def joined(parts: Launch | None, dtype: mx.Dtype) -> mx.array | None:
 
 
 def join_launch(parts: mx.array, dtype: mx.Dtype) -> Launch:
-    """The launch for (B, H, L, D) of type `dtype`, from the sums over blocks of `parts_launch`."""
+    """Return the launch for (B, H, L, D) of type `dtype`, from the sums over blocks of `parts_launch`."""
     return Launch(_join_prepared((*parts.shape[:3], parts.shape[4] - 2), dtype), (parts,))
 
 
@@ -229,14 +230,14 @@ class Form(NamedTuple):
     entries: bool
 
     def runs(self) -> bool:
-        """Whether there is a kernel: known planes, a group's lanes in one SIMD group, each tile of one kind."""
+        """Return whether there is a kernel: known planes, a group's lanes in one SIMD group, each tile of one kind."""
         chunk = chunk_of(self.widths)
         known = len(self.widths) <= MOST_PLANES and all(width in WIDTHS for width in self.widths)
         whole = self.packed % TILE == 0 or not self.entries
         return whole and known and self.group_size % chunk == 0 and LANES % (self.group_size // chunk) == 0
 
     def describes(self, arrays: Arrays, batch: int, heads: int, dtype: mx.Dtype) -> bool:
-        """Whether planes of so many heads have this form, with scales of this type."""
+        """Return whether planes of so many heads have this form, with scales of this type."""
         elements = [*(self.dims * width // WORD for width in self.widths), *[self.dims // self.group_size] * 2]
         types = [mx.uint32] * len(self.widths) + [dtype] * 2
         return (
@@ -253,7 +254,8 @@ def chunk_of(widths: Sequence[int]) -> int:
 
 
 def form_of(nested: NestedEntries, dims: int) -> Form | None:
-    """The form of planes of heads of `dims` numbers; None for arrays that cannot be such, or that have no kernel."""
+    """Return the form of planes of heads of `dims` numbers; None for arrays that cannot be such, or that have no
+    kernel."""
     entries, arrays, packed = nested.entries, nested.planes[0], nested.packed
     if len(arrays) < 3 or packed < 1 or any(array.ndim != 4 or array.size == 0 for array in (*entries, *arrays)):
         return None
@@ -263,7 +265,8 @@ def form_of(nested: NestedEntries, dims: int) -> Form | None:
 
 
 def takes_nested(queries: mx.array, nested: NestedEntries, mask: mx.array | str | None) -> Form | None:
-    """The form of planes that `nested_attention` takes: shapes, types, widths, 1 to 16 queries, the tile's size."""
+    """Return the form of planes that `nested_attention` takes: shapes, types, widths, 1 to 16 queries, the
+    tile's size."""
     if queries.ndim != 4 or queries.size == 0 or queries.dtype not in DTYPES or queries.shape[2] > MAX_VECTORS:
         return None
     dims, dtype = queries.shape[3], queries.dtype
@@ -292,7 +295,7 @@ def nested_attention(
 
 
 def nested_launch(queries: mx.array, nested: NestedEntries, scale: float, mask: mx.array | str | None) -> Launch | None:
-    """The launch for the sums over each block of keys, as `parts_launch`.
+    """Return the launch for the sums over each block of keys, as `parts_launch`.
 
     Args:
         queries: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16.
@@ -317,7 +320,7 @@ def with_room(array: mx.array) -> mx.array:
 
 @functools.cache
 def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entries:
-    """The buffers and macros of planes of these widths in groups of this size; `entries` as in `Form`."""
+    """Return the buffers and macros of planes of these widths in groups of this size; `entries` as in `Form`."""
     parts = (*("_coarse", "_finer")[: len(widths)], "_scales", "_offsets")
     macros = {
         "ENTRIES": int(entries),
@@ -332,12 +335,12 @@ def entries_of(widths: tuple[int, ...], group_size: int, entries: bool) -> Entri
 
 
 def takes_rope(x: mx.array) -> bool:
-    """Whether `rope_launch` takes x (B, H, L, D): 1 to 16 tokens, and their type."""
+    """Return whether `rope_launch` takes x (B, H, L, D): 1 to 16 tokens, and their type."""
     return x.ndim == 4 and x.size > 0 and x.shape[2] <= MAX_VECTORS and x.dtype in DTYPES
 
 
 def rope_launch(x: mx.array, frequencies: mx.array, offset: int, traditional: bool, scale: float) -> Launch:
-    """The launch for rotary positions from `offset` on, of x's type and shape.
+    """Return the launch for rotary positions from `offset` on, of x's type and shape.
 
     Args:
         x: (B, H, L, D) float16, bfloat16 or float32, L of 1 to 16; by its strides, so that it is not copied.
@@ -365,7 +368,8 @@ def _rope_prepared(shape: tuple[int, ...], dtype: mx.Dtype, dims: int, tradition
 
 
 def are_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None) -> bool:
-    """Whether these are queries (B, H, L, D) and keys and values (B, H / a whole number, S, D), S >= L, of one type.
+    """Return whether these are queries (B, H, L, D) and keys and values (B, H / a whole number, S, D), S >= L, of one
+    type.
 
     The mask is "causal", a bool array or None; kernels take no others.
     """
@@ -390,10 +394,10 @@ def are_nested(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.arr
 
 
 def known_mask(mask: mx.array | str | None) -> bool:
-    """Whether a mask is "causal", a bool array or None."""
+    """Return whether a mask is "causal", a bool array or None."""
     return mask.dtype == mx.bool_ if isinstance(mask, mx.array) else mask in ("causal", None)
 
 
 def heads_fit(queries: Sequence[int], keys: Sequence[int]) -> bool:
-    """Whether these are shapes of queries (B, H, L, D) and keys (B, H / a whole number, S, D), S >= L."""
+    """Return whether these are shapes of queries (B, H, L, D) and keys (B, H / a whole number, S, D), S >= L."""
     return (keys[0], keys[3]) == (queries[0], queries[3]) and queries[1] % keys[1] == 0 and queries[2] <= keys[2]

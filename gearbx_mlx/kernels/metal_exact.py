@@ -25,7 +25,7 @@ PRODUCT, DECODER = Variant("registers", 2, 2), Variant("registers", 2, 1)
 
 @functools.cache
 def exact_layout(group_size: int) -> PackedLayout:
-    """The layout of exact weights."""
+    """Return the layout of exact weights."""
     return PackedLayout(
         name=f"exact_g{group_size}",
         bits=CODE_BITS + 8,
@@ -59,7 +59,8 @@ class ExactSpec(Spec):
 
 
 def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None) -> Launch:
-    """The launch for x @ W^T + bias over exact weights, each decoded once for all vectors; the product is (..., O).
+    """Return the launch for x @ W^T + bias over exact weights, each decoded once for all vectors; the product is (...,
+    O).
 
     A vector's result has the same bits with any other vectors in the call.
 
@@ -82,7 +83,7 @@ def exact_launch(x: mx.array, matrix: ExactMatrix, bias: mx.array | None = None)
 
 
 def decode_launch(matrix: ExactMatrix, chosen: mx.array | None = None) -> Launch:
-    """The launch that decodes rows of exact weights to bfloat16, bit for bit.
+    """Return the launch that decodes rows of exact weights to bfloat16, bit for bit.
 
     Args:
         matrix: (..., O, I), as for `exact_launch`, or stacked experts.
@@ -141,7 +142,7 @@ def _shape(matrix: ExactMatrix) -> tuple[int, int]:
 
 
 def _checked_layout(matrix: ExactMatrix) -> PackedLayout:
-    """The layout of a matrix. Raises GearbxError where a shape or type is not the format's, or has no kernel."""
+    """Return the layout of a matrix. Raises GearbxError where a shape or type is not the format's, or has no kernel."""
     scales, high = matrix.scales, matrix.high
     if matrix.group_size not in GROUP_SIZES:
         raise GearbxError(f"group size {matrix.group_size} is none of 32, 64, 128")

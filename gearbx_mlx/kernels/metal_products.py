@@ -171,12 +171,13 @@ def prepare(
 
 
 def takes_experts(x: mx.array, indices: mx.array) -> bool:
-    """Whether kernels take these activations and indices of experts: how they lie, and the type."""
+    """Return whether kernels take these activations and indices of experts: how they lie, and the type."""
     return x.dtype in DTYPES and pairs_of_a_vector(x, indices) is not None
 
 
 def pairs_of_a_vector(x: mx.array, indices: mx.array) -> int | None:
-    """How many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like that."""
+    """Return how many neighbouring indices have the same of the vectors x (..., 1, I); None if they do not lie like
+    that."""
     if x.ndim < 3 or x.shape[-2] != 1 or indices.size == 0:
         return None
     if x.shape[:-2] == indices.shape:
@@ -197,13 +198,13 @@ def check_product(x: mx.array, rows: int, columns: int, bias: mx.array | None) -
 
 
 def threads(variant: Variant, rows: int) -> tuple[int, int]:
-    """How many threads there are, in all and of a threadgroup: as many threadgroups as all rows need."""
+    """Return how many threads there are, in all and of a threadgroup: as many threadgroups as all rows need."""
     threadgroup = LANES * variant.simd_groups
     return math.ceil(rows / (variant.simd_groups * variant.rows)) * threadgroup, threadgroup
 
 
 def product_launch(spec: Spec, inputs: Sequence[mx.array], sizes: list[int], indices: mx.array | None = None) -> Launch:
-    """The launch of a product's kernel.
+    """Return the launch of a product's kernel.
 
     Args:
         inputs: x, packed arrays, then the bias or the indices. sizes: rows first, as the text reads them.
@@ -231,7 +232,7 @@ def named(**macros: object) -> tuple[tuple[str, object], ...]:
 
 @functools.cache
 def planes_layout(widths: tuple[int, ...], group_size: int, biases: int, rest: int) -> PackedLayout:
-    """The layout of bit planes. biases: of how many of them. rest: as in `Planes`."""
+    """Return the layout of bit planes. biases: of how many of them. rest: as in `Planes`."""
     shifts = plane_shifts(widths)
     planes = range(len(widths))
     offsets = [f"float(b{i}[group]) * {2.0 ** -shifts[i]}f" for i in range(biases)]
@@ -263,7 +264,7 @@ def planes_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """The launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
+    """Return the launch for x @ W^T + bias over a prefix of bit planes, all in one pass; the product is (..., O).
 
     Args:
         x, bias, variant, indices: as for `prepare`.
@@ -296,13 +297,13 @@ def planes_launch(
 
 
 def dimensions(indices: mx.array | None) -> int:
-    """Of a weight: experts have one more."""
+    """Return the dimensions of a weight: experts have one more."""
     return 2 if indices is None else 3
 
 
 @functools.cache
 def symmetric_layout(bits: int, grouped: bool) -> PackedLayout:
-    """The layout of symmetric codes with a scale per row, or per group."""
+    """Return the layout of symmetric codes with a scale per row, or per group."""
     offset = f"-{SYMMETRIC_OFFSET[bits]}.0f"
     of_scales: dict[str, object] = {
         "GROUP_SIZE": GROUPWISE_SIZE if grouped else "columns",
@@ -331,7 +332,7 @@ def symmetric_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """The launch for x @ W^T + bias over symmetric codes; the product is (..., O).
+    """Return the launch for x @ W^T + bias over symmetric codes; the product is (..., O).
 
     Args:
         x, bias, variant, indices: as for `prepare`.
@@ -366,12 +367,12 @@ def _check_rows(weight: mx.array, dtype: mx.Dtype, bits: int, width: int, ndim: 
 
 
 def takes_dense(x: mx.array, weight: mx.array) -> bool:
-    """Whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
+    """Return whether `dense_launch` takes activations (..., I) and a weight (O, I): their number and types."""
     return takes(x, x.shape[-1]) and weight.dtype in DTYPES
 
 
 def dense_launch(x: mx.array, weight: mx.array) -> Launch:
-    """The launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
+    """Return the launch for x W^T, with sums in float32 and one rounding, to the type of x; the product is (..., O).
 
     Args:
         x: (..., I) float16, bfloat16 or float32; 1 to 16 vectors, for which the weight is read once.
@@ -414,7 +415,7 @@ def _dense_prepared(shape: tuple[int, ...], dtype: mx.Dtype, rows: int, few: tup
 
 @functools.cache
 def codebook_layout(bits: int) -> PackedLayout:
-    """The layout of codes with one codebook per row."""
+    """Return the layout of codes with one codebook per row."""
     return PackedLayout(
         name=f"codebook_{bits}",
         bits=bits,
@@ -444,7 +445,7 @@ def codebook_layout(bits: int) -> PackedLayout:
 
 @functools.cache
 def library_layout(bits: int) -> PackedLayout:
-    """The layout of codes with a library of 32 codebooks."""
+    """Return the layout of codes with a library of 32 codebooks."""
     return PackedLayout(
         name=f"library_{bits}",
         bits=bits,
@@ -472,7 +473,7 @@ def library_layout(bits: int) -> PackedLayout:
 
 
 def inputs_of(arrays: Mapping[str, mx.array]) -> list[mx.array]:
-    """The arrays in the order in which a kernel takes them, after the activations."""
+    """Return the arrays in the order in which a kernel takes them, after the activations."""
     return [arrays[name] for name in (INPUTS_OF_LIBRARY if "library" in arrays else INPUTS_OF_CODEBOOK)]
 
 
@@ -484,7 +485,8 @@ def codebook_launch(
     variant: str | None = None,
     indices: mx.array | None = None,
 ) -> Launch:
-    """The launch for x @ W^T + bias over one codebook per row, or a library of 32 codebooks; the product is (..., O).
+    """Return the launch for x @ W^T + bias over one codebook per row, or a library of 32 codebooks; the product is
+    (..., O).
 
     Args:
         x, bias, variant, indices: as for `prepare`.
@@ -526,7 +528,7 @@ def _sizes_of_codebook(
 def _sizes_of_library(
     x: mx.array, arrays: Mapping[str, mx.array], bits: int, experts: tuple[int, ...]
 ) -> tuple[int, int, int]:
-    """The same for a library."""
+    """Return the same for a library."""
     if bits not in LIBRARY_BITS:
         raise GearbxError(f"libraries of {bits} bits are none of 2, 3, 4")
     width, rows = x.shape[-1] if x.ndim else 0, arrays["weight"].shape[-2]

@@ -170,7 +170,7 @@ def exact_product(
 
 
 def decoded(matrix: ExactMatrix) -> mx.array:
-    """The weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
+    """Return the weight (..., O, I), bfloat16, by a native kernel if there is one, else by `decode`."""
     weight = decoded_on_metal(matrix)
     if weight is not None:
         return weight
@@ -186,7 +186,7 @@ def decoded_on_metal(matrix: ExactMatrix, chosen: mx.array | None = None) -> mx.
 
 
 def exact_rows(matrix: ExactMatrix, chosen: mx.array) -> mx.array:
-    """The rows `chosen` (...) of a weight (O, I), (..., I) bfloat16."""
+    """Return the rows `chosen` (...) of a weight (O, I), (..., I) bfloat16."""
     which = chosen.flatten()
     rows = decoded_on_metal(matrix, which)
     if rows is None:
@@ -220,7 +220,7 @@ def stack_experts(
 def symmetric_experts(
     x: mx.array, codes: SymmetricCodes, indices: mx.array, chosen: ChosenKernels | None = None
 ) -> mx.array | None:
-    """As `symmetric_product`, for stacked experts; on Metal alone."""
+    """Multiply as `symmetric_product`, for stacked experts; on Metal alone."""
     y = again(x, codes[:2], indices, chosen)
     if y is not None:
         return y
@@ -247,7 +247,8 @@ def codebook_experts(
     indices: mx.array,
     chosen: ChosenKernels | None = None,
 ) -> mx.array | None:
-    """As `codebook_product`, for stacked experts, each with its own tables and outliers; None if there is no kernel."""
+    """Multiply as `codebook_product`, for stacked experts, each with its own tables and outliers; None if
+    there is no kernel."""
     y = again(x, inputs_of(arrays), indices, chosen)
     if y is not None:
         return y
@@ -285,7 +286,7 @@ def dense_experts_of_mlx(x: mx.array, weight: mx.array, indices: mx.array, sorte
 
 
 def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
-    """The candidate that computes a linear layer's product with activations (..., I).
+    """Return the candidate that computes a linear layer's product with activations (..., I).
 
     Args:
         chosen: for the layer; None: ours on a CPU, where it takes these activations, and MLX's on Metal.
@@ -299,7 +300,7 @@ def kernel_for(x: mx.array, chosen: ChosenKernels | None) -> str:
 
 
 def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | None) -> str:
-    """The candidate that computes the product with stacked experts; arguments as for `kernel_for`.
+    """Return the candidate that computes the product with stacked experts; arguments as for `kernel_for`.
 
     On Metal one candidate serves any number of pairs, or a pair's bits would depend on the others.
     """
@@ -311,20 +312,20 @@ def kernel_for_experts(x: mx.array, indices: mx.array, chosen: ChosenKernels | N
 
 
 def compiled() -> ModuleType:
-    """The native CPU kernels, where `kernel_for` names them."""
+    """Return the native CPU kernels, where `kernel_for` names them."""
     module = cpu.native()
     assert module is not None
     return module
 
 
 def panel_rows() -> int:
-    """How many rows of a matrix the native CPU kernels multiply side by side."""
+    """Return how many rows of a matrix the native CPU kernels multiply side by side."""
     rows: int = compiled().panel_rows()
     return rows
 
 
 def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None:
-    """The native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
+    """Return the native CPU kernels, if each index has one vector (..., 1, I); MLX's kernels also take several vectors.
 
     Where they take few vectors, they take those of as many tokens: a token uses up to MOST_EXPERTS experts.
     """
@@ -333,7 +334,8 @@ def cpu_kernels_for_experts(x: mx.array, indices: mx.array) -> ModuleType | None
 
 
 def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
-    """Whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a time.
+    """Return whether MLX is to use that experts' indices ascend: on Metal, it then multiplies several vectors at a
+    time.
 
     For the tokens of one verification it is not: each vector is multiplied alone, like that of a single token.
     """
@@ -343,7 +345,7 @@ def uses_order(indices: mx.array, sorted_indices: bool) -> bool:
 def again(
     x: mx.array, inputs: Sequence[mx.array], last: mx.array | None, chosen: ChosenKernels | None
 ) -> mx.array | None:
-    """The product by the Metal kernel that `launched` prepared for such activations; None if there was none.
+    """Return the product by the Metal kernel that `launched` prepared for such activations; None if there was none.
 
     This is the way of every token on a Mac, where each microsecond counts.
 
@@ -359,7 +361,7 @@ def again(
 
 
 def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels | None) -> mx.array | None:
-    """The product by a Metal kernel, whose launch is kept for the layer; None where it cannot run.
+    """Return the product by a Metal kernel, whose launch is kept for the layer; None where it cannot run.
 
     A trial of one candidate, of which somebody wants to know whether it runs, raises what MLX raises.
     """
@@ -371,7 +373,7 @@ def launched(launch: metal.Launch, last: mx.array | None, chosen: ChosenKernels 
 
 
 def variant_of(kernel: str) -> str | None:
-    """The variant of a Metal kernel that a candidate names; None: the expected one."""
+    """Return the variant of a Metal kernel that a candidate names; None: the expected one."""
     return None if kernel == NATIVE else kernel
 
 

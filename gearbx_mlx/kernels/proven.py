@@ -117,7 +117,7 @@ def any_won() -> bool:
 
 
 def file() -> Path:
-    """The user's file, beside the times of kernels."""
+    """Return the user's file, beside the times of kernels."""
     return platformdirs.user_cache_path(NAME, appauthor=False) / FILE
 
 
@@ -140,13 +140,13 @@ def text_name(text: str) -> str:
 
 
 def entries() -> Entries:
-    """What was proven on this machine."""
+    """Return what was proven on this machine."""
     return entries_in(file())
 
 
 @functools.cache
 def entries_in(file: Path) -> Entries:
-    """The entries of this machine in a file, which is read once."""
+    """Return the entries of this machine in a file, which is read once."""
     return stored().machines.get(machine(), {})
 
 
@@ -169,7 +169,7 @@ def change(text: str, key: str, proof: Proof | None) -> None:
 
 
 def stored() -> ProvenFile:
-    """The file's content; nothing, where there is none or it is not what `keep` wrote."""
+    """Return the file's content; nothing, where there is none or it is not what `keep` wrote."""
     if not file().is_file():
         return ProvenFile()
     try:

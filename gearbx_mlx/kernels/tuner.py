@@ -161,7 +161,7 @@ class TuningCache:
             atexit.register(self.save)
 
     def _read(self, quietly: bool = False) -> Stored:
-        """The file's content; nothing, where there is none or it is not what `save` wrote."""
+        """Return the file's content; nothing, where there is none or it is not what `save` wrote."""
         if self.file is None or not self.file.is_file():
             return Stored()
         try:
@@ -173,7 +173,8 @@ class TuningCache:
 
 
 def newest(stored: dict[str, dict[str, Key]], machine: str, fresh: dict[str, Key]) -> dict[str, dict[str, Key]]:
-    """What is stored, with what is new of one machine, which becomes the last; the oldest machines are left out."""
+    """Return what is stored, with what is new of one machine, which becomes the last; the oldest machines are
+    left out."""
     mine = stored.pop(machine, {}) | fresh
     return dict([*stored.items(), *([(machine, mine)] if mine else [])][-MOST_MACHINES:])
 
@@ -194,7 +195,8 @@ def kernels_hash() -> str:
 
 
 def machine() -> str:
-    """What times depend on beside the product: device, system, MLX, our kernels; on a CPU its instructions, threads."""
+    """Return what times depend on beside the product: device, system, MLX, our kernels; on a CPU its instructions,
+    threads."""
     on = device()
     name = f"{mx.device_info().get('device_name', '')} ({on})"
     if on == CPU:
@@ -230,7 +232,7 @@ class Tuner:
         self._compared: set[tuple[str, str]] = set()  # products and candidates, by this tuner
 
     def choose(self, kind: Kind, vectors: int, products: Products) -> str:
-        """The candidate for a product of this number of vectors; measured if that was not done yet.
+        """Return the candidate for a product of this number of vectors; measured if that was not done yet.
 
         On a CPU one candidate computes any number of vectors: ours give a vector the same bits in any company there.
         MLX's has to be faster for one vector and for many. On Metal nothing is measured unasked (`proven.py`).
@@ -256,7 +258,7 @@ class Tuner:
     def _right_on_metal(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]
     ) -> tuple[str, ...]:
-        """All right candidates where they are timed, else the first of them."""
+        """Return all right candidates where they are timed, else the first of them."""
         if is_worth_it(kind):
             return self.right(kind, vectors, products, candidates)
         for each in candidates:
@@ -267,7 +269,7 @@ class Tuner:
     def right(
         self, kind: Kind, vectors: int, products: Products, candidates: Sequence[str], compare_now: bool = True
     ) -> tuple[str, ...]:
-        """The candidates whose products are MLX's as far as the types can tell; MLX where none is.
+        """Return the candidates whose products are MLX's as far as the types can tell; MLX where none is.
 
         Args:
             compare_now: compare those that were not compared yet; else they count as right.
@@ -303,12 +305,12 @@ class Tuner:
         return chosen
 
     def known(self, name: str, candidates: Sequence[str]) -> Times | None:
-        """Seconds of all of these candidates, as measured earlier; None if that was not done."""
+        """Return seconds of all of these candidates, as measured earlier; None if that was not done."""
         times = (self.measured if self.again else self.cache.times).get(name, {})
         return times if times.keys() >= {*candidates} else None
 
     def times(self, name: str, kind: Kind, vectors: int, products: Products, candidates: Sequence[str]) -> Times:
-        """Seconds of a product by each candidate, from the cache or measured now. Raises CannotMeasure."""
+        """Return seconds of a product by each candidate, from the cache or measured now. Raises CannotMeasure."""
         if known := self.known(name, candidates):
             return known
         begun = time.perf_counter()
@@ -327,7 +329,7 @@ class Tuner:
         return found
 
     def name(self, kind: Kind, vectors: int, exactly: bool = False) -> str:
-        """What a kind of product is called in the cache: sizes up to the next power of two share an entry.
+        """Return what a kind of product is called in the cache: sizes up to the next power of two share an entry.
 
         exactly: they do not.
         """
@@ -341,12 +343,12 @@ class Tuner:
 
 
 def is_worth_it(kind: Kind) -> bool:
-    """Whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
+    """Return whether the candidates of a kind are to be timed: not small ones, and not with GEARBX_TUNE=0."""
     return is_tuning() and math.prod(kind.shape) >= SMALLEST
 
 
 def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Differences:
-    """How far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
+    """Return how far the products by each candidate are from MLX's, with every layer at hand; on a CPU with the first.
 
     Empty where nothing can be evaluated (inside of mx.compile, without memory), or no weights are at hand.
     """
@@ -368,7 +370,7 @@ def differences(products: Mapping[str, Sequence[Product]], x: mx.array) -> Diffe
 
 
 def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
-    """The largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
+    """Return the largest one from what is wanted, in root mean squares of that; FAILED if it is not a number."""
     try:
         y = product(x).astype(mx.float32)
         mx.eval(y)
@@ -386,7 +388,7 @@ def difference(product: Product, x: mx.array, wanted: mx.array) -> float:
 
 
 def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
-    """The difference of two right products, at most, in root mean squares of one.
+    """Return the difference of two right products, at most, in root mean squares of one.
 
     Args:
         dtype: to which the activations and the result are rounded; sums of this many columns are float32.
@@ -398,7 +400,8 @@ def tolerance(dtype: mx.Dtype, columns: int, x_bits: int) -> float:
 
 
 def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
-    """Seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at all.
+    """Return seconds of one product by each candidate, medians; FAILED for one that Metal cannot compile; or nothing at
+    all.
 
     Raises:
         ValueError, RuntimeError: from MLX, where something else cannot be evaluated.
@@ -415,7 +418,7 @@ def measure(products: Mapping[str, Sequence[Product]], x: mx.array) -> Times:
 
 
 def seconds_of_one(product: Product, x: mx.array) -> float:
-    """Seconds of one product, after another one that may compile its kernel."""
+    """Return seconds of one product, after another one that may compile its kernel."""
     try:
         mx.eval(product(x))
     except RuntimeError as error:
@@ -431,7 +434,7 @@ def built(products: Sequence[Product], x: mx.array) -> list[mx.array]:
 
 
 def fastest(times: Times, candidates: Sequence[str]) -> str:
-    """The candidate to use: the first, unless another one is faster by a margin."""
+    """Return the candidate to use: the first, unless another one is faster by a margin."""
     known = {name: times[name] for name in candidates if name in times}
     if not known:
         return candidates[0]
@@ -441,7 +444,7 @@ def fastest(times: Times, candidates: Sequence[str]) -> str:
 
 
 def seconds_of(make: Make, calls: int = 1) -> float:
-    """Seconds in which one evaluation computes everything that so many calls of `make` build."""
+    """Return seconds in which one evaluation computes everything that so many calls of `make` build."""
     built = [array for _ in range(calls) for array in make()]
     mx.synchronize()
     start = time.perf_counter()
@@ -450,7 +453,7 @@ def seconds_of(make: Make, calls: int = 1) -> float:
 
 
 def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
-    """The power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
+    """Return the power of two of calls whose evaluation takes `least` seconds or more; at most MOST_CALLS.
 
     The first evaluation is not counted: it may compile a kernel.
     """
@@ -464,7 +467,7 @@ def enough_calls(make: Make, least: float = LEAST_SECONDS) -> int:
 def compare(
     candidates: Mapping[Key, Make], trials: int = 5, least: float = LEAST_SECONDS, give_up: float = math.inf
 ) -> dict[Key, list[float]]:
-    """Seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
+    """Return seconds of one call of each candidate, trial by trial; a trial goes through all of them in turn.
 
     Args:
         trials: 1 or more; every second one goes backwards.

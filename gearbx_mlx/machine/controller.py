@@ -43,7 +43,7 @@ class Range:
     weights: int = 0
 
     def bytes_in(self, gear: int, cap: int) -> int:
-        """The bytes that a token reads in a gear, under a cap."""
+        """Return the bytes that a token reads in a gear, under a cap."""
         return self.read[min(self.gears[gear], cap)]
 
 
@@ -88,7 +88,7 @@ class CapSchedule:
         return len(self.steps)
 
     def read(self, passes: Sequence[float] | np.ndarray) -> np.ndarray:
-        """The bytes that these passes in each gear read, at every position."""
+        """Return the bytes that these passes in each gear read, at every position."""
         return np.asarray(passes, dtype=float) @ self._bytes
 
     def bits(self, read: float, passes: float) -> float:
@@ -96,7 +96,8 @@ class CapSchedule:
         return 8 * (float(read) - passes * self.fixed) / self.weights if self.weights else 0.0
 
     def within(self, share: float) -> int:
-        """The first position within a budget: a share of the way from the top gear's fewest bytes to its most."""
+        """Return the first position within a budget: a share of the way from the top gear's fewest bytes to
+        its most."""
         read = self._bytes[-1]
         most = read[-1] + share * (read[0] - read[-1])
         return int(np.argmax(read <= most + 1e-9 * read[0]))
@@ -107,7 +108,7 @@ class CapSchedule:
         return most | {step.path: step.after for step in self.steps[:position]}
 
     def _in_gear(self, gear: int) -> list[float]:
-        """The bytes of a pass in a gear, at every position."""
+        """Return the bytes of a pass in a gear, at every position."""
         most = self.fixed + sum(layer.bytes_in(gear, layer.widths[-1]) for layer in self.layers.values())
         each = ((self.layers[step.path], step) for step in self.steps)
         change = (layer.bytes_in(gear, step.after) - layer.bytes_in(gear, step.before) for layer, step in each)
@@ -138,7 +139,7 @@ class PID:
         self._error = self._slope = 0.0
 
     def update(self, error: float) -> float:
-        """The position that the actuator should take."""
+        """Return the position that the actuator should take."""
         self._slope, self._error = error - self._error, error
         self.integral += self.gains.integral * error
         return self.integral + self._immediate()
@@ -164,12 +165,12 @@ SMALLEST = 0.02  # change of the budget, except to 0 and to 1
 
 
 def between(value: float, least: float, most: float) -> float:
-    """The place of a value between two others: 0 up to the first, 1 from the second on."""
+    """Return the place of a value between two others: 0 up to the first, 1 from the second on."""
     return min(1.0, max(0.0, (value - least) / (most - least)))
 
 
 def shares(state: MachineState) -> dict[str, float]:
-    """The share that each known part of the state allows.
+    """Return the share that each known part of the state allows.
 
     The charge counts unless the machine is on a charger. Memory counts because weights that are not read may be paged
     out: fewer planes are a smaller working set.
@@ -185,7 +186,7 @@ def shares(state: MachineState) -> dict[str, float]:
 
 
 def budget(state: MachineState) -> float:
-    """The smallest share; 1 where nothing is known."""
+    """Return the smallest share; 1 where nothing is known."""
     return min(shares(state).values(), default=1.0)
 
 
@@ -246,7 +247,7 @@ class CapDecision:
     moved: tuple[CapStep, ...]
 
     def record(self) -> dict[str, Any]:
-        """The decision as a trace shows it."""
+        """Return the decision as a trace shows it."""
         return {**asdict(self), "moved": [asdict(step) for step in self.moved]}
 
 
@@ -301,7 +302,7 @@ class Controller:
 
     @property
     def due(self) -> bool:
-        """Whether a decision follows the next token."""
+        """True if a decision follows the next token."""
         return (self.tokens + 1) % EVERY == 0
 
     def token(self, seconds: float | None, passes: Sequence[float], share: float = 1.0) -> CapDecision | None:
@@ -341,7 +342,8 @@ class Controller:
         return self._decided(before, goal, reason, measured)
 
     def _regulate(self, measured: Measured, limit: int) -> tuple[int, str]:
-        """The position nearest to what the PID asks for that the schedule and the budget allow, and the reason."""
+        """Return the position nearest to what the PID asks for that the schedule and the budget allow, and the
+        reason."""
         assert self.target is not None
         error = measured.error
         speed = f"{measured.tokens_per_second:.3g} tokens/s for a target of {self.target:.3g}"
@@ -372,7 +374,7 @@ class Controller:
         return goal, f"{speed}: no step brings it nearer"
 
     def _tolerated(self, measured: Measured) -> float:
-        """The error to ignore: the larger of dead band and chance, or their sum once the target was surely met.
+        """Return the error to ignore: the larger of dead band and chance, or their sum once the target was surely met.
 
         So a speed near the target has to change more before caps move, and caps do not follow noise up and down.
         """
@@ -390,7 +392,7 @@ class Controller:
         return np.mean([passes for _, passes in self._seen], axis=0)
 
     def _latest(self, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds, and seconds per byte, of the latest tokens under the same caps.
+        """Return seconds, and seconds per byte, of the latest tokens under the same caps.
 
         It leaves out tokens that took several times as long as their bytes explain: another program had the machine.
         """
@@ -408,7 +410,7 @@ class Controller:
             self._spreads.append(float(np.std(pace, ddof=1) / np.mean(pace)))
 
     def _measured(self, count: int) -> Measured | None:
-        """The speed over the latest `count` tokens at most; None without tokens."""
+        """Return the speed over the latest `count` tokens at most; None without tokens."""
         seconds, _ = self._latest(count)
         if not len(seconds):
             return None

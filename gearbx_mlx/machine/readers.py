@@ -66,7 +66,7 @@ NAMES = tuple(field.name for field in fields(MachineState))
 
 
 def merged(states: Iterable[MachineState]) -> MachineState:
-    """The states of several readers as one; the worse value where two readers know the same thing."""
+    """Return the states of several readers as one; the worse value where two readers know the same thing."""
     found: dict[str, Any] = {}
     for state in states:
         for name, value in state.known.items():
@@ -95,7 +95,7 @@ class Reader(Protocol):
 
 
 def optional(module: str, package: str) -> ModuleType:
-    """The module of a library. Raises GearbxError if the package that has it is missing."""
+    """Return the module of a library. Raises GearbxError if the package that has it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -159,7 +159,7 @@ class LinuxThermal:
 
 
 def number(file: Path) -> int:
-    """The integer that a file of sysfs contains."""
+    """Return the integer that a file of sysfs contains."""
     return int(file.read_text().strip())
 
 
@@ -255,7 +255,7 @@ class OwnMemory:
 
 
 def this_machine() -> tuple[list[Reader], dict[str, str]]:
-    """The readers that work on this machine, and for the others, name to reason."""
+    """Return the readers that work on this machine, and for the others, name to reason."""
     thermal = MacThermal if platform.system() == "Darwin" else LinuxThermal
     found: list[Reader] = []
     absent = {}
@@ -272,7 +272,7 @@ MAKING = 2.0  # seconds that making one reader may take
 
 
 def within(seconds: float, make: Callable[[], Reader]) -> Reader | Exception:
-    """The reader that `make` returns, or an exception: what a library raised, or that it took too long."""
+    """Return the reader that `make` returns, or an exception: what a library raised, or that it took too long."""
     outcome: list[Reader | Exception] = []
 
     def attempt() -> None:
@@ -351,7 +351,7 @@ class Watch:
             poll.stopped.set()
 
     def state(self, seconds: float = 0.0, tokens: int = 0) -> MachineState:
-        """The state now, without waiting.
+        """Return the state now, without waiting.
 
         Args:
             seconds, tokens: since generation began, for scripts.
@@ -371,7 +371,7 @@ class Watch:
         return merged(states)
 
     def problems(self) -> list[str]:
-        """What went wrong since the last call; only the first problem of each reader."""
+        """Return what went wrong since the last call; only the first problem of each reader."""
         found, self._problems = self._problems, []
         return found
 
@@ -454,7 +454,7 @@ class Scripted:
         return cls(points, unit)
 
     def read(self) -> MachineState:
-        """The state at `moment`; empty before the first point."""
+        """Return the state at `moment`; empty before the first point."""
         known: dict[str, Any] = {}
         for point in self.points:
             if point.at <= self.moment:
@@ -463,7 +463,8 @@ class Scripted:
 
 
 def read_entries(path: Path) -> Iterator[tuple[str, ScriptEntry]]:
-    """Each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad one."""
+    """Yield each entry of a script, and where it is: "line 3", or of an array "entry 3". Raises GearbxError for a bad
+    one."""
     text = read_text(path, "a script of machine states", GIVE)
     if not text.lstrip().startswith("["):
         for number, entry in json_lines(path, text, ScriptEntry, GIVE):

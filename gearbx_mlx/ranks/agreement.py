@@ -69,7 +69,7 @@ def in_turn() -> AbstractContextManager[Any]:
 
 
 def agreement_of(model: nn.Module) -> Agreement:
-    """The agreement of the ranks that share a model; a model that is whole here needs none."""
+    """Return the agreement of the ranks that share a model; a model that is whole here needs none."""
     for module in modules_of(model):
         if isinstance(getattr(module, "group", None), mx.distributed.Group):  # what tells other ranks its outputs
             return Agreement(module.group)
@@ -83,7 +83,7 @@ MISSING = "nothing"
 
 
 def gathered(group: mx.distributed.Group, value: Any) -> list[Any]:
-    """A value of every rank, by rank; it becomes JSON on the way."""
+    """Return a value of every rank, by rank; it becomes JSON on the way."""
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     with in_turn():
         sizes = [int(size) for size in np.array(all_of(group, mx.array([data.size], mx.int32)))]
@@ -94,7 +94,7 @@ def gathered(group: mx.distributed.Group, value: Any) -> list[Any]:
 
 
 def all_of(group: mx.distributed.Group, array: mx.array) -> mx.array:
-    """The arrays of all ranks, one after the other."""
+    """Return the arrays of all ranks, one after the other."""
     return mx.distributed.all_gather(array, group=group, stream=mx.cpu)
 
 
@@ -109,7 +109,7 @@ def check_equal(group: mx.distributed.Group, facts: Mapping[str, str]) -> None:
 
 
 def difference(facts: Sequence[Mapping[str, str]]) -> str | None:
-    """What the first rank that differs from rank 0 has that is different, and what rank 0 has; None: nothing."""
+    """Return what the first rank that differs from rank 0 has that is different, and what rank 0 has; None: nothing."""
     first = facts[0]
     for rank, own in enumerate(facts):
         for name in {**first, **own}:

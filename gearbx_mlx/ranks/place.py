@@ -29,7 +29,7 @@ class Place:
     addresses: tuple[tuple[Address, ...], ...] = ()
 
     def name_of(self, rank: int) -> str:
-        """A rank for a message, with its first address."""
+        """Return a rank for a message, with its first address."""
         return f"rank {rank} ({written(self.addresses[rank][0])})" if self.addresses else f"rank {rank}"
 
 
@@ -64,7 +64,7 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
 
 
 def number(environment: Mapping[str, str], name: str) -> int:
-    """A variable's number. Raises GearbxError for anything else."""
+    """Return a variable's number. Raises GearbxError for anything else."""
     text = environment.get(name, "")
     if not (text.isascii() and text.isdigit()):
         raise GearbxError(f"{name} is {text!r}; it is the number of a rank, from 0, and mlx.launch sets it")
@@ -72,7 +72,7 @@ def number(environment: Mapping[str, str], name: str) -> int:
 
 
 def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
-    """The addresses of each rank. An empty file, which `mlx.launch -n 1` writes, names none.
+    """Return the addresses of each rank. An empty file, which `mlx.launch -n 1` writes, names none.
 
     Raises:
         GearbxError: no such file, no JSON, or something else than addresses in it.
@@ -91,7 +91,7 @@ def read_hostfile(file: Path) -> tuple[tuple[Address, ...], ...]:
 
 
 def parsed(file: Path, layout: str) -> list:
-    """The list that a file of JSON has; an empty one for an empty file. Raises GearbxError for another file."""
+    """Return the list that a file of JSON has; an empty one for an empty file. Raises GearbxError for another file."""
     try:
         text = file.read_text(encoding="utf-8").strip()
         content = json.loads(text) if text else []
@@ -139,5 +139,5 @@ def begin(place: Place) -> None:
 
 
 def current() -> Run | None:
-    """The run that this process is a rank of; None: it computes alone."""
+    """Return the run that this process is a rank of; None: it computes alone."""
     return _run

@@ -55,7 +55,7 @@ class Channel:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """The next message; None: the other end is gone, or talks about something else.
+        """Return the next message; None: the other end is gone, or talks about something else.
 
         Raises:
             TimeoutError: none within the connection's time limit.
@@ -78,7 +78,7 @@ class Channel:
         return message if isinstance(message, dict) else None
 
     def waiting(self) -> bool:
-        """Whether a message has come already, with an earlier one."""
+        """Return whether a message has come already, with an earlier one."""
         return b"\n" in self._rest
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class Channel:
 
 
 def listen(address: Address) -> socket.socket:
-    """A socket that listens at an address of this machine. Raises GearbxError where that is not possible."""
+    """Return a socket that listens at an address of this machine. Raises GearbxError where that is not possible."""
     try:
         family, kind, _, _, place = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -106,7 +106,7 @@ def listen(address: Address) -> socket.socket:
 
 
 def connect(address: Address, seconds: float) -> Channel | None:
-    """A connection to an address, or None without a listener. Raises GearbxError for an unknown host."""
+    """Return a connection to an address, or None without a listener. Raises GearbxError for an unknown host."""
     try:
         return Channel(socket.create_connection(address, max(seconds, 0.01)))
     except (socket.gaierror, UnicodeError) as error:
@@ -238,7 +238,7 @@ class RankWatch:
                 self._last_moment = time.monotonic() + moment, number
 
     def _patience(self) -> float | None:
-        """Seconds that a signal leaves this process (None: there was none). Ends it when they are over."""
+        """Return seconds that a signal leaves this process (None: there was none). Ends it when they are over."""
         if self._last_moment is None:
             return None
         until, number = self._last_moment
@@ -249,7 +249,7 @@ class RankWatch:
         return until - time.monotonic()
 
     def _heard(self, rank: int, message: dict[str, Any]) -> None:
-        """What rank 0 does with a message."""
+        """Do what rank 0 does with a message."""
         if "bye" in message:
             self._leaves(rank)
         elif "signal" in message:
@@ -268,7 +268,7 @@ class RankWatch:
             self._all_left.set()
 
     def _gone(self, rank: int) -> None:
-        """A connection has ended."""
+        """Take note that a connection has ended."""
         channel = self.channels.pop(rank)
         channel.close()
         if self.place.rank == 0 and (rank in self._left or self._finished.is_set()):
@@ -310,7 +310,7 @@ class MeetingRefused(Exception):
 
 
 def patience() -> float:
-    """Seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
+    """Return seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
     text = os.environ.get(WAIT, str(DEFAULT_WAIT))
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 86400:
@@ -376,7 +376,7 @@ def first_words(channel: Channel) -> dict[str, Any] | None:
 
 
 def check_hello(place: Place, hello: dict[str, Any], came: dict[int, Channel], channel: Channel) -> int:
-    """The rank that says hello. Raises GearbxError for one that cannot take part."""
+    """Return the rank that says hello. Raises GearbxError for one that cannot take part."""
     rank, problem = hello["rank"], hello.get("problem")
     if problem is None and hello.get("hosts") != hosts_hash(place):
         problem = f"has another hostfile, of {hello.get('size')} ranks; give all ranks the same one"
@@ -389,7 +389,7 @@ def check_hello(place: Place, hello: dict[str, Any], came: dict[int, Channel], c
 
 
 def report_to_first(place: Place, until: float) -> Channel:
-    """The part of `meet` of every rank but 0."""
+    """Return the part of `meet` of every rank but 0."""
     problem = None
     try:
         check_addresses(place)

@@ -44,7 +44,7 @@ EXACT = Rounding()
 def entropy_bounds(
     logprobs: Sequence[float], vocab_size: int, rounding: Rounding = EXACT, unlisted: float | None = None
 ) -> tuple[float, float]:
-    """The least and the largest entropy, in bits, that a distribution with these log-probabilities can have.
+    """Return the least and the largest entropy, in bits, that a distribution with these log-probabilities can have.
 
     Args:
         logprobs: natural, of k tokens, in any order; minus infinity is a probability of 0.
@@ -84,7 +84,7 @@ def bits(probability: float) -> float:
 
 
 def rest_at_least(least: float, most: float, most_each: float) -> float:
-    """The fewest bits of a mass between `least` and `most`, of tokens that have `most_each` at most.
+    """Return the fewest bits of a mass between `least` and `most`, of tokens that have `most_each` at most.
 
     -p log p is concave, so that the minimum packs the mass: as many tokens as possible with `most_each`, one with what
     remains. Between two multiples of `most_each` that is concave in the mass too; so the ends and the first multiple
@@ -102,7 +102,8 @@ def rest_at_least(least: float, most: float, most_each: float) -> float:
 
 
 def rest_at_most(least: float, most: float, others: int) -> float:
-    """The most bits of a mass between `least` and `most`: `others` tokens alike; r log2(n / r) is largest at n / e."""
+    """Return the most bits of a mass between `least` and `most`: `others` tokens alike; r log2(n / r) is largest at n /
+    e."""
     mass = min(max(others * PEAK, least), most)
     return mass * (math.log2(others) - math.log2(mass)) if mass > 0 else 0.0
 
@@ -119,7 +120,8 @@ def check_logprobs(logprobs: Sequence[float], vocab_size: int, rounding: Roundin
 
 
 def rounding_of(logprobs: Sequence[float]) -> Rounding:
-    """How exact log-probabilities can be that were written like these: in half precision, in decimals, or in single."""
+    """Return how exact log-probabilities can be that were written like these: in half precision, in decimals, or in
+    single."""
     values = [value for value in logprobs if math.isfinite(value) and value > LEAST / 10]
     if all(map(is_bfloat16, values)):
         return Rounding(SINGLE + shared_error(values, BFLOAT16), BFLOAT16)
@@ -130,7 +132,7 @@ def rounding_of(logprobs: Sequence[float]) -> Rounding:
 
 
 def shared_error(values: Sequence[float], precision: float) -> float:
-    """What all log-probabilities of a half-precision type can be off by together, in nats.
+    """Return what all log-probabilities of a half-precision type can be off by together, in nats.
 
     They are logits less their log(sum(exp)), which was rounded: to half a step of its size. A logit of at least half
     that size has steps at least half as large, and so has the difference. A smaller logit is further away than half
@@ -145,7 +147,7 @@ def shared_error(values: Sequence[float], precision: float) -> float:
 
 
 def binary_step(value: float) -> float:
-    """The largest power of two, negative exponents included, of which a number is a multiple; infinite for 0."""
+    """Return the largest power of two, negative exponents included, of which a number is a multiple; infinite for 0."""
     numerator, denominator = value.as_integer_ratio()
     return (numerator & -numerator) / denominator if numerator else math.inf
 
@@ -155,7 +157,7 @@ def is_bfloat16(value: float) -> bool:
 
 
 def fits(value: float, kind: str) -> bool:
-    """Whether a float16 ("e") or a float32 ("f") has this value."""
+    """Return whether a float16 ("e") or a float32 ("f") has this value."""
     try:
         return struct.unpack(f"<{kind}", struct.pack(f"<{kind}", value))[0] == value
     except OverflowError:
@@ -217,7 +219,7 @@ class BoundedRouting:
         return Bounded((readings[0].mean, readings[1].mean), *self.coming.popleft())
 
     def after(self, state: tuple[int, int], reading: Reading) -> tuple[int, int]:
-        """The gear and the duration of a gate after a reading."""
+        """Return the gear and the duration of a gate after a reading."""
         gate = self.any_gate
         gate.gear, gate.duration = state
         gate.update(reading)

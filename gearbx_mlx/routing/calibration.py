@@ -30,7 +30,7 @@ FEWEST_SAMPLES = 5
 
 
 def positive(entropies: Sequence[float]) -> list[float]:
-    """The samples above 0 bits, sorted.
+    """Return the samples above 0 bits, sorted.
 
     Raises:
         GearbxError: fewer than five such samples (GEARBX 4.1).
@@ -45,7 +45,8 @@ def positive(entropies: Sequence[float]) -> list[float]:
 
 
 def widen(low: float, high: float, band: float) -> tuple[float, float]:
-    """A band of at least this width (bits): a narrower one is expanded around its centre, and stays above the floor."""
+    """Return a band of at least this width (bits): a narrower one is expanded around its centre, and stays above the
+    floor."""
     if high - low < band:
         centre = (low + high) / 2
         low, high = centre - band / 2, centre + band / 2
@@ -54,7 +55,8 @@ def widen(low: float, high: float, band: float) -> tuple[float, float]:
 
 
 def percentile_thresholds(entropies: Sequence[float], gears: int, vocab_size: int) -> tuple[float, ...]:
-    """The 30th and the 60th percentile, at least 0.2 bits apart, capped at 0.06 and 0.12 log2 V (GEARBX 4.1, 4.2)."""
+    """Return the 30th and the 60th percentile, at least 0.2 bits apart, capped at 0.06 and 0.12 log2 V (GEARBX 4.1,
+    4.2)."""
     e = positive(entropies)
     n = len(e)
     low = max(e[max(math.floor(n * LOW_PERCENTILE) - 1, 0)], FLOOR)
@@ -65,7 +67,7 @@ def percentile_thresholds(entropies: Sequence[float], gears: int, vocab_size: in
 
 
 def median_thresholds(entropies: Sequence[float], gears: int) -> tuple[float, ...]:
-    """The median and 2.5 times the median, at least 0.3 bits apart (GEARBX 4.2, the MLX backend)."""
+    """Return the median and 2.5 times the median, at least 0.3 bits apart (GEARBX 4.2, the MLX backend)."""
     median = statistics.median(positive(entropies))
     return between(*widen(median, MEDIAN_FACTOR * median, MEDIAN_BAND), gears)
 

@@ -113,7 +113,7 @@ class Gate(Protocol):
         """Take the reading of a token. Returns the gear for what follows."""
 
     def peek(self, level: float) -> int:
-        """The gear that a mean entropy of `level` bits would lead to; changes nothing."""
+        """Return the gear that a mean entropy of `level` bits would lead to; changes nothing."""
 
     def reset(self, gear: int) -> None:
         """Start a sequence in `gear`."""
@@ -365,7 +365,7 @@ HIGH_SCORE, MID_SCORE = 4.0, 1.5
 
 
 def difficulty(prompt: str) -> float:
-    """A score: 2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]."""
+    """Return a score: 2 n_math + 1.5 n_code + 0.3 min(words / 50, 3) + 1.5 [mean word length > 6.5]."""
     words = prompt.split()
     mean_length = sum(map(len, words)) / len(words) if words else 0.0
     return (
@@ -377,7 +377,7 @@ def difficulty(prompt: str) -> float:
 
 
 def first_gear(prompt: str, gears: int) -> int:
-    """The number of the lowest, the middle or the top gear of a ladder with `gears` gears."""
+    """Return the number of the lowest, the middle or the top gear of a ladder with `gears` gears."""
     score = difficulty(prompt)
     if score >= HIGH_SCORE:
         return gears - 1
@@ -393,18 +393,18 @@ QUANTILE = "quantile:"
 
 
 def highest(wishes: Sequence[int]) -> int:
-    """The highest gear that a sequence wants: none gets less than alone."""
+    """Return the highest gear that a sequence wants: none gets less than alone."""
     return max(wishes)
 
 
 def most(wishes: Sequence[int]) -> int:
-    """The gear that most sequences want; of several the highest."""
+    """Return the gear that most sequences want; of several the highest."""
     counts = Counter(wishes)
     return max(counts, key=lambda gear: (counts[gear], gear))
 
 
 def quantile(share: float) -> BatchPolicy:
-    """The lowest gear that is enough for this share of the sequences; 1 is `highest`, 0 the lowest wish."""
+    """Return the lowest gear that is enough for this share of the sequences; 1 is `highest`, 0 the lowest wish."""
 
     def policy(wishes: Sequence[int]) -> int:
         return sorted(wishes)[max(0, math.ceil(share * len(wishes) - 1e-9) - 1)]
@@ -416,7 +416,8 @@ NAMED: dict[str, BatchPolicy] = {"highest": highest, "most": most}
 
 
 def policy_named(name: str | BatchPolicy) -> BatchPolicy:
-    """The policy of a name: "highest", "most" or "quantile:Q", such as "quantile:0.75". A function is one already.
+    """Return the policy of a name: "highest", "most" or "quantile:Q", such as "quantile:0.75". A function is one
+    already.
 
     Raises:
         GearbxError: a name that no policy has, a share outside of 0 to 1.

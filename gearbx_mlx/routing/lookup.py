@@ -97,7 +97,7 @@ class Lookup:
         self._find()
 
     def proposed(self, count: int) -> list[int]:
-        """The next `count` tokens; none where the last tokens are new.
+        """Return the next `count` tokens; none where the last tokens are new.
 
         Past the end of the text the proposal goes on with its own beginning, as LZ77 copies: a text that goes round
         goes round once more.
@@ -122,7 +122,7 @@ class Lookup:
             place = self._before[place]
 
     def _run(self, place: int) -> int:
-        """How many tokens up to this place are the last ones of the text, whose last two are."""
+        """Return how many tokens up to this place are the last ones of the text, whose last two are."""
         tokens, end, run = self._tokens, self._count - 1, SHORTEST
         while run < LONGEST and run <= place and tokens[place - run] == tokens[end - run]:
             run += 1

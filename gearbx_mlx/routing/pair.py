@@ -16,7 +16,8 @@ BELOW_ANY_ENTROPY = -1.0
 
 
 def scaled(bits: float, vocab_size: int) -> float:
-    """A threshold of the paper, scaled to another vocabulary by log2 V / log2 of the paper's, as in GEARBX 3.4."""
+    """Return a threshold of the paper, scaled to another vocabulary by log2 V / log2 of the paper's, as in
+    GEARBX 3.4."""
     return bits * math.log2(vocab_size) / math.log2(REFERENCE_VOCABULARY)
 
 
@@ -29,7 +30,7 @@ def check_threshold(bits: float) -> None:
 
 
 def pair_monitor(vocab_size: int, window: int = DEFAULT_WINDOW) -> Monitor:
-    """A monitor without catastrophe, which EAD does not have."""
+    """Return a monitor without catastrophe, which EAD does not have."""
     return Monitor(vocab_size, window, catastrophe_share=math.inf)
 
 
@@ -49,7 +50,8 @@ def pair_gate(threshold: float, min_duration: int = DEFAULT_MIN_DURATION) -> Thr
 
 
 def first_model(threshold: float) -> int:
-    """The small model (Algorithm 1), except at a threshold of 0, where the large one computes everything (Table 1)."""
+    """Return the small model (Algorithm 1), except at a threshold of 0, where the large one computes everything (Table
+    1)."""
     return LARGE if threshold == 0 else SMALL
 
 

@@ -80,7 +80,7 @@ def inputs_of(settings: SensitivitySettings, model: nn.Module, windows: Windows)
 
 
 def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, file: Path | None) -> PrecisionManifest:
-    """The manifest of a model whose layers are reduced one at a time.
+    """Return the manifest of a model whose layers are reduced one at a time.
 
     Args:
         file: the journal, which an interrupted run is continued from, if there is one.
@@ -108,7 +108,7 @@ def measured(settings: SensitivitySettings, model: nn.Module, windows: Windows, 
 
 
 def estimated(settings: SensitivitySettings, model: nn.Module, windows: Windows) -> PrecisionManifest:
-    """The manifest to first order."""
+    """Return the manifest to first order."""
     inputs, bits = inputs_of(settings, model, windows), settings.measurement.bits
     layout = settings.layout.filled(None, "")
     layers, _ = discover(model, layout["manage"], layout["group_size"], get_format(layout["format"]))
@@ -129,7 +129,8 @@ def check_floors(layers: Sequence[Layer], bits: Sequence[int]) -> None:
 
 
 def classes_table(manifest: PrecisionManifest) -> Table:
-    """A line for each class of layers: the fewest bits that they may have, and what all of them cost at each width."""
+    """Return a line for each class of layers: the fewest bits that they may have, and what all of them cost at each
+    width."""
     rows = []
     for kind in dict.fromkeys(layer.kind for layer in manifest.layers.values()):
         layers = [layer for layer in manifest.layers.values() if layer.kind == kind]

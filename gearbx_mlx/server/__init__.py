@@ -28,7 +28,8 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
-    """Seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for anything else."""
+    """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for
+    anything else."""
     unit = UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)

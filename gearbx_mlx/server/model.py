@@ -34,7 +34,7 @@ OF_LADDER = "gear", "draft"
 
 
 def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str, ...]:
-    """The modes that requests may ask for."""
+    """Return the modes that requests may ask for."""
     if not isinstance(geared.gearbox, Gearbox):
         return (TELEMETRY_ONLY,)
     if governed:
@@ -45,7 +45,7 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
 
 
 def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
-    """The mode of a request: the server's own, changed as its options say, which are settings of the mode.
+    """Return the mode of a request: the server's own, changed as its options say, which are settings of the mode.
 
     Raises:
         GearbxError: a mode or a gear that the server was not started for, options of another mode.
@@ -66,7 +66,7 @@ def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Opt
 
 
 def mode_of_options(given: Mapping[str, Any], default: Mode) -> str | None:
-    """The mode that a request's other options belong to, if it names none; None: the server's own."""
+    """Return the mode that a request's other options belong to, if it names none; None: the server's own."""
     own = {item.name for item in fields(default)}
     return next((mode for name, mode in OF_OPTIONS.items() if name in given and name not in own), None)
 
@@ -107,7 +107,7 @@ MOST_BYTES, FIVE_MINUTES = 1 << 63, 300.0
 
 @contextmanager
 def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
-    """A server that listens and has its model; it answers while the context lasts.
+    """Yield a server that listens and has its model; it answers while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, a model that cannot be loaded.
@@ -133,7 +133,7 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
 
 
 def said_of(provider: GearedProvider) -> str:
-    """What is served, in a few words. Here, since a model that is replaced must have no name that stays."""
+    """Return what is served, in a few words. Here, since a model that is replaced must have no name that stays."""
     served = provider.served
     if served is None:
         return f"serving {', '.join(provider.catalogue)}, each when it is asked for"
@@ -141,7 +141,8 @@ def said_of(provider: GearedProvider) -> str:
 
 
 def prepared(settings: ServerSettings, path: str | None, adapter: str | None) -> Callable[[], Served]:
-    """What loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit it."""
+    """Return what loads a model with its gears, or a pair. Raises GearbxError where there is none, or flags do not fit
+    it."""
     model, template = replace(settings.model, model=path, adapter_path=adapter), settings.answers.chat_template
     find(path or DEMO_MODEL)
     small = settings.mode.small_model
@@ -153,7 +154,7 @@ def prepared(settings: ServerSettings, path: str | None, adapter: str | None) ->
 
 
 def load_geared(settings: ServerSettings, template: str) -> Served:
-    """A model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
+    """Return a model with its gears, as it is served. Raises GearbxError for one that cannot be loaded."""
     with ExitStack() as stack:
         loaded = Loaded.of(settings, template, several_modes=True)
         draft_model = load_draft_model(settings.cache.draft_model, loaded.tokenizer)
@@ -194,7 +195,7 @@ def check_prompt_gear(wanted: str | None, gearbox: Gearbox | Observer) -> None:
 
 
 def cli_args(settings: ServerSettings) -> argparse.Namespace:
-    """The flags as mlx-lm's server has them, for the parts of it that are at work here."""
+    """Return the flags as mlx-lm's server has them, for the parts of it that are at work here."""
     groups = settings.listen, settings.answers, settings.concurrency, settings.cache
     values = {name: value for group in groups for name, value in vars(group).items()}
     values |= {"model": settings.model.model, "adapter_path": settings.model.adapter_path, "pipeline": False}

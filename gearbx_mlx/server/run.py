@@ -34,7 +34,7 @@ def run(settings: ServerSettings) -> int:
 
 
 def serving(settings: ServerSettings) -> AbstractContextManager[Server]:
-    """A server that answers while the context lasts.
+    """Return a server that answers while the context lasts.
 
     Raises:
         GearbxError: an address that is taken, a model that cannot be loaded, a server that cannot be asked.
@@ -63,7 +63,7 @@ def serving_others(settings: OtherServerSettings, guard: Guard, address: tuple[s
 
 
 def guard_of(settings: ServerSettings) -> Guard:
-    """Who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
+    """Return who may come in. Raises GearbxError where any page could spend keys, or have models loaded."""
     listen, others = settings.listen, settings.others
     origins = parts(listen.allowed_origins.lower())
     for origin in origins:
@@ -85,7 +85,7 @@ def guard_of(settings: ServerSettings) -> Guard:
 
 
 def parts(listed: str) -> tuple[str, ...]:
-    """What stands between commas."""
+    """Return what stands between commas."""
     return tuple(part.strip() for part in listed.split(",") if part.strip())
 
 

@@ -110,7 +110,7 @@ class WrittenCall(BaseModel):
     id: Any = None
 
     def as_chat(self) -> dict[str, Any]:
-        """A call as OpenAI has it. Raises ValueError for arguments that JSON does not have."""
+        """Return a call as OpenAI has it. Raises ValueError for arguments that JSON does not have."""
         arguments = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
         identity = self.id if isinstance(self.id, str) and self.id else str(uuid.uuid4())
         return {"function": {"name": self.name, "arguments": arguments}, "type": "function", "id": identity}
@@ -179,7 +179,7 @@ class Writing:
         self.new_calls += calls
 
     def calls_in(self, text: str) -> list[dict[str, Any]]:
-        """The calls that a text is; empty where a part of it is none."""
+        """Return the calls that a text is; empty where a part of it is none."""
         if self.parse is None:
             return []
         try:
@@ -191,14 +191,14 @@ class Writing:
             return []
 
     def whole(self) -> dict[str, Any]:
-        """The choice, once all of its tokens have come."""
+        """Return the choice, once all of its tokens have come."""
         if not self.chat:
             return self.choice() | {"text": self.text}
         content = self.text or (None if self.new_calls else "")
         return self.choice() | {"message": {"role": "assistant", "content": content, **self.beside_text()}}
 
     def piece(self) -> dict[str, Any]:
-        """What is new of the choice; the first one of a chat names the role."""
+        """Return what is new of the choice; the first one of a chat names the role."""
         said = self.choice()
         if not self.chat:
             said["text"] = self.text
@@ -215,7 +215,7 @@ class Writing:
         return thoughts | ({"tool_calls": self.new_calls} if self.new_calls else {})
 
     def choice(self) -> dict[str, Any]:
-        """What whole choices and pieces have in common."""
+        """Return what whole choices and pieces have in common."""
         logprobs = None
         if self.request.alternatives is not None:
             known = [one.logprob for one in self.emitted if one.logprob is not None]
@@ -285,14 +285,14 @@ class Answer:
         }
 
     async def whole(self, answers: AsyncIterator[tuple[int, Any]]) -> dict[str, Any]:
-        """The completion, once all of its tokens have come."""
+        """Return the completion, once all of its tokens have come."""
         async for index, found in answers:
             self.take(index, found)
         choices = [self.writings[index].whole() for index in range(self.texts)]
         return {**self.head, "choices": choices, "usage": self.usage, "gearbx": self.report}
 
     async def chunks(self, answers: AsyncIterator[tuple[int, Any]]) -> AsyncIterator[dict[str, Any] | Progress]:
-        """The chunks of a stream, each as soon as its text is certain; how far prompts are read between them."""
+        """Yield the chunks of a stream, each as soon as its text is certain; how far prompts are read between them."""
         head, ended = self.head | self.streams_as, 0
         seen = {"mode": self.begun.mode.name, "thresholds": self.begun.prompt.served.thresholds(self.begun.mode)}
         async for index, found in answers:
@@ -311,7 +311,8 @@ class Answer:
 
 
 def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
-    """The `gearbx.tokens` of a chunk: gear, who proposed it, entropy and its rolling mean (bits) of each token."""
+    """Return the `gearbx.tokens` of a chunk: gear, who proposed it, entropy and its rolling mean (bits) of
+    each token."""
     return [
         {
             "gear": one.seen.gear,
@@ -324,7 +325,8 @@ def token_reports(emitted: Sequence[Emitted]) -> list[dict[str, Any]]:
 
 
 def text_logprobs(known: Sequence[dict[str, Any]], offset: int) -> dict[str, Any]:
-    """Tokens that are listed as in chats, as text completions have them; `offset` characters came before them."""
+    """Return tokens that are listed as in chats, as text completions have them; `offset` characters came
+    before them."""
     return {
         "tokens": [own["token"] for own in known],
         "token_logprobs": [own["logprob"] for own in known],
@@ -343,22 +345,22 @@ class Dialect:
     """How a completion looks to its client: OpenAI's own. One object serves one answer."""
 
     def whole(self, completion: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What becomes of a whole completion."""
+        """Return what becomes of a whole completion."""
         return completion
 
     def begin(self, usage: Mapping[str, Any]) -> None:
         """Take note of what is known before the first chunk of a stream: tokens of the prompt."""
 
     def events(self, chunk: Mapping[str, Any]) -> Iterable[Event]:
-        """What becomes of a chunk of a stream."""
+        """Return what becomes of a chunk of a stream."""
         return [(None, chunk)]
 
     def last(self) -> Iterable[Event]:
-        """What ends a stream that is complete."""
+        """Return what ends a stream that is complete."""
         return [(None, "[DONE]")]
 
     def failed(self, refused: Refused) -> Event:
-        """What ends a stream that failed."""
+        """Return what ends a stream that failed."""
         return None, refused.body()
 
 
@@ -461,7 +463,7 @@ class BlockDialect(Dialect):
 
 
 def event_text(event: Event) -> str:
-    """A server-sent event; text is sent as it is."""
+    """Return a server-sent event; text is sent as it is."""
     name, data = event
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, allow_nan=False)
     return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"

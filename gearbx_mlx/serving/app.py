@@ -133,7 +133,7 @@ class Metrics:
         (self.first if first else self.others).observe(seconds)
 
     def tokens_per_second(self) -> float:
-        """Of all answers together, over the last whole seconds."""
+        """Return tokens a second of all answers together, over the last whole seconds."""
         now = int(self.clock())
         return sum(now - WINDOW <= at < now for at in list(self.times)) / WINDOW
 
@@ -275,7 +275,7 @@ PARTS = front, router, keyed, theirs
 
 
 def server_application(guard: Guard, scheduler: Scheduler | None = None) -> FastAPI:
-    """The server of one model; without a scheduler, what describes it."""
+    """Return the server of one model; without a scheduler, what describes it."""
     routes = APIRouter()
     for part in PARTS:
         routes.include_router(part, responses=failing(Error))
@@ -299,14 +299,14 @@ ROUTES = {route.path for part in PARTS for route in part.routes}  # type: ignore
 
 
 def route_of(path: str) -> str:
-    """The route that a path belongs to, for counting: every model is below /v1/models."""
+    """Return the route that a path belongs to, for counting: every model is below /v1/models."""
     if path.startswith(f"{MODELS}/"):
         return MODELS
     return path if path in ROUTES or path == "/openapi.json" else "other"
 
 
 def about_models(here: Service) -> list[dict[str, Any]]:
-    """The models that may be asked for; of the one that is loaded, its gears too."""
+    """Return the models that may be asked for; of the one that is loaded, its gears too."""
     provider = here.scheduler.provider
     key, served = provider.model_key, provider.served
     loaded = None if key is None else provider.name_of(key)
@@ -344,7 +344,8 @@ async def complete(here: Service, body: BaseModel, request: AnyRequest, dialect:
 
 
 async def answers(here: Service, texts: Sequence[AnyRequest]) -> AsyncGenerator[tuple[int, Any], None]:
-    """What comes of requests for a text each, with their places and every token counted; closed, it ends the work.
+    """Yield what comes of requests for a text each, with their places and every token counted; closed, it ends the
+    work.
 
     Raises:
         Exception: what the computation failed with.

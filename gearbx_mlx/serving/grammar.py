@@ -36,7 +36,7 @@ BIAS = np.array([-np.inf, 0], np.float32)  # of a token that may not come next, 
 
 
 def mask_of(tokens: Iterable[int], size: int) -> np.ndarray:
-    """The mask (size,) of these tokens: for each token of a vocabulary whether it is one of them."""
+    """Return the mask (size,) of these tokens: for each token of a vocabulary whether it is one of them."""
     return np.isin(np.arange(size), [*tokens])
 
 
@@ -64,7 +64,7 @@ class Thinking:
     opened: bool
 
     def over(self, text: np.ndarray) -> int | None:
-        """How many of a text's first tokens belong to the thinking part, 0 without one; None while it goes on.
+        """Return how many of a text's first tokens belong to the thinking part, 0 without one; None while it goes on.
 
         Args:
             text: tokens after the prompt, (n,).
@@ -120,7 +120,7 @@ class AnswerForm:
 
 
 def schema_form(response_format: ResponseFormat) -> AnswerForm | None:
-    """The schema that an answer has to fit; None for text.
+    """Return the schema that an answer has to fit; None for text.
 
     Raises:
         GearbxError: a schema that is too large or nested too deeply.
@@ -133,7 +133,7 @@ def schema_form(response_format: ResponseFormat) -> AnswerForm | None:
 
 
 def checked_schema(field: str, schema: Any) -> str:
-    """A schema as compact JSON. Raises GearbxError for one that is too large or nested too deeply."""
+    """Return a schema as compact JSON. Raises GearbxError for one that is too large or nested too deeply."""
     try:
         check_depth(schema)
     except GearbxError as error:
@@ -146,13 +146,13 @@ def checked_schema(field: str, schema: Any) -> str:
 
 
 def function_name(tool: dict[str, Any]) -> Any:
-    """What OpenAI's object of a tool names; None where it is none."""
+    """Return what OpenAI's object of a tool names; None where it is none."""
     function = tool.get("function")
     return function.get("name") if isinstance(function, dict) else None
 
 
 def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
-    """A call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
+    """Return a call of one of these tools, as the model writes calls; its arguments fit the tool's schema.
 
     Args:
         tools: OpenAI's objects.
@@ -176,7 +176,7 @@ def call_form(tokenizer: Any, tools: Sequence[Any]) -> AnswerForm:
 
 
 def spelling_of_calls(tokenizer: Any, name: str, tools: Sequence[Any]) -> tuple[str, str]:
-    """What a model writes before and after the arguments of a call: what its own parser reads as that call."""
+    """Return what a model writes before and after the arguments of a call: what its own parser reads as that call."""
     ways = (f'\n{{"name": {json.dumps(name)}, "arguments": ', "}\n"), (f"{name}[ARGS]", "")
     for before, after in ways if tokenizer.tool_parser is not None else ():
         with contextlib.suppress(Exception):  # a parser raises what it likes
@@ -188,7 +188,7 @@ def spelling_of_calls(tokenizer: Any, name: str, tools: Sequence[Any]) -> tuple[
 
 
 def mark_of(tokenizer: Any, mark: str | None) -> str:
-    """A mark of calls in a Lark grammar: its text, or the token that no text is."""
+    """Return a mark of calls in a Lark grammar: its text, or the token that no text is."""
     own = own_tokenizer(tokenizer)
     number = own.convert_tokens_to_ids(mark) if mark else None
     added = own.added_tokens_decoder.get(number)
@@ -236,7 +236,7 @@ class Constraint:
         return allow(logits, self._allowed(known[self._first :]))
 
     def _allowed(self, text: np.ndarray) -> np.ndarray:
-        """The mask of the tokens that may follow a text without its prompt."""
+        """Return the mask of the tokens that may follow a text without its prompt."""
         if self._thinking is None:
             return self._in_grammar(text)
         begins = self._thinking.over(text)
@@ -246,7 +246,7 @@ class Constraint:
         return mask if self._thinking.opened or len(text) else mask | self._starts
 
     def _in_grammar(self, text: np.ndarray) -> np.ndarray:
-        """The mask of the tokens that may follow a text of the grammar."""
+        """Return the mask of the tokens that may follow a text of the grammar."""
         if len(text) and int(text[-1]) in self._ends:  # mlx-lm asks for one token more
             return self._only_ends
         common = shared(self._matched, text)
@@ -267,7 +267,7 @@ class Constraint:
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """How many tokens two texts begin with in common."""
+    """Return how many tokens two texts begin with in common."""
     size = min(len(a), len(b))
     same = a[:size] == b[:size]
     return size if same.all() else int(same.argmin())
@@ -288,7 +288,7 @@ def tokens_of(tokenizer: Any) -> Any:
 
 
 def compiled(tokens: Any, form: AnswerForm) -> Any:
-    """A matcher at the beginning of a grammar.
+    """Return a matcher at the beginning of a grammar.
 
     Args:
         tokens: llguidance's view of a tokenizer.
@@ -314,7 +314,7 @@ def compiled(tokens: Any, form: AnswerForm) -> Any:
 
 
 def one_line_of(matcher: Any) -> str:
-    """What a matcher says of its error, in one line."""
+    """Return what a matcher says of its error, in one line."""
     return one_line(ValueError(matcher.get_error().replace("<non-verbose/>", "")))
 
 
@@ -328,7 +328,8 @@ def constraint_for(
     thinking: bool = False,
     calls: Sequence[Any] | None = None,
 ) -> Constraint | None:
-    """A logits processor for one answer that has to fit a response_format, or to call a tool; None for plain text.
+    """Return a logits processor for one answer that has to fit a response_format, or to call a tool; None for plain
+    text.
 
     It has to be the last of the logits processors.
 

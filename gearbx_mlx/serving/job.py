@@ -133,13 +133,13 @@ class StopWords:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is certain now."""
+        """Return the text that is certain now."""
         self.state, segments = TextStateMachine.split(self.state, text)
         self.found = self.state[0] or None
         return str(segments[0][1])
 
     def rest(self) -> str:
-        """What is still held back, once the text has ended by itself."""
+        """Return what is still held back, once the text has ended by itself."""
         return str(TextStateMachine.flush(self.state)[1])
 
 
@@ -176,7 +176,7 @@ class Job:
         )
 
     def fetch(self) -> list[Any] | None:
-        """The longest KV cache that the text may go on from, and of those the most precise; notes what it has.
+        """Return the longest KV cache that the text may go on from, and of those the most precise; notes what it has.
 
         With a seed it is one of the text's own gear of prompts, so that the text does not depend on earlier requests.
         """
@@ -238,7 +238,7 @@ class Job:
         return finish_reason is not None
 
     def logprobs(self, response: GearResponse, most: int, finish_reason: str | None) -> dict[str, Any]:
-        """The token as OpenAI lists it, with the likeliest ones, so many at most.
+        """Return the token as OpenAI lists it, with the likeliest ones, so many at most.
 
         Impossible ones are none of them: a response_format leaves fewer tokens than may be asked for.
         """
@@ -254,7 +254,7 @@ class Job:
         return own | {"token": text, "top_logprobs": likeliest}
 
     def sampler(self, defaults: Any) -> Callable[[mx.array], mx.array]:
-        """The request's sampler; `defaults` are the server's flags."""
+        """Return the request's sampler; `defaults` are the server's flags."""
         asked = self.asked.request
 
         def given(value: Any, default: Any) -> Any:
@@ -275,7 +275,7 @@ class Job:
         return self.safely(sampler, greedy_sampler)
 
     def logits_processors(self) -> list[Callable[[mx.array, mx.array], mx.array]]:
-        """The request's processors; what the answer has to fit comes last."""
+        """Return the request's processors; what the answer has to fit comes last."""
         asked = self.asked.request
         bias = {int(token): float(value) for token, value in (asked.logit_bias or {}).items()}
         processors = make_logits_processors(
@@ -292,7 +292,7 @@ class Job:
         return [self.safely(processor, lambda tokens, logits: logits) for processor in processors]
 
     def safely(self, function: Callable[..., mx.array], instead: Callable[..., mx.array]) -> Callable[..., mx.array]:
-        """The function, whose errors end this answer alone: others may share the pass in which it is called.
+        """Return the function, whose errors end this answer alone: others may share the pass in which it is called.
 
         Args:
             instead: computes what the pass goes on with.
@@ -317,7 +317,8 @@ class Job:
 
 
 def listed(token: int, logprob: float, added: bytes) -> dict[str, Any]:
-    """A token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability (natural)."""
+    """Return a token of the vocabulary as OpenAI lists it, with what it adds to the text and its log-probability
+    (natural)."""
     number = logprob if np.isfinite(logprob) else IMPOSSIBLE
     return {"id": token, "token": added.decode("utf-8", "replace"), "logprob": number, "bytes": list(added)}
 

@@ -54,7 +54,7 @@ class Vocabulary:
         self.spelled = functools.lru_cache(KEPT)(self._spelled)
 
     def first(self, token: int) -> bytes:
-        """What a token adds to an empty text: mlx-lm takes the space away with which that begins."""
+        """Return what a token adds to an empty text: mlx-lm takes the space away with which that begins."""
         if self.is_bytewise or self.is_spaced:
             return self.spelled(token).removeprefix(b" " if self._trims else b"")
         once: str = self._own.decode([token])
@@ -84,11 +84,11 @@ class Spelling:
         self._is_empty = True
 
     def alternative(self, token: int) -> bytes:
-        """What a token would add."""
+        """Return what a token would add."""
         return self._vocabulary.first(token) if self._is_empty else self._vocabulary.spelled(token)
 
     def add(self, token: int, last: bool, is_end: bool) -> tuple[str, bytes]:
-        """What a token adds: nothing where it is the mark of the end."""
+        """Return what a token adds: nothing where it is the mark of the end."""
         added = b"" if is_end else self.alternative(token)
         text = self._decoder.decode(added, last)
         self._is_empty &= not added and (is_end or self._vocabulary.is_spaced)
@@ -135,14 +135,15 @@ class Served:
         return Vocabulary(self.tokenizer)
 
     def make_cache(self, max_kv_size: int | None) -> list[Any]:
-        """A KV cache for a new text."""
+        """Return a KV cache for a new text."""
         if self.small_model is not None:
             return list(PairedModel(self.small_model, self.model).make_cache(max_kv_size))
         cache = make_prompt_cache(self.model, max_kv_size)
         return cache if self.draft_model is None else cache + make_prompt_cache(self.draft_model)
 
     def keys(self, mode: Mode) -> list[str]:
-        """The KV caches that a text may go on from, each kind named by the lowest gear that read any of its tokens.
+        """Return the KV caches that a text may go on from, each kind named by the lowest gear that read any of its
+        tokens.
 
         They are those of the gear that reads prompts, which comes last, and of all gears above it, the top gear first.
         So mode lossless, whose prompts the top gear reads, takes nothing that another gear read.
@@ -155,7 +156,7 @@ class Served:
         return [gear.name for gear in self.gearbox.ladder if gear.index >= reads.index][::-1]
 
     def kept(self, mode: Mode, prompt: int, answer: int) -> int:
-        """How many tokens of a text, from the first on, have entries of the gear of prompts, or of a higher one.
+        """Return how many tokens of a text, from the first on, have entries of the gear of prompts, or of a higher one.
 
         So an answer in a lower gear is read again in that of prompts, with the next question. The last token of a
         prompt is computed as the answer is.
@@ -169,7 +170,7 @@ class Served:
         return {} if self.gearbox is None else {gear.name: gear.bits for gear in self.gearbox.ladder}
 
     def thresholds(self, mode: Mode) -> tuple[float, ...]:
-        """The finite thresholds between the gears of a mode, bits; empty where the mode has none."""
+        """Return the finite thresholds between the gears of a mode, bits; empty where the mode has none."""
         if isinstance(mode, Pair):
             found: Any = (mode.threshold,)
         else:
@@ -179,7 +180,7 @@ class Served:
         return tuple(each for each in found if each is not None and math.isfinite(each))
 
     def shared(self, mode: Mode, seeded: bool) -> tuple[str, str] | None:
-        """What texts have in common that share passes; None: they are not shared.
+        """Return what texts have in common that share passes; None: they are not shared.
 
         Mode and gear, or a mode alone; mode lossless writes as the top gear does. With a seed a text is shared where
         that changes none: in mode route its gears would depend on the others.
@@ -242,7 +243,7 @@ class GearedProvider(ModelProvider):
 
     @property
     def has_own(self) -> bool:
-        """Whether there is a model for requests that name none."""
+        """True if there is a model for requests that name none."""
         return self.models is None or self.own_key[0] is not None
 
     @property
@@ -274,15 +275,15 @@ class GearedProvider(ModelProvider):
         return (self.own_key[0] if own else model), adapters
 
     def name_of(self, key: tuple[str | None, str | None]) -> str:
-        """The name of a model as answers have it."""
+        """Return the name of a model as answers have it."""
         return next((name for name, (path, _) in self.catalogue.items() if path == key[0]), self.name)
 
     def current(self, key: tuple[str | None, str | None]) -> Served | None:
-        """The model, if it is the one that is loaded."""
+        """Return the model, if it is the one that is loaded."""
         return self.served if self.model_key == key else None
 
     def load_key(self, key: tuple[str | None, str | None]) -> Served:
-        """The model, loaded in place of the one before. Raises GearbxError as the command that opens a model."""
+        """Return the model, loaded in place of the one before. Raises GearbxError as the command that opens a model."""
         if self.current(key) is None:
             load = self.prepare(*key)  # which may fail, and then the model before stays
             self.forget()

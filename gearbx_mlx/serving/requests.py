@@ -104,7 +104,7 @@ class BaseRequest(GearRequest, frozen=True):
         return self.n or 1
 
     def apart(self) -> list[Self]:
-        """A request for each text, in their order: with a seed, each text has one of its own."""
+        """Return a request for each text, in their order: with a seed, each text has one of its own."""
         prompts = self.prompts()
         texts = [one for one in prompts for _ in range(self.choices)]
         if len(texts) > MOST_TEXTS:
@@ -114,7 +114,7 @@ class BaseRequest(GearRequest, frozen=True):
         return [one.model_copy(update={"seed": self.seed + place * ANOTHER}) for place, one in enumerate(texts)]
 
     def prompts(self) -> list[Self]:
-        """A request for each prompt."""
+        """Return a request for each prompt."""
         return [self]
 
     @property
@@ -124,7 +124,7 @@ class BaseRequest(GearRequest, frozen=True):
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar says which tokens may come next."""
+        """True if a grammar says which tokens may come next."""
         return self.response_format is not None or self.must_call is not None
 
     @property
@@ -207,7 +207,7 @@ class ChatRequest(BaseRequest, frozen=True):
 
     @property
     def takes_calls(self) -> bool:
-        """Whether an answer may have calls of tools; else they are text."""
+        """True if an answer may have calls of tools; else they are text."""
         return self.tool_choice != "none"
 
     @property
@@ -259,7 +259,8 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(kind: type[R], body: Any) -> R:
-    """A request's body as a typed request. Raises Refused for a field that is missing, or is not what it should be."""
+    """Return a request's body as a typed request. Raises Refused for a field that is missing, or is not what it should
+    be."""
     try:
         return kind.model_validate(body)
     except ValidationError as error:
@@ -278,7 +279,7 @@ def as_chat(
     thinks: bool | None,
     **further: Any,
 ) -> ChatRequest:
-    """The chat completion that answers a request of another API.
+    """Return the chat completion that answers a request of another API.
 
     Args:
         functions: that may be called.
@@ -299,12 +300,12 @@ def as_chat(
 
 
 def named_tool(name: str | None) -> dict[str, Any]:
-    """The `tool_choice` of a chat completion that has to call this function."""
+    """Return the `tool_choice` of a chat completion that has to call this function."""
     return {"type": "function", "function": {"name": name}}
 
 
 def tool_call(identity: str, name: str, arguments: str) -> dict[str, Any]:
-    """A call in a chat message; its arguments are JSON as text."""
+    """Return a call in a chat message; its arguments are JSON as text."""
     return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -337,7 +338,7 @@ def of_kind(kinds: Kinds) -> AfterValidator:
 
 
 def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
-    """The content of a chat message; text alone as text, since not every chat template takes parts."""
+    """Return the content of a chat message; text alone as text, since not every chat template takes parts."""
     if not isinstance(content, list):
         return content or ""
     if all("text" in part["type"] for part in content):
@@ -351,7 +352,7 @@ def chat_content(content: str | list[Any] | None) -> str | list[dict[str, Any]]:
 
 
 def url_of(image: dict[str, Any]) -> str:
-    """The URL of an image, which Anthropic's clients may send as a source of data."""
+    """Return the URL of an image, which Anthropic's clients may send as a source of data."""
     source = image.get("source", {})
     data = f"data:{source.get('media_type')};base64,{source.get('data')}"
     return str(image.get("image_url") or source.get("url") or data)

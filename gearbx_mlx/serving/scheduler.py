@@ -69,7 +69,7 @@ class Scheduler(Computing):
             raise Refused(503, "the thread that computes has ended; the server's log says why", "server_error")
 
     def count(self, request: AnyRequest) -> int:
-        """How many tokens a prompt has. Raises Refused for one that the model cannot read."""
+        """Return how many tokens a prompt has. Raises Refused for one that the model cannot read."""
         served = self.provider.current(self.provider.key_of(request.model, request.adapters))
         if served is None:
             raise Refused(503, "this model is not loaded at the moment; ask it for an answer first", "server_error")
@@ -164,7 +164,7 @@ class Scheduler(Computing):
         return True
 
     def job(self, asked: Asked, served: Served, mode: Mode) -> Job:
-        """A request's answer, with how many tokens it may have.
+        """Return a request's answer, with how many tokens it may have.
 
         Raises:
             Refused: a prompt without tokens or longer than the context, tokens that the vocabulary does not have.
@@ -186,7 +186,8 @@ class Scheduler(Computing):
         return Job(asked, prompt, mode, most, self.prompt_cache, (asked.key, served.fingerprint))
 
     def shared(self, job: Job) -> Any:
-        """What the answer has in common with those in the making with which it shares its passes; None: it is alone.
+        """Return what the answer has in common with those in the making with which it shares its passes; None: it is
+        alone.
 
         In mode lossless the first of them is, since drafts gain for one text.
         """
@@ -243,7 +244,7 @@ class Scheduler(Computing):
 
 
 def prompt_of(computing: Computing, request: AnyRequest, served: Served) -> Prompt:
-    """The tokens of a prompt, by mlx-lm's templates.
+    """Return the tokens of a prompt, by mlx-lm's templates.
 
     Raises:
         Refused: messages that the chat template does not take, or that are far longer than the context; arguments that
@@ -282,7 +283,7 @@ def check_length(served: Served, texts: Any) -> None:
 
 
 def texts_in(value: Any) -> Iterator[str]:
-    """All texts in a JSON value, but for the addresses of images."""
+    """Yield all texts in a JSON value, but for the addresses of images."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | dict):

@@ -90,14 +90,15 @@ class Guard:
                 raise Refused(403, why, code="origin_not_allowed")
 
     def is_reached_by(self, name: str) -> bool:
-        """Whether a request may name the server so. Beyond loopback any address may, since rebinding needs a name."""
+        """Return whether a request may name the server so. Beyond loopback any address may, since rebinding needs a
+        name."""
         if is_loopback(name) or name in (self.host.lower(), *self.allowed_hosts):
             return True
         return address_of(name) is not None and not is_loopback(self.host)
 
 
 def host_name(host: str) -> str:
-    """The host in a header or a URL's authority, without its port; "" where it is none."""
+    """Return the host in a header or a URL's authority, without its port; "" where it is none."""
     try:
         return (urlsplit(f"//{host}").hostname or "").rstrip(".")
     except ValueError:
@@ -125,7 +126,7 @@ class Refused(HTTPException):
 
 
 def refusal(error: BaseException) -> Refused:
-    """What a client gets to know of an error: a mistake of its own in full, others by their kind alone."""
+    """Return what a client gets to know of an error: a mistake of its own in full, others by their kind alone."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, RequestValidationError):
@@ -147,7 +148,8 @@ def escaped(text: str) -> str:
 
 
 def misfit(errors: Any, body: Any) -> Refused:
-    """The field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the deepest counts."""
+    """Return the field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the
+    deepest counts."""
     found = [(*field_of(error, body), error) for error in errors]
     field, value, error = max(found, key=lambda one: one[0].count("[") + one[0].count("."))
     whys = dict.fromkeys(other["msg"][:1].lower() + other["msg"][1:300] for name, _, other in found if name == field)
@@ -163,7 +165,8 @@ def misfit(errors: Any, body: Any) -> Refused:
 
 
 def field_of(error: Any, body: Any) -> tuple[str, Any]:
-    """Where an error is, such as messages[0].content, and the value there. Names of pydantic's own are left out."""
+    """Return where an error is, such as messages[0].content, and the value there. Names of pydantic's own are
+    left out."""
     field, value = "", body
     for part in error["loc"]:
         if isinstance(value, list) and isinstance(part, int):
@@ -242,7 +245,8 @@ class Gatekeeper:
             log_answer(scope, status, {"seconds": seconds, **told, **({} if whole else {"left": "early"})})
 
     async def read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body of a request that may come in. Raises Refused for one that may not, or has too much to say."""
+        """Return the body of a request that may come in. Raises Refused for one that may not, or has too much
+        to say."""
         headers = dict(scope["headers"])
         if len(scope["headers"]) > MOST_HEADERS:
             raise Refused(431, f"the request has more than {MOST_HEADERS} headers")
@@ -291,7 +295,7 @@ def quoted(value: str) -> str:
 
 
 def replayed(body: bytes) -> Receive:
-    """The `receive` of an application: the body; that the client leaves is noticed elsewhere."""
+    """Return the `receive` of an application: the body; that the client leaves is noticed elsewhere."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> Message:
@@ -374,7 +378,7 @@ def application(
     answered: Callable[[str, int], None] = lambda path, status: None,
     **about: Any,
 ) -> FastAPI:
-    """The application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
+    """Return the application of these routes; arguments as for `Gatekeeper`, and `about` as for FastAPI."""
     app = FastAPI(docs_url=None, redoc_url=None, redirect_slashes=False, **about)
     app.state.stop = Stop()
     app.include_router(router)
@@ -385,13 +389,13 @@ def application(
 
 
 def event_stream(events: AsyncIterable[str | bytes]) -> StreamingResponse:
-    """An answer of server-sent events, each sent at once."""
+    """Return an answer of server-sent events, each sent at once."""
     headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(events, headers=headers)
 
 
 def also(media_type: str, schema: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
-    """What the description says of an answer that is not JSON."""
+    """Return what the description says of an answer that is not JSON."""
     return {200: {"content": {media_type: {"schema": schema}}}}
 
 
@@ -408,15 +412,15 @@ async def show_the_page() -> Response:
 
 @functools.cache
 def page() -> Response:
-    """The page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
+    """Return the page at `/`: one file, of which a browser keeps nothing and runs nothing that is not in it."""
     text = files("gearbx_mlx.serving").joinpath("page.html").read_bytes()
     headers = {"Content-Security-Policy": policy(text), "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
     return Response(text, headers=headers, media_type="text/html; charset=utf-8")
 
 
 def policy(text: bytes) -> str:
-    """The Content-Security-Policy of a page: its own scripts and styles by their hashes, pictures inside it, requests
-    to its server."""
+    """Return the Content-Security-Policy of a page: its own scripts and styles by their hashes, pictures inside it,
+    requests to its server."""
     found: dict[bytes, list[str]] = {b"script": [], b"style": []}
     for kind, inside in INLINE.findall(text):
         found[kind].append(f"'sha256-{b64encode(hashlib.sha256(inside).digest()).decode()}'")
@@ -471,23 +475,23 @@ class PatientProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """A client that sends no more has left, as far as anything shows; it gets what can be said at once."""
+        """Return a client that sends no more has left, as far as anything shows; it gets what can be said at once."""
         self.loop.call_later(LINGER, self.transport.close)
         return True
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is there, whole or with its head."""
+        """True if no request is there, whole or with its head."""
         return self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and not self.transport.is_closing()
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a request has begun to come, and not all of it is there."""
+        """True if a request has begun to come, and not all of it is there."""
         state = self.conn.their_state
         return state is h11.SEND_BODY or (state is h11.IDLE and bool(self.conn.trailing_data[0]))
 
     def wait(self, more: bool, otherwise: Callable[[], None]) -> None:
-        """Whether more of the client is waited for; `otherwise` is called when patience ends."""
+        """Wait for more of the client, or not; `otherwise` is called when patience ends."""
         if not more and otherwise in self.waits:
             self.waits.pop(otherwise).cancel()
         elif more and otherwise not in self.waits:
@@ -500,7 +504,7 @@ class PatientProtocol(H11Protocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 cannot read."""
+        """Answer what h11 cannot read."""
         error = sys.exc_info()[1]
         status = getattr(error, "error_status_hint", 400)
         if status == 431 and b"\n" not in self.conn.trailing_data[0]:

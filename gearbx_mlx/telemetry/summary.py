@@ -93,7 +93,7 @@ def kv_summary(tally: Tally, layers: int) -> dict[str, Any]:
 
 
 def kv_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The same as a line of a table: what a pass reads in each gear, in MB, and its share of the top one's."""
+    """Return the same as a line of a table: what a pass reads in each gear, in MB, and its share of the top one's."""
     read = summary.get("kv_bytes_per_pass", {})
     top = list(read.values())[-1] if read else 0
     each = (f"{bits} bits: {count / 1e6:.3g} MB a pass ({count / top:.2f})" for bits, count in read.items())
@@ -134,7 +134,7 @@ def summarize(
     original_bytes: int | None = None,
     **further: Any,
 ) -> dict[str, Any]:
-    """The summary object.
+    """Return the summary object.
 
     Args:
         ladder: name, bits, bytes_per_weight of each gear.

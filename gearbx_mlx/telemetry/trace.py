@@ -86,7 +86,7 @@ def writer_of(token: Token) -> str:
 def record(
     index: int, response: Token, extra: Mapping[str, Any] | None = None, fields: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The trace's object for one token.
+    """Return the trace's object for one token.
 
     A token after which a controller decided something has that as `decision`.
 
@@ -136,7 +136,7 @@ BOUNDS = ("low", "high")
 
 
 def interval(record: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """The bounds of a field; twice its value where that is known."""
+    """Return the bounds of a field; twice its value where that is known."""
     if name in record:
         return record[name], record[name]
     low, high = (record[f"{name}_{bound}"] for bound in BOUNDS)
@@ -144,7 +144,7 @@ def interval(record: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def middle(record: Mapping[str, Any], name: str) -> float:
-    """The middle between the bounds of a field, or its value."""
+    """Return the middle between the bounds of a field, or its value."""
     return sum(interval(record, name)) / 2
 
 
@@ -276,7 +276,8 @@ def draw_bounds(axes: Any, records: Sequence[dict], colors: dict[str, str]) -> N
 def mean_line(
     records: Sequence[dict], side: Callable[[tuple[float, float]], float] = statistics.mean
 ) -> list[tuple[float, float]]:
-    """The rolling mean over the tokens, with a gap where a new prompt begins. side: of its bounds; their middle."""
+    """Return the rolling mean over the tokens, with a gap where a new prompt begins. side: of its bounds;
+    their middle."""
     line: list[tuple[float, float]] = []
     for place, entry in enumerate(records):
         if place and entry["prompt"] != records[place - 1]["prompt"]:
