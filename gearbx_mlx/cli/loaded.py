@@ -176,7 +176,9 @@ class Geared:
 
     @contextlib.contextmanager
     def governor(self, verbose: bool = True) -> Iterator[Governor | MemoryGuard | None]:
-        """Yield what caps the gears while the context lasts, or only holds a limit of memory; None where neither is asked.
+        """Yield what caps the gears while the context lasts, or only holds a limit of memory.
+
+        None where neither is asked for.
 
         Args:
             verbose: print which readers of this machine work.

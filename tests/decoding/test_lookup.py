@@ -121,7 +121,7 @@ class TestLookup:
     ],
 )
 def test_verbose_says_how_tokens_are_proposed(command, flags, says):
-    done = command("generate", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
+    done = command("generate", "-p", "The", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
     assert done.status == 0
     assert says in done.err.replace("\n", " ")
 

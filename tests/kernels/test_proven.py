@@ -10,7 +10,7 @@ from conftest import normal, tiny_model
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
 from gearbx_mlx.formats.exact import encode
-from gearbx_mlx.kernels import dispatch, metal, products, proven, tuner
+from gearbx_mlx.kernels import dispatch, metal, metal_products, products, proven, tuner
 from gearbx_mlx.kernels.dispatch import METAL, MLX, NATIVE, RECONSTRUCT, Kind
 from gearbx_mlx.kernels.exact import decode
 from gearbx_mlx.kernels.metal_products import dense_launch
@@ -33,9 +33,12 @@ def on_metal(monkeypatch, own_cache):
     monkeypatch.setattr(metal, "available", lambda: True)
     monkeypatch.setattr(mx.fast, "metal_kernel", refused)
     monkeypatch.setattr(metal, "TAKEN", {})
-    metal.build.cache_clear()
+    of_earlier = metal.build, metal_products._dense_prepared
+    for kept in of_earlier:
+        kept.cache_clear()
     yield
-    metal.build.cache_clear()
+    for kept in of_earlier:
+        kept.cache_clear()
 
 
 def prove(kind: Kind, vectors: int, **seconds: tuple[float, float]) -> None:
@@ -59,6 +62,7 @@ class TestTheFile:
         assert not proven.any_won()
 
     def test_names_chip_system_mlx_and_text(self, own_cache):
+        proven.machine.cache_clear()
         proven.keep(proven.EXACT, KEY, 1.0, 2.0)
         ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
         assert machine.startswith(str(mx.device_info()["device_name"]))
