@@ -400,7 +400,7 @@ def generated(responses: Iterable[Any]) -> tuple[list[int], float]:
     return tokens, (time.perf_counter() - begun) / max(len(tokens) - 1, 1)
 
 
-@study("docs/lossless.md", "README.md", minutes=30)
+@study("docs/lossless.md", minutes=30)
 def lossless_time(
     prompts: list[Path] = [HELD_OUT, ASSISTANT],  # noqa: B006 - nothing changes it
     num_prompts: list[int] = [12, 24],  # noqa: B006

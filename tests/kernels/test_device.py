@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import same_weights, tiny_model, weights_of
-from gearbx_mlx.compat.classes import generation_stream
 
 from gearbx_mlx import Gearbox, GearbxError, evaluate, stream_generate, use_device
+from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.formats import FORMATS
 from gearbx_mlx.kernels import KERNELS
 
