@@ -179,8 +179,8 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     check_draft_model(mode, settings.cache.draft_model)
     if settings.cache.kv_gears is not None:
         check_kv_mode(mode, None)
-    if model is not None and without_gears(model):
-        mode = mode if asked else TELEMETRY_ONLY
+    if model is not None and without_gears(model) and not asked:
+        mode = TELEMETRY_ONLY
     observes = mode == TELEMETRY_ONLY or (model is not None and without_gears(model))
     codes = None if model is None else own_codes(model)
     drafting = mode == LOSSLESS and settings.cache.draft_model is None  # which drafts in the place of a gear

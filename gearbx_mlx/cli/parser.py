@@ -189,7 +189,7 @@ def parsed_number(kind: type, text: str) -> Any:
         return kind(text)
     except ValueError:
         what = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{text} is not a {what}") from None
+        raise argparse.ArgumentTypeError(f"{' '.join(text.split()) or repr(text)} is not a {what}") from None
 
 
 def command_settings(kind: type[T], values: Mapping[str, Any]) -> T:

@@ -70,8 +70,7 @@ def finish() -> None:
     While a process ends, MLX destroys its CPU allocator and lets the threads of its streams run: one that frees memory
     at that moment may abort the process.
     """
-    streams = [mx.default_stream(mx.default_device()), generation_stream()]
-    for stream in filter(None, streams):
+    for stream in (None, generation_stream()):  # None: the default one
         with suppress(RuntimeError):  # of a pass that nobody asks for
             mx.synchronize(stream)
 

@@ -18,9 +18,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from gearbx_mlx.decoding.lossless import Lossless
 from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.decoding.response import GearResponse
-from gearbx_mlx.decoding.route import Static
 from gearbx_mlx.decoding.stream import stream_generate
 from gearbx_mlx.evaluate.run import three_digits
 from gearbx_mlx.evaluation.predictions import Recording, entropy_of_logprobs, kl_divergence, log_softmax, quality
@@ -257,7 +257,7 @@ def solve_with_draft(
 ) -> PairAttempt:
     """The attempt of the large model, for which the small one drafts, at the prompt of this number."""
     tokens, length, answer = prompts[number]
-    responses = stream_generate(large, tokenizer, list(tokens), length, mode=Static(), draft_model=small)
+    responses = stream_generate(large, tokenizer, list(tokens), length, mode=Lossless(), draft_model=small)
     taken, seconds = timed(task, responses)
     passes = sum(response.drafted for response in taken), sum(sum(response.passes) for response in taken)
     return PairAttempt(**vars(judged(task, taken, answer)), large=len(taken), passes=passes, seconds=seconds)

@@ -145,7 +145,7 @@ def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endl
 def test_a_signal_that_ends_the_clean_up_leaves_the_terminal_as_it_was():
     script = """
 import tty
-from gearbx_mlx.chat import lines as typed
+from gearbx_mlx.chat import run as typed
 
 class Cut:
     app = None

@@ -23,7 +23,7 @@ MODES = {
     "static": ("--mode", "static", "--gear", "low"),
     "pair": ("--small-model", DEMO_MODEL, "--thresholds", 2),
     "telemetry-only": ("--mode", "telemetry-only"),
-    "a draft model": ("--mode", "static", "--gear", "high", "--draft-model", DEMO_MODEL),
+    "a draft model": ("--mode", "lossless", "--draft-model", DEMO_MODEL),
 }
 NEEDS_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 NO_SPACE = "error: standard output cannot be written (No space left on device); redirect it to another place"

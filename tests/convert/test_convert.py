@@ -94,6 +94,7 @@ class TestChosenCodes:
         source = tmp_path / "original"
         save_model(tiny_model(dtype=mx.bfloat16, vocab_size=demo.tokenizer.vocab_size), source)
         monkeypatch.setattr(ConvertSettings, "calibrates", CALIBRATES)
+        monkeypatch.setenv("GEARBX_BASES", str(tmp_path / "bases"))  # where none was kept
         said = command("convert", "--model", source, "--mlx-path", tmp_path / "chosen").err
         assert re.search(r"requests, and \d+ tokens choose the codes of 15 layers, which takes about 1 minute", said)
         assert "--calibrate none takes the nearest codes, at once" in said
