@@ -202,7 +202,6 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
     format = format_with(gears, stored.format, None if saved is None else name)
     cap_bits = widths(settings, stored.ladder, stored.format, saved) if governed(settings, mode) else ()
     plain = not (saved or gears.low_model or gears.manifest or cap_bits or observes or current())
-    takes_base = base_is_taken(settings, stored.ladder, drafting, plain, model)
     return Decision(
         settings=settings,
         saved=saved,
@@ -212,7 +211,7 @@ def decide(settings: GearedSettings, model: nn.Module | None = None, several_mod
         group_size=stored.group_size,
         precision=precision,
         cap_bits=cap_bits,
-        takes_base=takes_base,
+        takes_base=base_is_taken(settings, stored.ladder, drafting, plain, model),
         codes="" if codes is None else codes.told(None if observes else stored.ladder),
         observes=observes,
         mode=made(mode, settings.mode.given()),
