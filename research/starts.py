@@ -129,7 +129,8 @@ def lossless_models(
             measured = json.loads(Path(file.name).read_text("utf-8"))
         found.setdefault(model, {})[cpu] = measured["faster"][DEFAULT]
         texts += Counter({True: measured["same"][DEFAULT], False: sum(num_prompts) - measured["same"][DEFAULT]})
-    rows = [[model, TITLES[model], *map(spread, times.values())] for model, times in found.items()]
+    names = {model: Path(model).name for model in found}
+    rows = [[names[model], TITLES[names[model]], *map(spread, times.values())] for model, times in found.items()]
     head = ["model", "its weights", *(COLUMNS[cpu] for cpu in kinds_of_kernels())]
     about = f"{sum(num_prompts)} prompts, {max_tokens} tokens; {texts[True]} of {texts.total()} texts identical"
     return Found({"lossless_models": f"{table_here(head, rows)}\n{about}\n"}, found)
