@@ -16,12 +16,13 @@ A proposal of n tokens that costs no draft is worth g (1 + p_1 + ... + p_n) > w(
 probability p_i, and w(n) are the seconds of a round that verifies them.
 
 **What is learned.** A machine is slower at one moment than at the next, by more than drafts gain. But what moves passes
-moves them alike, so only times of one moment are compared, as ratios; what counts is the median of the latest. The
-unit is what a round takes that drafts nothing. A drafted token takes d, and a further row of a verification r, so that
-C(k) = 1 + (d + r) k. Where drafted tokens are read at once, d is the ratio of two parts of one round. r, and d + r
-where the whole round alone is known, come from two rounds that follow each other with other numbers of tokens. s is
-the ratio of a few tokens alone to the rounds around them. a(m) and a_i are shares of the latest tokens. What is kept
-for the next start is these numbers, and no choice that followed from them.
+moves them alike, so only times of one moment are compared, as ratios. The unit is what a round takes that drafts
+nothing. Where drafted tokens are read at once, C(k) = w(k) + d k: d is the median of the latest ratios of two parts of
+one round, a drafted token and the verification after it. w(n), or C(k) where the whole round alone is known, never
+falls, and has a step where a kernel reads the weights once more; so it is fitted to the latest rounds by isotonic
+regression, each over the pace of its neighbours. s is the ratio of a few tokens alone to the rounds around them. a(m)
+and a_i are shares of the latest tokens. What is kept for the next start is these numbers, and no choice that followed
+from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
@@ -62,7 +63,7 @@ LEAST_SHARE = 1e-6
 PASS, TOKEN_ALONE, ROUND = "seconds of a pass", "seconds alone", "seconds of a round"  # in what is kept
 
 EVERY = 4  # rounds, of which one is enough to learn anew, once there were some: it takes a tenth of a millisecond
-LATEST, PRIOR_WEIGHT = 32, 4.0  # ratios whose median counts, and as many as an earlier start's or a guess counts for
+LATEST, PRIOR_RATIOS = 32, 4  # ratios whose median counts, and as many as an earlier start's or a guess counts for
 FITTED, PRIOR_ROUND = 64, 0.5  # rounds that a curve is fitted to, and as many as each point of the usual one counts for
 OUTSIDE = 1.5  # times the curve, and a part of it: what is further away counts as this
 MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
@@ -95,13 +96,6 @@ def pool_adjacent_violators(values: Sequence[float], weights: Sequence[float]) -
             total = before[1] + weight
             blocks[-1] = [(before[0] * before[1] + mean * weight) / total, total, before[2] + count]
     return [mean for mean, _, count in blocks for _ in range(int(count))]
-
-
-def weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the value of (value, weight) pairs with half of the weight at it and below."""
-    values, weights = zip(*sorted(pairs))
-    below = itertools.accumulate(weights)
-    return next(value for value, weight in zip(values, below) if weight >= sum(weights) / 2)
 
 
 class DraftPolicy(Protocol):
@@ -190,7 +184,7 @@ class FixedPolicy:
 
 
 class Ratio:
-    """What something takes, in rounds that draft nothing: the median of the latest measurements, each with its weight.
+    """What something takes, in rounds that draft nothing: the median of the latest measurements.
 
     Args:
         kept: `state` of an earlier start. name: of the time there.
@@ -200,16 +194,16 @@ class Ratio:
     def __init__(self, kept: Mapping[str, float], name: str, usual: float):
         self._name = name
         known = kept[name] / kept[PASS] if {name, PASS} <= kept.keys() else usual
-        self._prior = min(known, MOST_RATIO), PRIOR_WEIGHT
-        self._found: deque[tuple[float, float]] = deque(maxlen=LATEST)
+        self.value = min(known, MOST_RATIO)
+        self._prior = [self.value] * PRIOR_RATIOS
+        self._found: deque[float] = deque(maxlen=LATEST)
         self._seen = 0
-        self.value = self._prior[0]
 
-    def add(self, ratio: float, weight: float = 1.0) -> None:
-        self._found.append((min(max(ratio, LEAST_SHARE), MOST_RATIO), weight))
+    def add(self, ratio: float) -> None:
+        self._found.append(min(max(ratio, LEAST_SHARE), MOST_RATIO))
         self._seen += 1
         if self._seen <= LATEST or self._seen % EVERY == 0:
-            self.value = weighted_median([*self._found, self._prior])
+            self.value = statistics.median_low([*self._found, *self._prior])
 
     def state(self, pace: float) -> dict[str, float]:
         return {self._name: self.value * pace}
@@ -437,7 +431,7 @@ class LearnedPolicy:
             self._stays -= 1
             return
         guessed = DOUBT if self._unknown > 0 else 1.0
-        pays = self._in_rounds() < self._token_alone() * guessed
+        pays = self._in_rounds() < self._alone.value * guessed
         self._drafts = pays
         if self._since[not pays] >= self._wait(pays):
             self._drafts = not pays
@@ -445,14 +439,10 @@ class LearnedPolicy:
 
     def _wait(self, pays: bool) -> float:
         """Return tokens until the other way is tried: as many as make what that loses a small share."""
-        rounds, alone = self._in_rounds(), self._token_alone()
+        rounds, alone = self._in_rounds(), self._alone.value
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
         most = LONGEST if self._alone.seen >= KNOWN else EARLY[self._alone.is_apart]
         return min(max(lost / TRIALS_SHARE, SHORTEST), most)
-
-    def _token_alone(self) -> float:
-        """s."""
-        return self._alone.value
 
     def _round(self, drafted: float) -> float:
         """C(k)."""
@@ -489,7 +479,7 @@ class LearnedPolicy:
         return max(1, best + (1 if self._rounds % (2 * NEIGHBOUR) else -1))
 
     def goes_on(self, margins: Sequence[float]) -> bool:
-        drafted, saved = len(margins), min(self._in_rounds(), self._token_alone())
+        drafted, saved = len(margins), min(self._in_rounds(), self._alone.value)
         for margin in margins:
             saved *= self._acceptance.of_margin(margin)
         gained, taken = 0.0, self._round(drafted)
@@ -501,7 +491,7 @@ class LearnedPolicy:
         return False
 
     def looked_up(self, probabilities: Sequence[float], room: int) -> int:
-        token = min(self._in_rounds(), self._token_alone())
+        token = min(self._in_rounds(), self._alone.value)
         best, most, written = 0, 0.0, token
         for count, probability in enumerate(probabilities[: max(0, min(room, MOST_DRAFTED))], 1):
             written += token * probability
@@ -565,7 +555,7 @@ class LearnedPolicy:
         """A token alone as compared in this run with rounds around it, at their mean pace; None: too few were."""
         if self._alone.seen < KNOWN or self.round_seconds is None:
             return None
-        return self._token_alone() * self._spent / self._units
+        return self._alone.value * self._spent / self._units
 
     @property
     def round_seconds(self) -> float | None:
@@ -579,7 +569,7 @@ class LearnedPolicy:
         """
         if self.round_seconds is None:
             return None
-        return min(self._least(0.0), self._token_alone()) / self._least(mended)
+        return min(self._least(0.0), self._alone.value) / self._least(mended)
 
     def _least(self, mended: float) -> float:
         """Return what a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
