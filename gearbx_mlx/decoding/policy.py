@@ -463,9 +463,10 @@ class LearnedPolicy:
         best = self._best()
         return self._round(best) / self._expected(best)
 
-    def _expected(self, length: int) -> float:
-        """T(k)."""
-        return 1 + sum(itertools.accumulate(map(self._acceptance.of_place, range(length)), float.__mul__))
+    def _expected(self, length: int, mended: float = 0.0) -> float:
+        """Return T(k). mended: the share of rejected tokens that would be accepted."""
+        shares = map(self._acceptance.of_place, range(length))
+        return 1 + sum(itertools.accumulate((share + mended * (1 - share) for share in shares), float.__mul__))
 
     def _best(self) -> int:
         return min(range(1, self._most + 1), key=lambda k: self._round(k) / self._expected(k))
@@ -573,9 +574,4 @@ class LearnedPolicy:
 
     def _least(self, mended: float) -> float:
         """Return what a token takes in drafts of the best length, if this share of the rejected ones were accepted."""
-        least, written, right = math.inf, 1.0, 1.0
-        for drafted in range(1, MOST_DRAFTED + 1):
-            right *= 1 - (1 - mended) * (1 - self._acceptance.of_place(drafted - 1))
-            written += right
-            least = min(least, self._round(drafted) / written)
-        return least
+        return min(self._round(k) / self._expected(k, mended) for k in range(1, self._most + 1))

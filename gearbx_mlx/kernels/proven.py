@@ -19,12 +19,11 @@ from typing import Annotated
 
 import mlx.core as mx
 import msgspec
-import platformdirs
 
 from ..compat.arrays import dtype_name
 from ..errors import GearbxError, GearbxWarning
 from ..files.reading import read_json
-from ..files.user_cache import NAME
+from ..files.user_cache import CacheUnusable, cache_entry, warn_of
 from ..files.writing import write_text
 from .metal import source_text
 
@@ -100,11 +99,6 @@ def proof(text: str, key: str) -> Proof | None:
     return entries().get(text_name(text), {}).get(key)
 
 
-def is_proven(text: str, key: str) -> bool:
-    """Return whether a kernel compiled and was right on this machine."""
-    return proof(text, key) is not None
-
-
 def won(text: str, key: str) -> bool:
     """Return whether a kernel was right, and faster than MLX's operations, on this machine."""
     found = proof(text, key)
@@ -116,9 +110,13 @@ def any_won() -> bool:
     return any(each.won for name in map(text_name, TEXTS) for each in entries().get(name, {}).values())
 
 
-def file() -> Path:
-    """Return the user's file, beside the times of kernels."""
-    return platformdirs.user_cache_path(NAME, appauthor=False) / FILE
+def file() -> Path | None:
+    """Return the user's file of proofs; None, said once, where another user could have written it."""
+    try:
+        return cache_entry(FILE)
+    except CacheUnusable as error:
+        warn_of(error)
+        return None
 
 
 @functools.cache
@@ -145,14 +143,17 @@ def entries() -> Entries:
 
 
 @functools.cache
-def entries_in(file: Path) -> Entries:
+def entries_in(file: Path | None) -> Entries:
     """Return the entries of this machine in a file, which is read once."""
-    return stored().machines.get(machine(), {})
+    return stored(file).machines.get(machine(), {})
 
 
 def change(text: str, key: str, proof: Proof | None) -> None:
     """Write or remove a proof, beside what other processes wrote."""
-    content = stored()
+    place = file()
+    if place is None:
+        return
+    content = stored(place)
     mine = content.machines.pop(machine(), {})
     of_text = mine.setdefault(text_name(text), {})
     of_text.pop(key, None)
@@ -161,19 +162,19 @@ def change(text: str, key: str, proof: Proof | None) -> None:
     content.machines[machine()] = mine
     content.machines = dict([*content.machines.items()][-MOST_MACHINES:])
     try:
-        file().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_text(file(), msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
+        write_text(place, msgspec.json.format(msgspec.json.encode(content), indent=1).decode())
+        place.chmod(0o600)  # with any umask: what others may write to is never used
     except (GearbxError, OSError) as error:
         warnings.warn(f"{error}; MLX's kernels stay in use", GearbxWarning, stacklevel=3)
     entries_in.cache_clear()
 
 
-def stored() -> ProvenFile:
+def stored(file: Path | None) -> ProvenFile:
     """Return the file's content; nothing, where there is none or it is not what `keep` wrote."""
-    if not file().is_file():
+    if file is None or not file.is_file():
         return ProvenFile()
     try:
-        return read_json(file(), ProvenFile, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
+        return read_json(file, ProvenFile, "proofs of kernels", "run gearbx_mlx benchmark mac --own-kernels again")
     except GearbxError as error:
         warnings.warn(str(error), GearbxWarning, stacklevel=3)
         return ProvenFile()

@@ -54,11 +54,11 @@ class TestTheFile:
         proven.keep(proven.EXACT, proven.decoder_key(64), 2.0, 1.0)
         assert proven.proof(proven.EXACT, KEY) == proven.Proof(1.0, 2.0)
         assert proven.won(proven.EXACT, KEY)
-        assert proven.is_proven(proven.EXACT, proven.decoder_key(64))
+        assert proven.proof(proven.EXACT, proven.decoder_key(64)) is not None
         assert not proven.won(proven.EXACT, proven.decoder_key(64))
-        assert not proven.is_proven(proven.DENSE, KEY)
+        assert proven.proof(proven.DENSE, KEY) is None
         proven.drop(proven.EXACT, KEY)
-        assert not proven.is_proven(proven.EXACT, KEY)
+        assert proven.proof(proven.EXACT, KEY) is None
         assert not proven.any_won()
 
     def test_names_chip_system_mlx_and_text(self, own_cache):
@@ -68,6 +68,17 @@ class TestTheFile:
         assert machine.startswith(str(mx.device_info()["device_name"]))
         assert ", mlx " in machine
         assert [name.partition(" ")[0] for name in texts] == ["exact"]
+
+    def test_that_others_may_write_to_is_neither_read_nor_written(self, own_cache):
+        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
+        (own_cache / "proven.json").chmod(0o666)
+        proven.entries_in.cache_clear()
+        before = (own_cache / "proven.json").read_text()
+        with pytest.warns(GearbxWarning, match="others may write to"):
+            assert proven.proof(proven.EXACT, KEY) is None
+        proven.keep(proven.DENSE, KEY, 1.0, 2.0)
+        assert (own_cache / "proven.json").read_text() == before
+        proven.entries_in.cache_clear()
 
     def test_of_another_machine_stays_and_is_not_used(self, own_cache, monkeypatch):
         proven.keep(proven.EXACT, KEY, 1.0, 2.0)
@@ -85,8 +96,8 @@ class TestTheFile:
         read = proven.source_text
         monkeypatch.setattr(proven, "source_text", lambda name: read(name) + "//" * (name == changed))
         proven.text_name.cache_clear()
-        assert not proven.is_proven(proven.EXACT, KEY)
-        assert proven.is_proven(proven.DENSE, KEY)
+        assert proven.proof(proven.EXACT, KEY) is None
+        assert proven.proof(proven.DENSE, KEY) is not None
         monkeypatch.undo()
         proven.text_name.cache_clear()
 
