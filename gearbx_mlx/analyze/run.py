@@ -99,7 +99,7 @@ def directory_errors(out: Path) -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class AnalyzedRun:
-    """What was recorded, of every prompt so far, and what was written of it; `error` ended it early.
+    """Holds what was recorded, of every prompt so far, and what was written of it; `error` ended it early.
 
     draws: pictures too.
     """

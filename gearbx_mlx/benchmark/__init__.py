@@ -39,7 +39,7 @@ def parse_shape(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ModelBenchmark(Settings):
-    """What is decoded. model: None means a random Llama of `shape`; gears: None means the checkpoint's, or 4,8,16."""
+    """Says what is decoded. model: None means a random Llama of `shape`; gears: None means its own, or 4,8,16."""
 
     trials: int = flag(5, "Counted trials.", least=1, most=MOST)
     json: str | None = flag(None, "Write all rows as JSON.", metavar="FILE", named=True)

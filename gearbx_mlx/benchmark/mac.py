@@ -1,4 +1,4 @@
-"""What a model gains on a Mac: mlx-lm alone and with a draft model, ours, and one gear, in one page and one file.
+"""Measure what a model gains on a Mac: mlx-lm alone and with a draft model, ours, and one gear, in one page and file.
 
 Each way writes the same prompts' texts, one way after the other, so that heat and other programs slow all of them
 alike, and is compared with the text that mlx-lm wrote in the same turn. A series is a text of each way for each prompt;
@@ -113,7 +113,7 @@ class MacText(msgspec.Struct):
 
 
 class MacFacts(msgspec.Struct, frozen=True):
-    """What has to be the same where a run goes on."""
+    """Names what has to be the same where a run goes on."""
 
     machine: str
     mlx: str

@@ -75,7 +75,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 @dataclass
 class Reads:
-    """How often Python read arrays, and the seconds that it waited for them."""
+    """Counts how often Python read arrays, and the seconds that it waited for them."""
 
     count: int = 0
     seconds: float = 0.0

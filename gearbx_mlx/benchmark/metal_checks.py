@@ -1,4 +1,4 @@
-"""What `benchmark mac --own-kernels` checks without a model: products, attention, positions, beside their definitions.
+"""Check products, attention and positions beside their definitions, for `benchmark mac --own-kernels`.
 
 Of a product a check demands its values, and each row's bits in any company. own_kernels.py times products.
 """

@@ -29,7 +29,7 @@ Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found: the file to be written, and a line and a note that say it in a few words."""
+    """Holds what was found: the file to be written, and a line and a note that say it in a few words."""
 
     file: ThresholdFile
     line: str

@@ -37,7 +37,7 @@ SHIFTING = tuple(mode for mode in MODES if mode not in (PAIR, TELEMETRY_ONLY))
 
 @dataclass(frozen=True)
 class NextAnswer:
-    """How a message is answered.
+    """Says how a message is answered.
 
     reads: bits of the gear that reads it. writes: the fewest bits in which a token of the answer may be computed. Both
     are 0 where nothing depends on them. reads_again: whether the answer is read again, in the gear of prompts, with the
