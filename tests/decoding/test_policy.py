@@ -362,7 +362,7 @@ class TestFigures:
     def test_says_what_was_measured_in_this_run(self, early):
         machine, policy = Machine(), LearnedPolicy()
         write(policy, machine, 1200, early=early)
-        assert policy.alone_seconds == pytest.approx(machine.alone, rel=0.02)
+        assert policy.alone_seconds == pytest.approx(machine.alone, rel=0.03)
         assert policy.round_seconds < machine.alone
 
     def test_says_nothing_of_an_earlier_start(self):
