@@ -26,10 +26,9 @@ from them.
 
 **What trials cost.** Each way is tried while the other one writes. A trial expected to lose x seconds is due when the
 better way has written for x / 0.005 seconds, at least 32 and at most 1,024 tokens: so trials lose half a per cent of
-the time. Until three comparisons are known they are due after 64 tokens, or after 256 where the parts of a round are
-known, so that s is near to C(0); and until a start has made three, rounds run unless they are expected to lose much. A
-wrong comparison is outvoted by the next two, and by the usual ratio, which counts as much as one of the latest five, or
-two.
+the time. Until a start has made three comparisons they are due after 256 tokens. Before the first one of all, rounds
+run unless they are expected to lose much. A wrong comparison is outvoted by the next two, and by the usual ratio, which
+counts as much as two of the latest five.
 """
 
 import bisect
@@ -75,10 +74,10 @@ MOST_ROUND = 30.0  # passes: what takes longer was a pause of the machine
 MOST_RATIO = 4.0  # of a token or a row to a pass: nothing is drafted by what is slower than that
 NEAR, PACED = 48, 4  # tokens, and rounds, around tokens alone that these are compared with
 COMPARED, KEPT_COMPARED = 5, 3  # comparisons whose median counts; as many as an earlier start's counts for
-PRIOR_COMPARED = 1, 2  # as many as the usual ratio counts for; more where times of drafts are known apart
+PRIOR_COMPARED = 2  # as many as the usual ratio counts for
 BURST, TRIAL = 8, 3  # tokens alone of a trial, of which the first begins to run ahead and does not count; rounds of one
-KNOWN, EARLY = 3, (64, 256)  # comparisons before which trials are due after so many tokens; where drafts are apart
-DOUBT = 1.3  # times a token alone, below which rounds run while a start has made too few comparisons
+KNOWN, EARLY = 3, 256  # comparisons of a start before which trials are due after so many tokens
+GUESS, DOUBT = 1.3, 1.05  # times a token alone, below which rounds run before any comparison, and before so many
 TRIALS_SHARE = 0.005  # of the time that trials may lose
 SHORTEST, LONGEST = 32, 1024  # tokens between two trials
 AHEAD = 4  # tokens that are looked ahead: a token that does not pay alone may lead to some that do
@@ -282,19 +281,26 @@ class Comparisons:
         self._after = 0  # rounds since tokens alone
         self._token = 0
         self.is_apart = True
-        """True if what a draft takes is known apart from its verification, whose unit is then near to s."""
+        """True if what a draft takes is known apart from its verification."""
         self.seen = 0
         """Comparisons in this start."""
 
     @property
     def value(self) -> float:
         """s, which is taken to be as usual before it is compared."""
-        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED[self.is_apart]])
+        return statistics.median([*self._found, *[ALONE] * PRIOR_COMPARED])
 
     @property
     def measured(self) -> float:
         """The same by what this start compared alone, once it has compared something."""
         return statistics.median([*self._found][-self.seen :])
+
+    @property
+    def doubt(self) -> float:
+        """How many times a token alone one in rounds may seem to take, and rounds still run."""
+        if not self._found:
+            return GUESS
+        return DOUBT if self.seen < KNOWN else 1.0
 
     @property
     def of_rounds(self) -> float | None:
@@ -445,8 +451,7 @@ class LearnedPolicy:
         if self._stays > 0:
             self._stays -= 1
             return
-        doubt = DOUBT if self._alone.seen < KNOWN else 1.0
-        pays = self._in_rounds() < self._alone.value * doubt
+        pays = self._in_rounds() < self._alone.value * self._alone.doubt
         self._drafts = pays
         if self._since[not pays] >= self._wait(pays):
             self._drafts = not pays
@@ -456,7 +461,7 @@ class LearnedPolicy:
         """Return tokens until the other way is tried: as many as make what that loses a small share."""
         rounds, alone = self._in_rounds(), self._alone.value
         lost = BURST * (alone / rounds - 1) if pays else TRIAL * self._in_a_round() * (rounds / alone - 1)
-        most = LONGEST if self._alone.seen >= KNOWN else EARLY[self._alone.is_apart]
+        most = LONGEST if self._alone.seen >= KNOWN else EARLY
         return min(max(lost / TRIALS_SHARE, SHORTEST), most)
 
     def _round(self, drafted: float) -> float:
