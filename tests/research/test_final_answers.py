@@ -17,7 +17,6 @@ from research.evaluation.answers import (
     read_problems,
     score,
 )
-from research.final_answers import WAYS as WAYS_OF_TABLE
 from research.final_answers import final_answers
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
@@ -169,12 +168,6 @@ class TestStudy:
         assert final_answers(SAMPLE, copy, **HOW).tables == found.tables
         assert {way: (copy / f"{way}.jsonl").read_text() for way in WAYS} == before
         assert final_answers(SAMPLE, copy, **HOW | {"only_table": True}).tables == found.tables
-
-    def test_draws_every_way(self, solved, tmp_path):
-        _, found = solved
-        (draw,) = found.pictures.values()
-        draw(tmp_path / "picture.svg")
-        assert all(WAYS_OF_TABLE[way].label in (tmp_path / "picture.svg").read_text() for way in WAYS)
 
     def test_an_unknown_way_is_named(self, tmp_path):
         with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-from fastapi import APIRouter
 from http_server import in_the_making
-from page_in_browser import CONTRASTS, PLACES, QUESTION, Page, chromium, chunk
+from page_in_browser import CONTRASTS, QUESTION, chromium, chunk
 
 from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.web import Gatekeeper, Guard, Server, application, front
-from gearbx_mlx.telemetry.trace import LOOKUP_COLOR, gear_color
+from gearbx_mlx.serving.web import Gatekeeper, Guard
+from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser
 
@@ -39,28 +38,6 @@ def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
     assert len(page.run("return [...document.querySelector('#trace .mean').points]")) == 40
     assert len(page.all("#trace .threshold")) == 2
     assert page.find("#message").get_attribute("value") == ""
-
-
-def test_the_palette_is_that_of_the_terminal_and_the_pictures(page):
-    for gears in range(1, 8):
-        found = page.run("return Array.from({length: arguments[0]}, (_, i) => gearColor(i, arguments[0]))", gears)
-        assert found == [gear_color(index, gears) for index in range(gears)]
-
-
-def test_the_summary_has_the_servers_figures(page):
-    page.choose("mode", "lossless")
-    page.send(QUESTION)
-    points = page.answer()["points"]
-    low = sum(point["gear"] == "low" for point in points)  # tokens that were drafted and accepted
-    summary = page.text(".summary")
-    assert summary.startswith("longest answer · 40 tokens · ")
-    found = int(re.search(r"low (\d+) %", summary)[1])
-    assert low > 0
-    assert abs(found - low / 0.4) <= 0.5
-    share, drafted = map(int, re.search(r"(\d+) % of (\d+) drafted accepted", summary).groups())
-    assert round(share * drafted / 100) == low
-    assert f"mean entropy {sum(point['entropy'] for point in points) / 40:.2f} bits" in summary
-    assert float(re.search(r"([\d.]+) MB of weights per token", summary)[1]) > 0
 
 
 def test_mode_and_gear_are_those_that_were_chosen(page):
@@ -119,84 +96,6 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
     assert len(asked[2]["messages"]) == 1
 
 
-def test_what_was_looked_up_has_its_own_colour_share_and_line(page, scripted):
-    said = (
-        ("low", 1.0, 1.0, "draft"),
-        ("high", 0.5, 1.0, "lookup"),
-        ("high", 0.5, 1.0, "lookup"),
-        ("high", 3.0, 1.0, "model"),
-    )
-    scripted(*(chunk(text, token) for text, token in zip(("One", " two", " three", " four"), said)))
-    page.send("Count")
-    page.answer()
-    colors = page.run(
-        "return [...document.querySelectorAll('.answer .token')].map((one) => one.style.getPropertyValue('--gear'))"
-    )
-    assert colors == [gear_color(0, 3), LOOKUP_COLOR, LOOKUP_COLOR, gear_color(2, 3)]
-    assert "low 25 %, high 25 %, looked up 50 %" in page.text(".summary")  # and nothing of mid, which wrote nothing
-    assert "looked up" in page.text("#legend")
-    page.find("#reset").click()
-    assert "looked up" not in page.text("#legend")
-
-
-def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
-    scripted(chunk("One", ("low", 1.25, 1.0)), chunk(" two", ("mid", 0.5, 1.0), ("high", 3.5, 2.0)))
-    page.send("Count")
-    page.answer()
-    page.find("#message").click()
-    spans = page.all(".token[title]")
-    page.point_at(spans[0])
-    assert page.text("#readout") == "token 1: low, 1.25 bits"
-    assert [len(page.all(f"{kind}.chosen")) for kind in (".token", ".point")] == [1, 1]
-    assert spans[1].get_attribute("title") == "mid, 0.50 bits; high, 3.50 bits"
-    page.find("#trace").send_keys("\ue010")  # End
-    assert page.text("#readout") == "token 3: high, 3.50 bits"
-    page.find("#trace").send_keys("\ue012")  # left
-    assert page.find("#trace").get_attribute("aria-valuetext") == "token 2: mid, 0.50 bits"
-
-
-def test_a_server_without_gears_is_a_plain_chat(page, scripted):
-    asked = scripted({"choices": [{"delta": {"content": "Plain."}}]})
-    page.run("settings = {}; gears = []; fill($('mode'), []); fill($('gear'), []);")
-    page.send("Hello")
-    assert page.answer()["text"] == page.text(".answer") == "Plain."
-    assert "gearbx" not in asked[0]
-
-
-def test_settings_are_sent_with_a_message(page, scripted):
-    asked = scripted(chunk("Yes."))
-    page.find("#more summary").click()
-    for name, value in {"system": "Be brief.", "temperature": "0.7", "top_p": "0.9", "max_tokens": "12"}.items():
-        page.find(f"#{name}").send_keys(value)
-    page.send("Hello")
-    page.answer()
-    assert {name: asked[0][name] for name in ("temperature", "top_p", "max_tokens")} == {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "max_tokens": 12,
-    }
-    assert [(turn["role"], turn["content"]) for turn in asked[0]["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "Hello"),
-    ]
-
-
-def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
-    asked = scripted(chunk("# Sum\n\n- **five** <b>\n- `7`\n\n```\na + b\n```"))
-    page.send("Hello")
-    page.answer()
-    page.find(".tools button").click()
-    shown = page.run("return document.querySelector('.formatted').innerHTML")
-    code = '<pre class=""><code class="">a + b</code></pre>'
-    items = '<li class=""><strong class="">five</strong> &lt;b&gt;</li><li class=""><code class="">7</code></li>'
-    assert shown == f'<h3 class="">Sum</h3><ul class="">{items}</ul>{code}'
-    page.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
-    page.answer()
-    assert len(asked) == 2
-    assert [turn["content"] for turn in asked[1]["messages"]] == ["Hello"]
-    assert len(page.all(".turn")) == 1
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
     chromium.show_as(page.driver, 1000, 760, scheme)
@@ -206,19 +105,6 @@ def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
     found = page.run(CONTRASTS)
     assert len(found) > 15
     assert {name: contrast for name, contrast in found.items() if contrast < 4.5} == {}
-
-
-def test_nothing_moves_while_an_answer_grows(page, scripted):
-    for width in (1000, 360):
-        chromium.show_as(page.driver, width, 700)
-        page.run("reset()")
-        before = page.run(PLACES)
-        scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(300)), {"error": {"message": "no " * 200}})
-        page.send("Hello " * 40)
-        page.answer()
-        assert page.run(PLACES) == before
-        assert page.run("return document.documentElement.scrollWidth") == width
-        assert page.run("return document.documentElement.scrollHeight") == 700
 
 
 def test_everything_has_a_name_for_those_who_do_not_see_it(page, scripted):
@@ -320,39 +206,3 @@ def test_hostile_text_is_text(page, scripted):
     assert page.text(".answer") == HOSTILE + HOSTILE
     assert page.all("img") == []
     assert page.run("return window.hacked ?? null") is None
-
-
-@pytest.mark.browser
-def test_even_a_script_in_the_page_would_not_run(page):
-    page.run(
-        """const script = document.createElement("script");
-        script.textContent = "window.hacked = 1";
-        document.body.append(script);
-        document.body.insertAdjacentHTML("beforeend", arguments[0]);""",
-        HOSTILE,
-    )
-    time.sleep(0.1)
-    assert page.run("return window.hacked ?? null") is None
-    refused = [entry["message"] for entry in page.driver.get_log("browser")]
-    assert any("Content Security Policy" in message for message in refused)
-
-
-@pytest.mark.browser
-def test_a_server_that_has_gone(driver):
-    router = APIRouter()
-    router.include_router(front)
-
-    @router.get("/v1/models")
-    async def models():  # of a server that has no gears
-        return {"data": [{"id": "other"}]}
-
-    page = Page(driver)
-    with Server("127.0.0.1", 0) as server:
-        server.start(application(router, Guard()))
-        page.open(server.where)
-        page.wait(lambda: page.text("#model") == "other")
-        server.stop()
-    page.send("Hello")
-    page.wait(lambda: page.text("#problem"))
-    assert page.text("#problem") == "The server does not answer. Is it still running?"
-    assert page.find("#message").get_attribute("value") == "Hello"

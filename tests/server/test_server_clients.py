@@ -123,12 +123,6 @@ class TestTools:
 
 
 class TestCancelling:
-    def test_a_stream_that_is_closed(self, server, client):
-        stream = client.chat.completions.create(messages=MESSAGES, stream=True, **LONG)
-        next(iter(stream))
-        stream.close()
-        assert is_idle(server)
-
     @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
     def test_at_a_random_moment_among_others_that_stay(self, server, gearbx):
         """The clients that stay get the same text as alone, and nothing is left of the others."""
