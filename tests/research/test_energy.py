@@ -60,6 +60,19 @@ def test_samples_of_powermetrics_add_up(tmp_path):
     meter.close()
 
 
+class Told:
+    """A meter that says of each reading 6 joules more than of the one before."""
+
+    name, now = "package-0", 100.0
+
+    def joules(self):
+        self.now += 6.0
+        return self.now
+
+    def close(self):
+        pass
+
+
 def test_the_study_has_the_joules_of_a_token_in_each_gear(monkeypatch):
     monkeypatch.setattr(energy, "this_meter", Told)
     found = energy.energy(gears="4,16", tokens=12, trials=2)

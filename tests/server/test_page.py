@@ -5,20 +5,141 @@ import re
 import time
 from types import SimpleNamespace
 
+import chromium
 import httpx
 import pytest
-from http_server import in_the_making
-from page_in_browser import CONTRASTS, QUESTION, chromium, chunk
+from http_server import in_the_making, served
 
+from gearbx_mlx.serving import app
+from gearbx_mlx.serving.answers import event_text
 from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.web import Gatekeeper, Guard
+from gearbx_mlx.serving.web import Gatekeeper, Guard, event_stream
 from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser
 
-pytest_plugins = ["page_fixtures"]
-
 GEARS = ("low", "mid", "high")
+QUESTION = "Tom has 5 apples and buys 7 more. How many does he have?"
+
+
+class Page:
+    """The page in a browser; `driver` is Selenium's."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def run(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def open(self, url):
+        self.driver.get(url)
+        self.run("sessionStorage.clear()")
+
+    def find(self, selector):
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return self.run("return document.querySelector(arguments[0])?.textContent ?? null", selector)
+
+    def choose(self, select, value):
+        self.find(f"#{select} option[value='{value}']").click()
+
+    def send(self, text, key="\ue007"):
+        self.find("#message").send_keys(text + key)
+
+    def wait(self, condition, seconds=60):
+        """Until `condition()` is true; returns what it is then."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"not in {seconds} s; the page says {self.text('#problem')!r}"
+            time.sleep(0.02)
+        return found
+
+    def answer(self):
+        """The last answer's tokens, once it has ended: text, colour and title of each, and the page's own points."""
+        self.wait(lambda: self.run("return running === null && answers.length > 0"))
+        return self.run("""const answer = answers.at(-1);
+            return {text: answer.text, points: answer.points.map(({gear, entropy, mean}) => ({gear, entropy, mean})),
+              spans: [...answer.turn.querySelectorAll(".token")].map((span) =>
+                ({text: span.textContent, color: span.style.getPropertyValue("--gear"), title: span.title}))}""")
+
+
+def chunk(text, *tokens, **further):
+    """A chunk as the server sends it; tokens are (gear, entropy, rolling mean), and perhaps who proposed each."""
+    names = "gear", "entropy", "mean_entropy", "source"
+    seen = [dict(zip(names, token)) for token in tokens]
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return {"choices": [choice], "gearbx": {"tokens": seen, **further}}
+
+
+# The contrast of every visible text with its background.
+CONTRASTS = """
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+function over(colors) {  // what colours look like, the first under the others
+  canvas.clearRect(0, 0, 1, 1);
+  for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+  const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+const found = {};
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  if (!own || !element.checkVisibility() || ["OPTION", "SCRIPT"].includes(element.tagName)) continue;
+  const style = getComputedStyle(element), under = [];
+  for (let each = element; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
+  const text = element.closest("svg") ? style.fill : style.color;
+  const [dark, light] = [over(under), over([...under, text])].sort((a, b) => a - b);
+  const kind = element.className.baseVal ?? element.className;
+  found[`${element.tagName} ${element.id} ${kind} ${element.textContent}`] = (light + 0.05) / (dark + 0.05);
+}
+return found;
+"""
+
+
+@pytest.fixture(scope="module")
+def client():
+    if why := chromium.why_not():
+        pytest.skip(f"THE PAGE WAS NOT CHECKED: {why}")
+    with served(gears="4,8,16", mode="route", log_level="ERROR", max_tokens=40) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def driver(client):
+    with chromium.browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(client, driver):
+    """The page, opened again. Afterwards the console must be empty, except for the network's own errors."""
+    chromium.show_as(driver, 1000, 760)
+    page = Page(driver)
+    page.open(client.server.where)
+    page.wait(lambda: page.all("#legend .token"))
+    yield page
+    assert [entry for entry in driver.get_log("browser") if entry["source"] != "network"] == []
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Make the server stream these events instead of an answer; returns the requests that came."""
+    asked = []
+
+    def answer_with(*said, ended=True):
+        async def complete(here, body, request, dialect):
+            asked.append(request.model_dump(exclude_unset=True))
+            events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
+            return event_stream(iter(events))
+
+        monkeypatch.setattr(app, "complete", complete)
+        return asked
+
+    return answer_with
 
 
 def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
@@ -155,7 +276,6 @@ def ask_for_a_key(monkeypatch):
     )
 
 
-@pytest.mark.browser
 def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     ask_for_a_key(monkeypatch)
     page.driver.refresh()  # the list of models needs it too
@@ -172,7 +292,6 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     assert not page.find("#ask").is_displayed()
 
 
-@pytest.mark.browser
 def test_an_error_of_the_server_is_one_line(page):
     page.run("document.getElementById('message').value = 'word '.repeat(600)")
     page.send("")
@@ -185,7 +304,6 @@ def test_an_error_of_the_server_is_one_line(page):
     page.answer()
 
 
-@pytest.mark.browser
 def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     scripted(chunk("Half", ("low", 1.0, 1.0)), ended=False)
     page.send("Hello")
@@ -195,7 +313,6 @@ def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     assert page.text(".summary").startswith("broken off · 1 token · ")
 
 
-@pytest.mark.browser
 def test_hostile_text_is_text(page, scripted):
     tokens = (HOSTILE, 1.0, 1.0), ("low", 1.0, 1.0)
     error = {"error": {"message": HOSTILE}}

@@ -41,6 +41,7 @@ BODIES = {
     "draft_model": ("another/model",),
     "role_mapping": ({"user": "Q: "}, {}),
     "stream": ("yes", 1),
+    "logprobs": (-1, 99),
     "model": (5, "gpt-4", "/etc/passwd", "../../secret", ""[:0] + "x" * 5000),
     "adapters": ("another/adapter", ""),
     "gearbx": (
@@ -213,13 +214,17 @@ def test_every_record_is_escaped_with_its_traceback():
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("key", ["sch\u00fcssel", "voil\u00e0", "\u00c5ngstr\u00f6m\u00c5", "\u93587"])
-def test_a_key_may_have_any_letters(key):
+def test_the_key_is_asked_for_and_may_have_any_letters(key):
     with served(gears="16", api_key=key, log_level="ERROR") as client:
         sent = key.encode()
         for headers in ({"Authorization": b"Bearer " + sent}, {"x-api-key": sent}):
             assert client.get("/v1/models", headers=headers).status_code == 200
-        for wrong in (sent[:-1], sent + b"\xa0", key.encode("latin-1", "replace")):
-            assert client.get("/v1/models", headers={"x-api-key": wrong}).status_code == 401
+        wrong = [{"x-api-key": each} for each in (sent[:-1], sent + b"\xa0", key.encode("latin-1", "replace"))]
+        for headers in ({}, {"Authorization": sent}, *wrong):
+            for path in ("/v1/models", "/metrics"):
+                assert client.get(path, headers=headers).status_code == 401
+            assert client.post("/v1/completions", json={"prompt": "x"}, headers=headers).status_code == 401
+        assert client.get("/health").status_code == 200
 
 
 @pytest.mark.slow

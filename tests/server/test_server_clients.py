@@ -15,7 +15,6 @@ from scripted_model import save_scripted
 pytestmark = pytest.mark.processes
 
 GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
-LONG = GREEDY | {"max_tokens": 400, "logit_bias": {"0": -100}}  # does not end by itself
 CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
 
 

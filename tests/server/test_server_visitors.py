@@ -12,7 +12,6 @@ from gearbx_mlx.server.run import guard_of
 from gearbx_mlx.serving.web import Guard
 
 EVIL = "https://evil.example"
-TEXT = "/v1/completions"
 
 
 @pytest.fixture(scope="module", params=["model", "routed"])
