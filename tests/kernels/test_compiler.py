@@ -99,18 +99,6 @@ def test_a_compiler_that_takes_too_long(afresh, script):
     assert cpu.why_not() == "own-compiler did not compile the CPU kernels within 0.2 s"
 
 
-def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_path):
-    script("#!/bin/sh\nexit 1\n")
-
-    def interrupt(files: int, kept: bool) -> None:
-        raise KeyboardInterrupt
-
-    afresh.setattr(cpu, "while_compiling", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cpu.why_not()
-    assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
-
-
 def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tmp_path):
     log = tmp_path / "log"
     script(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 600\n")

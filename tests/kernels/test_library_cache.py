@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -244,18 +243,6 @@ class TestNeverLoaded:
         os.link(named, cache.directory / "elsewhere")
         self.assert_private(cache, f"{named} has a second name elsewhere, a hard link; remove it")
 
-    @pytest.mark.parametrize("change", ["mode", "owner"])
-    def test_where_a_directory_far_above_is_open_to_others(self, cache, afresh, tmp_path, change):
-        if change == "owner" and os.geteuid():
-            pytest.skip("only root can give a directory away")
-        far = tmp_path / "far"
-        afresh.setenv("XDG_CACHE_HOME", str(far / "from" / "here"))
-        cache.load()
-        far.chmod(0o777) if change == "mode" else os.chown(far, NO_BODY, -1)
-        reason = f"others may write to {far}" if change == "mode" else f"{far} belongs to another user"
-        with pytest.warns(GearbxWarning, match=reason):
-            assert not cache.load().is_relative_to(far)
-
     def test_where_nothing_can_be_written(self, cache):
         cache.directory.parent.write_text("in the way", encoding="utf-8")
         self.assert_private(cache, f"{cache.directory.parent}.*; set XDG_CACHE_HOME to another directory")
@@ -356,15 +343,3 @@ def test_those_of_other_users_stay(tmp_path):
     os.chown(directory, os.geteuid(), -1)
     remove_abandoned(tmp_path, PREFIX)
     assert not directory.exists()
-
-
-def test_opening_the_cache_removes_both_kinds(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = cpu.open_cache()
-    for process, _ in (start(cache, cpu.BUILDING), start(tmp_path, cpu.PRIVATE)):
-        killed(process)
-    assert cpu.open_cache() == cache
-    cpu.remove_abandoned_private()
-    assert list(tmp_path.iterdir()) == [cache]
-    assert list(cache.iterdir()) == []
