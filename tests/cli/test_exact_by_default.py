@@ -9,7 +9,6 @@ from conftest import save_model, tiny_model
 
 from gearbx_mlx import convert
 from gearbx_mlx.cli import decide
-from gearbx_mlx.kernels.dispatch import GPU
 
 GENERATE = ("-m", 4, "--ignore-chat-template")
 
@@ -65,22 +64,6 @@ class TestAGearedCheckpoint:
 
 
 class TestModeLossless:
-    def test_has_a_draft_beside_bfloat16_weights_on_a_cpu(self, command, places, summary, native):
-        flags = "--mode", "lossless"
-        run = summary("bfloat16", *flags)
-        assert bits(run) == [4, 16]
-        assert "weight_bytes_per_token_original" not in run
-        done = command("generate", "--model", places / "bfloat16", *GENERATE, *flags)
-        assert "beside the " in done.err
-        assert "--format exact takes less memory" in done.err
-
-    def test_stores_bfloat16_weights_once_where_memory_is_short(self, summary, native, monkeypatch):
-        monkeypatch.setattr(decide, "available_memory", lambda: 1000)
-        run = summary("bfloat16", "--mode", "lossless")
-        assert bits(run) == [4, 16]
-        top, original = run["weight_bytes_per_token_top"], run["weight_bytes_per_token_original"]
-        assert 0.8 * original < top < original
-
     @pytest.mark.parametrize(
         ("free", "said"),
         [
@@ -107,12 +90,6 @@ class TestModeLossless:
         assert all(found), said
         assert found[0].groups() == found[1].groups()  # measured once
         assert all(float(times) > 0 for times in found[0].groups())
-
-    def test_stores_no_weights_that_a_gpu_has_no_kernel_for(self, summary, native, monkeypatch):
-        monkeypatch.setattr(decide, "device", lambda: GPU)
-        run = summary("bfloat16", "--mode", "lossless")
-        assert bits(run) == [4, 16]
-        assert "weight_bytes_per_token_original" not in run
 
     @pytest.mark.some(3)
     @pytest.mark.parametrize(
