@@ -424,20 +424,6 @@ def compiling(monkeypatch):
     return gearbox, logits, compiled
 
 
-@pytest.mark.slow
-def test_every_gear_has_compiled_steps_of_its_own(compiling):
-    gearbox, logits, compiled = compiling
-    expected = {gear: logits(gear) for gear in ("high", "low", "mid")}
-    compiled()
-    for gear in ("high", "low", "high", "mid", "low", "high"):
-        assert mx.allclose(logits(gear), expected[gear], atol=1e-5), gear
-    steps = [module._step for module in gearbox.model.modules() if "_step" in vars(module)]
-    logits("low"), logits("high")
-    assert [
-        module._step for module in gearbox.model.modules() if "_step" in vars(module)
-    ] == steps  # not compiled again
-
-
 def test_a_cap_compiles_them_again(compiling):
     gearbox, logits, compiled = compiling
     gearbox.cap({layer.path: 4 for layer in gearbox.layers})
@@ -450,21 +436,6 @@ def test_a_cap_compiles_them_again(compiling):
 
 
 LATENT_ATTENTION_PROMPT = [1, 5, 9, 2, 7]
-
-
-def text(model, tokenizer, mode, gearbox):
-    return [r.token for r in stream_generate(model, tokenizer, LATENT_ATTENTION_PROMPT, 30, mode=mode, gearbox=gearbox)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("kernels", ["mlx", "auto"])
-def test_lossless_writes_the_text_of_the_top_gear(demo, dtype, kernels):
-    for seed in range(3):
-        model = tiny_model("deepseek_v3", seed=seed, dtype=mx.bfloat16)
-        gearbox = Gearbox(model, "6,16", dtype=dtype, kernels=kernels)
-        drafted = text(model, demo.tokenizer, Lossless(draft_length=3), gearbox)
-        assert drafted == text(model, demo.tokenizer, Static(), gearbox)
 
 
 def test_several_tokens_have_the_bits_of_single_ones():

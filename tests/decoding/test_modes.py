@@ -126,16 +126,6 @@ class TestSummary:
         if flags[1] == "route":
             assert all(ours[name] == theirs[name] for name in ("gear_tokens", "shifts", "weight_bytes_per_token"))
 
-    def test_shifting_and_making_are_two_times(self, fresh_demo):
-        gearbox = Gearbox(fresh_demo.model, "4,8,16")
-        first = gearbox.shift("low")
-        assert gearbox.making_seconds + gearbox.shift_seconds == pytest.approx(first)
-        assert gearbox.making_seconds > gearbox.shift_seconds > 0
-        made = gearbox.making_seconds
-        again = gearbox.shift("high") + gearbox.shift("low")
-        assert gearbox.making_seconds - made < again
-        assert gearbox.shifts == 3
-
 
 class TestStatic:
     def test_it_stays_in_its_gear(self, command, tmp_path):
@@ -165,11 +155,6 @@ class TestStatic:
             for mine, other in zip(ours, theirs):
                 assert np.array_equal(np.array(mine.logprobs), np.array(other.logprobs))
 
-    def test_a_controller_has_nothing_to_cap(self, command):
-        result = command("generate", "--mode", "static", "--target-tps", 5)
-        assert result.status == 2
-        assert "--mode static stays in the gear that it is given" in result.err
-
 
 class TestEntropy:
     """Every mode reports the entropy of the distribution from which a token is taken."""
@@ -192,12 +177,3 @@ class TestEntropy:
         for mode in (Kickdown(), Static(), Lossless(draft_length=2)):
             responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 6, mode=mode, **keywords))
             assert [response.entropy for response in responses] == pytest.approx([1.0] * len(responses))
-
-
-@pytest.mark.parametrize("mode", ["route", "static", "kickdown", "telemetry-only"])
-def test_a_draft_model_is_for_mode_lossless(geared_demo, demo, command, mode):
-    with pytest.raises(GearbxError, match=f"mode '{mode}' takes no draft model; leave it out, or use mode 'lossless'"):
-        stream_generate(demo.model, demo.tokenizer, TALE, mode=mode, draft_model=demo.model)
-    result = command("generate", "--mode", mode, "--draft-model", DEMO_MODEL)
-    assert result.status == 2
-    assert "use mode 'lossless'" in result.err

@@ -158,18 +158,6 @@ class TestThresholds:
             calibration.median_thresholds([0.0, 1.0, 1.0, 1.0, 1.0], 3)
 
     @pytest.mark.slow
-    @given(st.lists(st.floats(0, 15), min_size=10, max_size=60), st.integers(2, 5))
-    def test_every_method_gives_an_ascending_threshold_between_any_two_gears(self, samples, gears):
-        assume(sum(s > 0 for s in samples) >= 5)
-        for thresholds in (
-            calibration.percentile_thresholds(samples, gears, VOCABULARY),
-            calibration.median_thresholds(samples, gears),
-            calibration.share_thresholds([samples], [1 / gears] * gears, VOCABULARY)[0],
-        ):
-            ThresholdGate(thresholds)
-            assert len(thresholds) == gears - 1
-
-    @pytest.mark.slow
     @pytest.mark.parametrize("shares", [(0.5, 0.3, 0.2), (0.8, 0.2), (0.0, 0.5, 0.5), (0.25, 0.25, 0.25, 0.25)])
     def test_shares_are_reached_on_the_recorded_tokens(self, shares):
         import random

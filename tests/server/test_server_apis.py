@@ -11,7 +11,6 @@ import pytest
 import schemathesis
 from http_server import TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, served
 from hypothesis import HealthCheck, settings
-from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import checks
 
 from gearbx_mlx.loading import DEMO_MODEL
@@ -300,39 +299,6 @@ class TestMessages:
             theirs.messages.stream(**ASKED, output_config=output) as stream,
         ):
             stream.until_done()
-
-
-def counted(client):
-    """Every sample of /metrics, by its name and its labels' values."""
-    answer = client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(answer.text)
-    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-
-
-class TestMetrics:
-    def test_what_was_served_is_counted(self):
-        with served(gears="4,16", log_level="ERROR") as client:
-            reports = [complete(client, max_tokens=20, gearbx=gearbx)["gearbx"] for gearbx in MODES]
-            client.post("/v1/completions", json={"prompt": "Once", "max_tokens": -1})
-            client.post("/secret-of-a-client", json={})
-            found = counted(client)
-        by_gear = {gear: sum(report["gear_tokens"][gear] for report in reports) for gear in ("low", "high")}
-        for gear, tokens in by_gear.items():
-            assert found["gearbx_generated_tokens_total", gear] == tokens
-            assert found["gearbx_gear_share", gear] == tokens / 100
-        assert found["gearbx_drafted_tokens_total", "draft"] == sum(report.get("drafted", 0) for report in reports)
-        assert found["gearbx_accepted_tokens_total", "draft"] == sum(report.get("accepted", 0) for report in reports)
-        read = sum(report["weight_bytes_per_token"] * 20 for report in reports)
-        assert found["gearbx_weight_bytes_read_total",] == pytest.approx(read)
-        assert found["gearbx_requests_total", "/v1/completions", "200"] == 5
-        assert found["gearbx_requests_total", "/v1/completions", "400"] == 1
-        assert found["gearbx_requests_total", "other", "404"] == 1
-        assert not any("secret" in part for key in found for part in key)
-        assert found["gearbx_time_to_first_token_seconds_count",] == 5
-        assert found["gearbx_time_per_token_seconds_count",] == 95
-        assert found["gearbx_requests_running",] == found["gearbx_requests_waiting",] == 0
-        assert found["gearbx_peak_memory_bytes",] >= found["gearbx_memory_bytes",] > 1e6
 
 
 OPENAPI = server_application(Guard()).openapi()
