@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import fields
 
 import mlx.core as mx
 import numpy as np
@@ -33,11 +32,6 @@ TALE = "Once upon a time there was a king"
 class TestRegistry:
     def test_every_mode_has_the_name_that_it_is_registered_under(self):
         assert {name: modes.mode_class(name).name for name in modes.MODES} == {name: name for name in modes.MODES}
-
-    def test_every_flag_of_a_mode_is_a_field_of_its_class(self):
-        for name in modes.MODES:
-            own = {item.name for item in fields(modes.mode_class(name))}
-            assert {item.name for item in modes.flags_of_mode(name).values()} <= own
 
     def test_a_default_stands_once(self):
         """What the command takes without a flag is what a program gets."""

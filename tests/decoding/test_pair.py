@@ -218,14 +218,6 @@ class TestWherePrecautionsAreNeeded:
 class TestOneWayIn:
     """stream_generate(mode="pair")."""
 
-    def test_it_is_the_same(self, demo, small):
-        mode = Pair(small, 5.0, window=3, min_gear_duration=4)
-        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 30, mode=mode))
-        theirs = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=5.0, window=3, min_duration=4))
-        assert_same(texts(ours), texts(theirs))
-        assert [r.gear for r in ours] == [r.gear for r in theirs]
-        assert {r.gear for r in ours} == {"small", "large"}
-
     def test_a_small_model_means_a_pair(self, demo, small):
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Pair(small)))
         # The paper's defaults: the mean over five, ten tokens of the small model, a threshold far below either model's.
