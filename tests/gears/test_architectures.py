@@ -7,10 +7,8 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from architectures import GROUP, installed, tiny, why_not
-from architectures.expected import EXPECTED
-from architectures.matrices import matrices
-from architectures.reading import bytes_read
+from architectures import EXPECTED, GROUP, installed, tiny, why_not
+from architectures.reading import bytes_read, matrices
 
 from gearbx_mlx import Gearbox, Lossless, Route, stream_generate
 
