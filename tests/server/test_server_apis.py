@@ -1,17 +1,23 @@
 """The server's answers to clients of OpenAI, Anthropic and Prometheus, and to what its own description allows."""
 
+import contextlib
 import json
+import random
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
+import httpx
 import jsonschema
 import openai
 import pytest
 import schemathesis
-from http_server import TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, served
+from http_server import MESSAGES, TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, in_the_making, served, text_of
 from hypothesis import HealthCheck, settings
 from schemathesis import checks
+from scripted_model import save_scripted
 
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.app import server_application
@@ -32,7 +38,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, but no more
 MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
-MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
 ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
 
 
@@ -329,3 +334,134 @@ def shorten(body):
 def test_every_answer_is_as_described(described, case):
     shorten(case.body)
     case.call_and_validate(base_url=described.server.where, checks=CHECKED, timeout=20)
+
+
+GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
+CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(gears="4,8,16", log_level="ERROR", request_timeout=2.0) as openai_client:
+        yield openai_client
+
+
+def client_of(server, **keywords):
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60, **keywords)
+
+
+@pytest.fixture(scope="module")
+def openai_client(server):
+    with client_of(server) as openai_client:
+        yield openai_client
+
+
+def is_idle(server, seconds=2.0):
+    """Whether, within some seconds, nothing is computed and nothing waits."""
+    deadline = time.monotonic() + seconds
+    while in_the_making(server, waiting=True) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return in_the_making(server, waiting=True) == 0
+
+
+class TestOpenAI:
+    def test_a_chat(self, server, openai_client):
+        answer = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        expected = chat(server, temperature=0)["choices"][0]["message"]["content"]
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 24
+        assert answer.model_extra["gearbx"]["mode"] == "lossless"
+
+    def test_a_completion_in_a_gear_of_its_own(self, server, openai_client):
+        gear = {"gearbx": {"gear": "low"}}
+        answer = openai_client.completions.create(prompt=WORD_PROBLEM, extra_body=gear, **GREEDY)
+        assert answer.choices[0].text == text_of(server, **gear)
+        assert answer.model_extra["gearbx"]["gear_tokens"]["low"] == 24
+
+    def test_the_stream_of_a_chat(self, openai_client):
+        whole = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY, **options)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert (last.choices, last.usage.completion_tokens) == ([], 24)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs_of_a_chat(self, openai_client, stream):
+        wanted = {"logprobs": True, "top_logprobs": 3, "stream": stream}
+        answer = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY, **wanted)
+        parts = list(answer) if stream else [answer]
+        tokens = [token for part in parts for token in part.choices[0].logprobs.content]
+        assert len(tokens) == 24
+        for token in tokens:
+            assert [one.logprob for one in token.top_logprobs] == sorted(
+                (one.logprob for one in token.top_logprobs), reverse=True
+            )
+            assert token.top_logprobs[0].token == token.token  # greedy
+            assert token.logprob == token.top_logprobs[0].logprob <= 0
+            assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+class TestErrors:
+    def test_a_wrong_key_is_an_authentication_error(self):
+        with served(gears="16", api_key="secret", log_level="ERROR") as server, client_of(server) as openai_client:
+            with pytest.raises(openai.AuthenticationError):
+                openai_client.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                openai_client.completions.create(prompt="A", **GREEDY)
+            assert openai_client.with_options(api_key="secret").completions.create(prompt="A", **GREEDY).choices[0].text
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    """A openai_client of a model that calls a tool."""
+    path = tmp_path_factory.mktemp("scripted") / "model"
+    save_scripted(path, CALL, TEMPLATE)
+    with served(model=str(path), gears="16", log_level="ERROR") as server, client_of(server) as openai_client:
+        yield openai_client
+
+
+class TestTools:
+    def test_a_call(self, calling):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choice = calling.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 5, "b": 7}
+
+    def test_a_streamed_call(self, calling):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choices = [chunk.choices[0] for chunk in calling.chat.completions.create(stream=True, **asked)]
+        assert choices[-1].finish_reason == "tool_calls"
+        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+        assert "".join(call.function.name or "" for call in calls) == "add"
+        assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"a": 5, "b": 7}
+        assert not "".join(choice.delta.content or "" for choice in choices)
+
+
+class TestCancelling:
+    @pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
+    def test_at_a_random_moment_among_others_that_stay(self, server, gearbx):
+        """The clients that stay get the same text as alone, and nothing is left of the others."""
+        drawn = random.Random(0)
+        body = {"temperature": 0, "max_tokens": 40, "gearbx": gearbx}
+
+        def leave(number):
+            asked = body | {"prompt": f"{number}. {WORD_PROBLEM}", "stream": number % 2 == 0}
+            with contextlib.suppress(httpx.ReadTimeout):
+                httpx.post(f"{server.base_url}/v1/completions", json=asked, timeout=drawn.uniform(0.001, 0.3))
+
+        def stay(number):
+            return text_of(server, f"Number {number}: {WORD_PROBLEM}", **body)
+
+        with ThreadPoolExecutor(12) as pool:
+            leaving = [pool.submit(leave, number) for number in range(16)]
+            together = list(pool.map(stay, range(4)))
+            for one in leaving:
+                one.result()
+        assert is_idle(server)
+        assert together == [stay(number) for number in range(4)]

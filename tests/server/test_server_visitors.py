@@ -1,9 +1,8 @@
 """Pages in browsers: which of them may ask a server on this machine, and under which names it is reached."""
 
 import pytest
-from fake_server import chat_answer, chatting, fake_server
+from fake_server import CHAT, EASY, chat_answer, chatting, fake_server, routed
 from http_server import served
-from routed import CHAT, EASY, routed
 
 from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.errors import GearbxError

@@ -11,7 +11,11 @@ import sys
 import httpx
 import pytest
 from fake_server import (
+    CHAT,
+    EASY,
     EVENTS,
+    HARD,
+    TEXT,
     Answer,
     answer,
     chat_answer,
@@ -19,16 +23,17 @@ from fake_server import (
     chat_event,
     chat_stream,
     chatting,
+    chunks,
     events,
     fake_server,
     one_model,
     refused,
+    routed,
     slowly,
     text_answer,
     whole,
 )
 from http_server import served
-from routed import CHAT, EASY, HARD, TEXT, chunks, routed
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.bounds import bits
