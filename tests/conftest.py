@@ -251,13 +251,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 # Files with the longest tests. If one of these began last, one core would work while the others wait.
-LONGEST = (
-    "test_native_cores.py",
-    "test_build.py",
-    "test_documents.py",
-    "test_scripts.py",
-    "test_bench.py",
-)
+LONGEST = ("test_native_cores.py", "test_build.py", "test_documents.py", "test_scripts.py", "test_bench.py")
 
 
 @pytest.hookimpl(tryfirst=True)

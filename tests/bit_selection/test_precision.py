@@ -164,11 +164,7 @@ class TestGenerate:
             (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; give a range'),
             (("layers", UP, "kl"), {"4": float("nan")}, "NaN is not a finite number"),
             (("layers", UP, "perplexity_change"), {"4": float("inf")}, "Infinity is not a finite number"),
-            (
-                ("gears", "4", "bits"),
-                {"nowhere": 4},
-                'the table of gear 4 has "nowhere"',
-            ),
+            (("gears", "4", "bits"), {"nowhere": 4}, 'the table of gear 4 has "nowhere"'),
             (("gears", "4", "bits"), {UP: 7}, f'gears["4"].bits["{UP}"] is 7, not one of 2, 3, 4, 5, 6, 8, 16'),
         ],
     )

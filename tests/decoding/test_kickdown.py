@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import (
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate

@@ -16,17 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import gearbx_mlx
-from gearbx_mlx import (
-    Gearbox,
-    GearbxError,
-    GearedModel,
-    Kickdown,
-    Lossless,
-    Route,
-    Static,
-    TelemetryOnly,
-    convert,
-)
+from gearbx_mlx import Gearbox, GearbxError, GearedModel, Kickdown, Lossless, Route, Static, TelemetryOnly, convert
 from gearbx_mlx.formats import FORMATS, get_format
 from gearbx_mlx.gears.gearbox import attached
 from gearbx_mlx.gears.ladder import Gear

@@ -10,12 +10,7 @@ from conftest import heavy, tiny_model
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook
 from research import codebook as codebook_study
-from research.codebook import (
-    as_mixture,
-    grouped_error,
-    row_curve,
-    squared_error,
-)
+from research.codebook import as_mixture, grouped_error, row_curve, squared_error
 from research.conservation import compiled
 
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])

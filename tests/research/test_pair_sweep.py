@@ -10,13 +10,7 @@ from conftest import save_model, tiny_model
 from gearbx_mlx import stream_generate
 from gearbx_mlx.decoding.pair import Pair
 from gearbx_mlx.routing.pair import LARGE
-from research.evaluation.pair import (
-    by_coin,
-    mixed,
-    record_pair,
-    sweep,
-    turns,
-)
+from research.evaluation.pair import by_coin, mixed, record_pair, sweep, turns
 from research.pair import pair_sweep
 
 TOKENS = 4096
