@@ -2,6 +2,8 @@
 
 from typing import Any
 
+# fmt: off
+
 VOCABULARY = 128
 GROUP = 32  # a group size that divides all widths
 WINDOW = 16  # a prompt of a dozen tokens and a short text fill it
@@ -9,73 +11,39 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 # A class takes the fields that it knows.
 COMMON: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "intermediate_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCABULARY,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "head_dim": 32,
-    "rope_scaling": None,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "layer_norm_eps": 1e-5,
-    "layer_norm_epsilon": 1e-5,
-    "norm_eps": 1e-5,
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": VOCABULARY, "rope_theta": 10000.0,
+    "max_position_embeddings": 256, "tie_word_embeddings": False, "head_dim": 32, "rope_scaling": None,
+    "attention_bias": False, "mlp_bias": False, "layer_norm_eps": 1e-5, "layer_norm_epsilon": 1e-5, "norm_eps": 1e-5,
     "partial_rotary_factor": 0.5,
 }
 PAIRS = COMMON | {"num_key_value_heads": 2}  # as many heads of keys as of queries
 WINDOWED = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL]}
 
 EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-    "n_group": 1,
-    "topk_group": 1,
-    "routed_scaling_factor": 1.0,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64, "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
 }
 SHARED = {"n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 64}
 FIRST_DENSE = {"first_k_dense_replace": 1}  # the first layer has an MLP, the second one experts
 SPARSE_STEP = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 LATENT = {
-    "num_key_value_heads": 2,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
+    "num_key_value_heads": 2, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32,
     "v_head_dim": 32,
 }
 INDEXER = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}  # fewer tokens than a text has
 
 GATED_DELTA = {
-    "linear_num_value_heads": 2,
-    "linear_num_key_heads": 1,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "linear_conv_kernel_dim": 3,
-    "full_attention_interval": 2,
+    "linear_num_value_heads": 2, "linear_num_key_heads": 1, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 3, "full_attention_interval": 2,
 }
 
 # Transformers with a cache that grows and an MLP in every layer.
 
 GPT = {
-    "n_embd": 64,
-    "n_head": 2,
-    "n_layer": 2,
-    "n_inner": 128,
-    "n_ctx": 256,
-    "n_positions": 256,
-    "layer_norm_epsilon": 1e-5,
-    "vocab_size": VOCABULARY,
+    "n_embd": 64, "n_head": 2, "n_layer": 2, "n_inner": 128, "n_ctx": 256, "n_positions": 256,
+    "layer_norm_epsilon": 1e-5, "vocab_size": VOCABULARY,
 }
 FULL_BLOCK = {
     "attention": {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False},
@@ -88,13 +56,8 @@ LINEAR_BLOCK = {
 
 DENSE = {
     "afm7": {
-        "vocab_size": VOCABULARY,
-        "hidden_dim": 64,
-        "num_layers": 4,
-        "num_kv_reuse_layers": 2,
-        "num_heads": 2,
-        "num_kv_heads": 1,
-        "hidden_dim_scale_factor": 3.0,
+        "vocab_size": VOCABULARY, "hidden_dim": 64, "num_layers": 4, "num_kv_reuse_layers": 2, "num_heads": 2,
+        "num_kv_heads": 1, "hidden_dim_scale_factor": 3.0,
     },
     "apertus": COMMON | {"post_norm": True, "qk_norm": True, "mlp_bias": True},
     "bitnet": COMMON,
@@ -115,14 +78,8 @@ DENSE = {
     "hunyuan_v1_dense": COMMON
     | {
         "rope_scaling": {
-            "alpha": 1000.0,
-            "factor": 1.0,
-            "type": "dynamic",
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.0,
-            "original_max_position_embeddings": 256,
+            "alpha": 1000.0, "factor": 1.0, "type": "dynamic", "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+            "mscale_all_dim": 0.0, "original_max_position_embeddings": 256,
         }
     },
     "internlm2": COMMON,
@@ -139,14 +96,8 @@ DENSE = {
     "nemotron-nas": COMMON | {"block_configs": [FULL_BLOCK, LINEAR_BLOCK]},
     "olmo2": COMMON,
     "openelm": {
-        "head_dim": 32,
-        "num_transformer_layers": 2,
-        "model_dim": 64,
-        "vocab_size": VOCABULARY,
-        "ffn_dim_divisor": 64,
-        "num_query_heads": [2, 4],
-        "num_kv_heads": [1, 2],
-        "ffn_multipliers": [1.0, 2.0],
+        "head_dim": 32, "num_transformer_layers": 2, "model_dim": 64, "vocab_size": VOCABULARY, "ffn_dim_divisor": 64,
+        "num_query_heads": [2, 4], "num_kv_heads": [1, 2], "ffn_multipliers": [1.0, 2.0],
     },
     "phi": COMMON,
     "phi3": COMMON | {"partial_rotary_factor": 1.0},
@@ -169,12 +120,8 @@ DENSE = {
 
 GEMMA3 = COMMON | {"query_pre_attn_scalar": 32, "sliding_window": WINDOW, "sliding_window_pattern": 2}
 GEMMA4: dict[str, Any] = COMMON | {
-    "num_hidden_layers": 4,
-    "global_head_dim": 64,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 32,
-    "num_kv_shared_layers": 2,
-    "sliding_window": WINDOW,
+    "num_hidden_layers": 4, "global_head_dim": 64, "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 32, "num_kv_shared_layers": 2, "sliding_window": WINDOW,
     "layer_types": [SLIDING, FULL] * 2,
     "rope_parameters": {
         FULL: {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
@@ -204,20 +151,10 @@ WINDOWS = {
     "mimo_v2_flash": PAIRS
     | EXPERTS
     | {
-        "hybrid_layer_pattern": [0, 1],
-        "moe_layer_freq": [0, 1],
-        "add_swa_attention_sink_bias": True,
-        "add_full_attention_sink_bias": False,
-        "sliding_window_size": WINDOW,
-        "n_shared_experts": None,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "layernorm_epsilon": 1e-5,
-        "swa_rope_theta": 1000.0,
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 1,
-        "v_head_dim": 32,
-        "swa_head_dim": 32,
+        "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "n_shared_experts": None,
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 1000.0,
+        "swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "v_head_dim": 32, "swa_head_dim": 32,
         "swa_v_head_dim": 32,
     },
     "ministral3": MINISTRAL,
@@ -228,13 +165,9 @@ WINDOWS = {
     "step3p5": COMMON
     | WINDOWED
     | {
-        "num_attention_groups": 1,
-        "rope_theta": [10000.0] * 2,
+        "num_attention_groups": 1, "rope_theta": [10000.0] * 2,
         "attention_other_setting": {"num_attention_heads": 4, "num_attention_groups": 2},
-        "moe_num_experts": 4,
-        "moe_top_k": 2,
-        "moe_intermediate_size": 64,
-        "share_expert_dim": 64,
+        "moe_num_experts": 4, "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64,
         "moe_layers_enum": "1",
     },
 }
@@ -244,46 +177,31 @@ WINDOWS = {
 MIXTURE = COMMON | EXPERTS
 GRANITE = {"logits_scaling": 1.0, "attention_multiplier": 0.2, "embedding_multiplier": 1.0, "residual_multiplier": 1.0}
 SCALED_ROPE = {
-    "type": "longrope",
-    "long_factor": [1.0] * 16,
-    "short_factor": [1.0] * 16,
-    "long_mscale": 1.25,
-    "short_mscale": 1.25,
-    "original_max_position_embeddings": 256,
+    "type": "longrope", "long_factor": [1.0] * 16, "short_factor": [1.0] * 16, "long_mscale": 1.25,
+    "short_mscale": 1.25, "original_max_position_embeddings": 256,
 }
 
 MIXTURES: dict[str, dict[str, Any]] = {
     "Klear": MIXTURE | SHARED | SPARSE_STEP | {"mlp_only_layers": [0]},
     "bailing_moe": MIXTURE | SHARED | FIRST_DENSE | {"topk_group": 1},
     "dbrx": {
-        "vocab_size": VOCABULARY,
-        "d_model": 64,
+        "vocab_size": VOCABULARY, "d_model": 64,
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "n_layers": 2,
-        "n_heads": 2,
+        "n_layers": 2, "n_heads": 2,
     },
     "deepseek": MIXTURE | SHARED | FIRST_DENSE,
     "dots1": MIXTURE | SHARED | FIRST_DENSE,
     "ernie4_5_moe": COMMON
     | {
-        "use_bias": False,
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_intermediate_size": 64,
-        "moe_num_shared_experts": 1,
-        "moe_layer_start_index": 1,
-        "moe_capacity": [],
+        "use_bias": False, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1, "moe_capacity": [],
     },
     "glm4_moe": MIXTURE | SHARED | FIRST_DENSE | {"use_qk_norm": True},
     "granitemoe": MIXTURE | GRANITE,
     "hunyuan": MIXTURE
     | {
-        "moe_topk": 2,
-        "num_shared_expert": 1,
-        "use_mixed_mlp_moe": True,
-        "use_qk_norm": True,
-        "use_cla": True,
+        "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": True,
         "cla_share_factor": 2,
         "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
     },
@@ -301,22 +219,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
 
 DEEPSEEK = COMMON | EXPERTS | SHARED | LATENT | FIRST_DENSE
 LONGCAT = DEEPSEEK | {
-    "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "zero_expert_num": 2,
-    "ffn_hidden_size": 128,
-    "expert_ffn_hidden_size": 64,
-    "moe_topk": 2,
-    "num_layers": 2,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
+    "attention_method": "MLA", "zero_expert_type": "identity", "zero_expert_num": 2, "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 64, "moe_topk": 2, "num_layers": 2, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
 }
 YARN = {
-    "factor": 2.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
+    "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
     "original_max_position_embeddings": 256,
 }
 CHOICE = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -328,19 +235,10 @@ LATENTS = {
     "deepseek_v41": DEEPSEEK
     | INDEXER
     | {
-        "num_hidden_layers": 6,
-        "o_groups": 2,
-        "o_lora_rank": 32,
-        "sliding_window": WINDOW,
-        "compress_ratios": [0, 2, 2, 2, 1, 1],
-        "kv_source_layer_ids": [1, 4],
-        "index_source_layer_ids": [1, 2, 4, 5],
-        "candidate_source_layer_id": 4,
-        "candidate_topk_blocks": 4,
-        "candidate_block_size": 2,
-        "hc_mult": 2,
-        "hc_sinkhorn_iters": 2,
-        "rms_norm_eps": 1e-20,
+        "num_hidden_layers": 6, "o_groups": 2, "o_lora_rank": 32, "sliding_window": WINDOW,
+        "compress_ratios": [0, 2, 2, 2, 1, 1], "kv_source_layer_ids": [1, 4], "index_source_layer_ids": [1, 2, 4, 5],
+        "candidate_source_layer_id": 4, "candidate_topk_blocks": 4, "candidate_block_size": 2, "hc_mult": 2,
+        "hc_sinkhorn_iters": 2, "rms_norm_eps": 1e-20,
     },
     "glm4_moe_lite": DEEPSEEK | CHOICE | {"num_nextn_predict_layers": 1},
     "glm_moe_dsa": DEEPSEEK | INDEXER | CHOICE | {"rope_parameters": {"rope_theta": 10000.0}},
@@ -349,9 +247,7 @@ LATENTS = {
     "minicpm3": COMMON
     | LATENT
     | {
-        "dim_model_base": 32,
-        "scale_depth": 1.0,
-        "scale_emb": 1.0,
+        "dim_model_base": 32, "scale_depth": 1.0, "scale_emb": 1.0,
         "rope_scaling": {"original_max_position_embeddings": 256, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8},
     },
     "mistral4": DEEPSEEK
@@ -373,19 +269,12 @@ KIMI: dict[str, Any] = (
     | {"linear_attn_config": DELTA, "num_experts_per_token": 2, "model_max_length": 256, "mla_use_nope": True}
 )
 LFM = COMMON | {
-    "conv_bias": False,
-    "conv_L_cache": 3,
-    "full_attn_idxs": [1],
-    "block_dim": 64,
-    "block_ff_dim": 128,
-    "block_multiple_of": 16,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": False,
+    "conv_bias": False, "conv_L_cache": 3, "full_attn_idxs": [1], "block_dim": 64, "block_ff_dim": 128,
+    "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False,
 }
 MAMBA = COMMON | {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 32}
 HADAMARD = {  # its vectors are rotated in blocks of 512 and its weights packed
-    "schema_version": 1,
-    "tensor_namespace": "mlx-lm-text",
+    "schema_version": 1, "tensor_namespace": "mlx-lm-text",
     "quantization": {"bits": 2, "group_size": 128, "mode": "affine"},
     "modules": [{"path": "lm_head", "block": 512, "embedding": False, "dtype": "float16"}],
     "text_config": QWEN | {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 16},
@@ -400,31 +289,16 @@ STATES = {
     "granitemoehybrid": COMMON
     | EXPERTS
     | {
-        "layer_types": ["mamba", "attention"],
-        "attention_multiplier": 0.2,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-        "shared_intermediate_size": 64,
-        "mamba_n_heads": 2,
-        "mamba_d_head": 64,
-        "mamba_proj_bias": False,
-        "mamba_d_state": 8,
-        "mamba_d_conv": 4,
-        "mamba_n_groups": 1,
+        "layer_types": ["mamba", "attention"], "attention_multiplier": 0.2, "embedding_multiplier": 1.0,
+        "residual_multiplier": 1.0, "logits_scaling": 1.0, "shared_intermediate_size": 64, "mamba_n_heads": 2,
+        "mamba_d_head": 64, "mamba_proj_bias": False, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_groups": 1,
         "mamba_conv_bias": True,
     },
     "jamba": COMMON
     | EXPERTS
     | {
-        "attn_layer_offset": 1,
-        "attn_layer_period": 2,
-        "expert_layer_offset": 1,
-        "expert_layer_period": 2,
-        "mamba_d_conv": 4,
-        "mamba_d_state": 8,
-        "mamba_expand": 2,
-        "mamba_dt_rank": 32,
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_conv": 4, "mamba_d_state": 8, "mamba_expand": 2, "mamba_dt_rank": 32,
     },
     "kimi_linear": KIMI,
     "lfm2": LFM,
@@ -434,25 +308,14 @@ STATES = {
     "nemotron_h": COMMON
     | EXPERTS
     | {
-        "hybrid_override_pattern": ["M", "*", "-", "E"],
-        "mamba_num_heads": 4,
-        "mamba_head_dim": 32,
-        "mamba_proj_bias": False,
-        "ssm_state_size": 8,
-        "conv_kernel": 4,
-        "n_groups": 1,
-        "use_bias": False,
-        "use_conv_bias": True,
-        "n_shared_experts": 1,
-        "moe_shared_expert_intermediate_size": 64,
+        "hybrid_override_pattern": ["M", "*", "-", "E"], "mamba_num_heads": 4, "mamba_head_dim": 32,
+        "mamba_proj_bias": False, "ssm_state_size": 8, "conv_kernel": 4, "n_groups": 1, "use_bias": False,
+        "use_conv_bias": True, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 64,
     },
     "olmo_hybrid": QWEN | {"layer_types": ["linear_attention", FULL], "linear_allow_neg_eigval": True},
     "plamo2": COMMON
     | {
-        "hidden_size_per_head": 32,
-        "attention_window_size": WINDOW,
-        "mamba_d_state": 8,
-        "mamba_num_heads": 2,
+        "hidden_size_per_head": 32, "attention_window_size": WINDOW, "mamba_d_state": 8, "mamba_num_heads": 2,
         "mamba_step": 2,
     },
     "prism_hadamard_qwen35": HADAMARD,
@@ -461,10 +324,7 @@ STATES = {
     "qwen3_next": QWEN | EXPERTS | SHARED | SPARSE_STEP,
     "recurrent_gemma": COMMON
     | {
-        "num_hidden_layers": 3,
-        "conv1d_width": 4,
-        "logits_soft_cap": 30.0,
-        "attention_window_size": WINDOW,
+        "num_hidden_layers": 3, "conv1d_width": 4, "logits_soft_cap": 30.0, "attention_window_size": WINDOW,
         "block_types": ["recurrent", "recurrent", "attention"],
     },
     "rwkv7": COMMON | {"a_low_rank_dim": 32, "v_low_rank_dim": 32, "gate_low_rank_dim": 32, "decay_low_rank_dim": 32},
@@ -484,20 +344,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "gemma3n",
         COMMON
         | {
-            "num_hidden_layers": 4,
-            "num_kv_shared_layers": 2,
-            "vocab_size_per_layer_input": VOCABULARY,
-            "sliding_window": WINDOW,
-            "rope_local_base_freq": 10000.0,
-            "final_logit_softcapping": 30.0,
-            "layer_types": [SLIDING, FULL] * 2,
-            "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
-            "hidden_size_per_layer_input": 32,
-            "altup_num_inputs": 4,
-            "altup_coef_clip": 1.0,
-            "altup_correct_scale": True,
-            "altup_active_idx": 0,
-            "laurel_rank": 32,
+            "num_hidden_layers": 4, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY,
+            "sliding_window": WINDOW, "rope_local_base_freq": 10000.0, "final_logit_softcapping": 30.0,
+            "layer_types": [SLIDING, FULL] * 2, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0],
+            "hidden_size_per_layer_input": 32, "altup_num_inputs": 4, "altup_coef_clip": 1.0,
+            "altup_correct_scale": True, "altup_active_idx": 0, "laurel_rank": 32,
         },
     ),
     "gemma4": text("gemma4_text", GEMMA4),
@@ -506,14 +357,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         "kimi_linear",
         KIMI
         | {
-            "hidden_act": "situ",
-            "activation_situ_beta": 4.0,
-            "activation_situ_linear_beta": 25.0,
+            "hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
             "linear_attn_config": KIMI["linear_attn_config"]
             | {"gate_lower_bound": -5.0, "use_full_rank_gate": True, "short_conv_kernel_size": 4},
-            "mla_use_output_gate": True,
-            "routed_expert_hidden_size": 32,
-            "latent_moe_use_norm": True,
+            "mla_use_output_gate": True, "routed_expert_hidden_size": 32, "latent_moe_use_norm": True,
             "attn_res_block_size": 2,
         },
     ),
@@ -524,12 +371,8 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         COMMON
         | EXPERTS
         | {
-            "num_hidden_layers": 4,
-            "attention_chunk_size": WINDOW,
-            "interleave_moe_layer_step": 2,
-            "intermediate_size_mlp": 128,
-            "use_qk_norm": True,
-            "num_experts_per_tok": 1,
+            "num_hidden_layers": 4, "attention_chunk_size": WINDOW, "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 128, "use_qk_norm": True, "num_experts_per_tok": 1,
         },
     ),
     "minimax_m3_vl": text(
@@ -537,15 +380,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         COMMON
         | EXPERTS
         | {
-            "dense_intermediate_size": 128,
-            "shared_intermediate_size": 64,
-            "rotary_dim": 16,
-            "mlp_layer_types": ["dense", "sparse"],
-            "layer_types": [FULL, "minimax_m3_sparse"],
-            "index_n_heads": 1,
-            "index_head_dim": 32,
-            "index_block_size": 2,
-            "index_topk_blocks": 2,
+            "dense_intermediate_size": 128, "shared_intermediate_size": 64, "rotary_dim": 16,
+            "mlp_layer_types": ["dense", "sparse"], "layer_types": [FULL, "minimax_m3_sparse"], "index_n_heads": 1,
+            "index_head_dim": 32, "index_block_size": 2, "index_topk_blocks": 2,
         },
     ),
     "mistral3": text("ministral3", MINISTRAL),
@@ -556,12 +393,9 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         | WINDOWED
         | {
             "num_hidden_layers": 3,  # the first and the last one stay dense
-            "layer_types": [SLIDING, SLIDING, FULL],
-            "post_norm_eps": 1e-8,
+            "layer_types": [SLIDING, SLIDING, FULL], "post_norm_eps": 1e-8,
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            "layer_rope_theta": [10000.0, 10000.0, 0],
-            "final_logit_softcapping": 20.0,
-            "output_multiplier": 0.7,
+            "layer_rope_theta": [10000.0, 10000.0, 0], "final_logit_softcapping": 20.0, "output_multiplier": 0.7,
             "moe_hidden_size": 64,
         },
     ),
