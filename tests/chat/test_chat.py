@@ -82,18 +82,6 @@ class TestWords:
         assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
         assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
 
-    @pytest.mark.parametrize("mode", ["route", "kickdown"])
-    def test_a_mode_says_which_gears_are_missing(self, capsys, mode):
-        with chat() as session:
-            gears = [gear.bits for gear in session.model._geared.gearbox.ladder]
-            obey(session, f"/mode {mode}")
-            obey(session, "/mode static")
-        told, other = capsys.readouterr().err.splitlines()
-        assert gears == [4, 16]
-        assert told.startswith(f"mode {mode} between 4 and 16 bits alone: this chat began in mode lossless, ")
-        assert told.endswith(f"makes no gear of 8; chat --mode {mode} has 4,8,16")
-        assert other == "mode static"
-
 
 class TestTurns:
     @pytest.mark.some(2)

@@ -293,21 +293,6 @@ class TestFunction:
         assert str(Gearbox(gearbx_mlx.load(out)[0]).ladder) == "4,16"
         assert capsys.readouterr().out == ""
 
-    @pytest.mark.parametrize(
-        ("keywords", "words"),
-        [
-            ({"gear": "4,16"}, "there is no setting 'gear'; choose from auto_bits"),
-            ({"format": "round"}, "--format is round; choose from planes, affine"),
-            ({"q_group_size": 48}, "--q-group-size is 48; choose from 32, 64, 128"),
-            ({"dtype": "int8"}, "--dtype is int8; choose from float32, bfloat16, float16"),
-            ({"model": ""}, "--model is empty"),
-        ],
-    )
-    def test_names_what_is_wrong(self, tmp_path, keywords, words):
-        with pytest.raises(GearbxError, match=words):
-            convert_model(mlx_path=tmp_path / "geared", **keywords)
-        assert not list(tmp_path.iterdir())
-
 
 class TestBitsByQuality:
     @pytest.mark.slow

@@ -104,15 +104,6 @@ def test_is_what_the_model_writes(architecture, settings):
             assert entropy == pytest.approx(bits, abs=1e-4)
 
 
-def test_says_by_how_much_a_token_won():
-    box = boxed()
-    step = drafted(box, begun(box))
-    logits = step.logits(3, 0)[0]
-    best, margin = step.best(3, 0)[::2]
-    others = np.delete(np.array(logits), best)
-    assert margin == pytest.approx(logits[best].item() - others.max(), abs=1e-5)
-
-
 @pytest.mark.parametrize("filters", [(1.0, 0.0, 0), (0.9, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 3), (1.0, 0.0, 1)])
 def test_says_by_how_much_a_sampled_token_won(filters):
     box, temp = boxed(), 0.7

@@ -249,12 +249,6 @@ class TestTables:
         more = gearbox.weight_bytes_per_token(low) - plain.weight_bytes_per_token(low)
         assert more == gearbox.layer_bytes(layer, low) - plain.layer_bytes(layer, low) == layer.module.weight.size // 2
 
-    def test_a_gear_of_another_ladder_costs_what_its_own_table_says(self, format):
-        gearbox = Gearbox(tiny_model(), "4,8,16", format=format, tables={"mid": {UP: 5}})
-        pair = Gearbox(tiny_model(), "8,16", format=format, tables={"low": {UP: 5}})
-        costed = gearbox.costed_in(pair.ladder)
-        assert costed.weight_bytes_per_token(pair.ladder[0]) == pair.weight_bytes_per_token(pair.ladder[0])
-
 
 class TestTablesThatCannotBe:
     @pytest.mark.parametrize(

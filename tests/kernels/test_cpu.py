@@ -234,13 +234,6 @@ def test_integer_products_compile_for_newer_processors(tmp_path, flags):
 
 
 class TestShapes:
-    @pytest.mark.parametrize("rows", [0, 1])
-    def test_stacks_of_few_rows(self, native, rows):
-        words, scales, biases = mx.quantize(mx.random.normal((2, 64)), 32, 4)
-        x = mx.random.normal((2, 64))
-        y = native.stack_matvec(x, [words[:rows]], scales[:rows], [biases[:rows]], [4], 32)
-        assert mx.array_equal(y, native.stack_matvec(x, [words], scales, [biases], [4], 32)[:, :rows]).item()
-
     def test_no_vector_at_all(self, native):
         assert products.dense_product(mx.ones((0, 64)), mx.ones((5, 64))).shape == (0, 5)
         assert products.dense_product(mx.ones((2, 0, 64)), mx.ones((5, 64))).shape == (2, 0, 5)

@@ -53,15 +53,6 @@ def test_a_draft_model_drafts(small):
 
 
 @pytest.mark.slow
-def test_a_controller_caps_the_gears():
-    with served(gears="4,8,16", target_tps=1.0, **QUIET) as client:
-        answer = complete(client, max_tokens=64)
-        assert answer["gearbx"]["mode"] == "route"
-        assert answer["gearbx"]["weight_bytes_per_token"] > 0
-        error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "static"}}))
-
-
-@pytest.mark.slow
 def test_other_models_are_loaded_only_where_that_is_allowed(small):
     body = {"prompt": "Once", "max_tokens": 8, "model": small}
     with served(gears="4,16", **QUIET) as client:
