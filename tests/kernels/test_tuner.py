@@ -28,7 +28,6 @@ from gearbx_mlx.kernels.tuner import (
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
 DENSE = "weights of 32 bits, 512 x 512, float32, 1 vector"
-DENSE_BF16 = "weights of 16 bits, 512 x 512, float32{}, 1 vector"
 PLANES = Kind("planes 4+4, group 64", (4096, 4096), stock=True)
 ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 

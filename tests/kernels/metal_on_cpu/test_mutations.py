@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.clang, pytest.mark.metal_mutations]
 
 ONE = Case((4,), 13, 1056, 32, bias=True)
 STACK = Case((4, 1, 1, 2), 13, 640, 64, bias=True)
-ODD = Case((3, 5), 13, 640, 64)
 MANY = Case((4, 4), 13, 640, 64, vectors=3)
 STAGED = Case((4,), 13, 1056, 32, variant="threadgroup")
 BYTES = Case((8,), 13, 640, 64, dtype=mx.float32)
