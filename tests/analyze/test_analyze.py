@@ -182,24 +182,22 @@ def mlx_lm_url():
         yield url
 
 
-class TestMlxLmServer:
+@pytest.mark.slow
+def test_bounds_bracket_the_entropies_of_the_same_text(asked, command, mlx_lm_url, tmp_path):
     """The demo model, which lists 11 log-probabilities in bfloat16."""
-
-    @pytest.mark.slow
-    def test_bounds_bracket_the_entropies_of_the_same_text(self, asked, command, mlx_lm_url, tmp_path):
-        flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
-        remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
-        assert remote.status == 0, remote.err
-        prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
-        assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
-        local = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
-        same = list(itertools.takewhile(lambda pair: pair[0]["token"] == pair[1]["token"], zip(remote.records, local)))
-        assert len(same) >= 40
-        for seen, known in same:
-            assert seen["entropy_low"] <= known["entropy"] <= seen["entropy_high"]
-            assert seen["mean_entropy_low"] <= known["mean_entropy"] <= seen["mean_entropy_high"]
-        assert remote.summary["top_logprobs"] == 11
-        assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
+    flags = "--ignore-chat-template", "--max-tokens", 40, "--gear", "low"
+    remote = asked(mlx_lm_url + "/v1", *flags, "--vocab-size", 4096)
+    assert remote.status == 0, remote.err
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "local"
+    assert command("analyze", "--prompts", prompts, "--out", out, *flags, "--gears", "4,8,16").status == 0
+    local = [json.loads(line) for line in (out / "trace.jsonl").read_text().splitlines()]
+    same = list(itertools.takewhile(lambda pair: pair[0]["token"] == pair[1]["token"], zip(remote.records, local)))
+    assert len(same) >= 40
+    for seen, known in same:
+        assert seen["entropy_low"] <= known["entropy"] <= seen["entropy_high"]
+        assert seen["mean_entropy_low"] <= known["mean_entropy"] <= seen["mean_entropy_high"]
+    assert remote.summary["top_logprobs"] == 11
+    assert "Answer: He has 5 apples" in "".join(record["text"] for record in remote.records)
 
 
 @pytest.fixture

@@ -79,40 +79,37 @@ class TestExact:
         assert mx.array_equal(model(mx.array([windows()[0]])), before).item()
 
 
-class TestFast:
-    def test_is_mlx_lms_estimate_and_leaves_the_model(self):
-        model = tiny_model(dtype=mx.bfloat16)
-        found = first_order(model, windows(), 4, 5, 64)
-        assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
-        assert all(np.isfinite(value) for value in found.values())
-        assert model.lm_head.weight.dtype == mx.bfloat16
+def test_the_fast_way_is_mlx_lms_estimate_and_leaves_the_model():
+    model = tiny_model(dtype=mx.bfloat16)
+    found = first_order(model, windows(), 4, 5, 64)
+    assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
+    assert all(np.isfinite(value) for value in found.values())
+    assert model.lm_head.weight.dtype == mx.bfloat16
 
 
 SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--manage", "attention")
 
 
-class TestCommand:
-    @pytest.mark.slow
-    def test_writes_a_manifest(self, command, tmp_path):
-        out = tmp_path / "m.json"
-        result = command("sensitivity", *SMALL, "--out", out)
-        assert result.status == 0, result.err
-        assert result.out.split() == [str(out)]
-        content = json.loads(out.read_text())
-        assert len(content["layers"]) == 24
-        assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
-        assert "of the multiplications of 24 x 3 full passes" in result.err
-        assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
+@pytest.mark.slow
+def test_the_command_writes_a_manifest(command, tmp_path):
+    out = tmp_path / "m.json"
+    result = command("sensitivity", *SMALL, "--out", out)
+    assert result.status == 0, result.err
+    assert result.out.split() == [str(out)]
+    content = json.loads(out.read_text())
+    assert len(content["layers"]) == 24
+    assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
+    assert "of the multiplications of 24 x 3 full passes" in result.err
+    assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
 
 
-class TestBadInput:
-    @pytest.mark.parametrize("how", [[], ["--fast"]])
-    def test_bits_below_the_floor_of_a_router(self, command, tmp_path, how):
-        save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
-        flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
-        words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
-        assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
-        assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
+@pytest.mark.parametrize("how", [[], ["--fast"]])
+def test_bits_below_the_floor_of_a_router_are_refused(command, tmp_path, how):
+    save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
+    flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
+    words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
+    assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
+    assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
 
 
 def test_what_was_computed_is_a_share_of_passes_that_compute_everything():

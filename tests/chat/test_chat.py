@@ -72,15 +72,13 @@ def answers_of(session, *messages: str) -> list[str]:
     return [said["content"] for said in session.conversation.turns[1::2]][-len(messages) :]
 
 
-class TestWords:
+def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
     """What a chat says beside its answers."""
-
-    def test_a_cut_answer_says_once_what_makes_it_longer(self, capsys):
-        with chat(max_tokens=3) as session:
-            answers_of(session, ASKED, MORE)
-        lines = capsys.readouterr().err.splitlines()
-        assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
-        assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
+    with chat(max_tokens=3) as session:
+        answers_of(session, ASKED, MORE)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
+    assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
 
 
 class TestTurns:

@@ -164,42 +164,40 @@ class TestGenerate:
         assert "a\tb\r\n\x0c[bold]c" in written.getvalue()
 
 
-class TestCalibrateAndAnalyze:
-    @pytest.mark.slow
-    def test_analyze_writes_trace_summary_and_pictures(self, command, four_bit, tmp_path):
-        prompts = tmp_path / "prompts.txt"
-        prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
-        result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
-        assert result.status == 0
-        summary, trace = read_json(tmp_path / "out" / "summary.json"), read_trace(tmp_path / "out" / "trace.jsonl")
-        assert summary.keys() >= SUMMARY_FIELDS
-        assert (summary["mode"], summary["prompts"]) == ("telemetry-only", 2)
-        assert summary["unmanaged_layers"] == 43  # as generate counts them, the tied output head among them
-        assert {entry["prompt"] for entry in trace} == {0, 1}
-        assert len(trace) == summary["tokens"]
-        for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
-            picture = (tmp_path / "out" / f"{name}.png").read_bytes()
-            assert picture.startswith(b"\x89PNG")
-            assert len(picture) > 5000
-            assert str(tmp_path / "out" / f"{name}.png") in result.out
+@pytest.mark.slow
+def test_analyze_writes_trace_summary_and_pictures(command, four_bit, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Once upon a time\n\nTom has 3 apples.\n")
+    result = command("analyze", "--model", four_bit, "--prompts", prompts, "--out", tmp_path / "out", "-m", 20)
+    assert result.status == 0
+    summary, trace = read_json(tmp_path / "out" / "summary.json"), read_trace(tmp_path / "out" / "trace.jsonl")
+    assert summary.keys() >= SUMMARY_FIELDS
+    assert (summary["mode"], summary["prompts"]) == ("telemetry-only", 2)
+    assert summary["unmanaged_layers"] == 43  # as generate counts them, the tied output head among them
+    assert {entry["prompt"] for entry in trace} == {0, 1}
+    assert len(trace) == summary["tokens"]
+    for name in ("entropy_trace", "entropy_histogram", "gear_shares"):
+        picture = (tmp_path / "out" / f"{name}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 5000
+        assert str(tmp_path / "out" / f"{name}.png") in result.out
 
 
-class TestFromAProgram:
-    @pytest.mark.parametrize(
-        ("keywords", "words"),
-        [
-            ({"temperature": 1}, "no setting 'temperature'"),
-            ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
-            ({"shares": "nan,1"}, "shares must be parts of 1"),
-            ({"shares": "0.5,0.5"}, "give 3 parts"),
-            ({"target_kl": 1.0}, "--target-kl is gone since gearbx-mlx "),
-            ({"method": "median"}, "no setting 'method'"),
-            ({"out": ""}, "--out is empty"),
-        ],
-    )
-    def test_mistakes(self, keywords, words):
-        with pytest.raises(GearbxError, match=re.escape(words)):
-            calibrate(**keywords)
+@pytest.mark.parametrize(
+    ("keywords", "words"),
+    [
+        ({"temperature": 1}, "no setting 'temperature'"),
+        ({"num_prompts": 0}, "--num-prompts is 0; give 1 or more"),
+        ({"shares": "nan,1"}, "shares must be parts of 1"),
+        ({"shares": "0.5,0.5"}, "give 3 parts"),
+        ({"target_kl": 1.0}, "--target-kl is gone since gearbx-mlx "),
+        ({"method": "median"}, "no setting 'method'"),
+        ({"out": ""}, "--out is empty"),
+    ],
+)
+def test_mistakes_of_a_program(keywords, words):
+    with pytest.raises(GearbxError, match=re.escape(words)):
+        calibrate(**keywords)
 
 
 @pytest.fixture

@@ -162,24 +162,23 @@ def bits(summary: dict) -> list[int]:
     return [gear["bits"] for gear in summary["ladder"]]
 
 
-class TestAGearedCheckpoint:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(
-        ("flags", "mode"),
-        [
-            (["--mode", "route"], "route"),
-            (["--mode", "static", "--gear", "low"], "static"),
-            (["--mode", "telemetry-only"], "telemetry-only"),
-            (["--draft-length", "2"], "lossless"),
-            (["--thresholds", "1.5"], "route"),
-            (["--gear", "low"], "static"),
-            (["--gears", "4"], "lossless"),
-            (["--target-tps", "1"], "route"),
-        ],
-        ids=lambda value: " ".join(value) if isinstance(value, list) else value,
-    )
-    def test_starts_in_the_mode_that_flags_ask_for(self, summary, flags, mode):
-        assert summary("exact", *flags)["mode"] == mode
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("flags", "mode"),
+    [
+        (["--mode", "route"], "route"),
+        (["--mode", "static", "--gear", "low"], "static"),
+        (["--mode", "telemetry-only"], "telemetry-only"),
+        (["--draft-length", "2"], "lossless"),
+        (["--thresholds", "1.5"], "route"),
+        (["--gear", "low"], "static"),
+        (["--gears", "4"], "lossless"),
+        (["--target-tps", "1"], "route"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_geared_checkpoint_starts_in_the_mode_that_flags_ask_for(summary, flags, mode):
+    assert summary("exact", *flags)["mode"] == mode
 
 
 class TestModeLossless:

@@ -115,14 +115,13 @@ class TestPipes:
         assert_quiet(done.stderr)
 
 
-class TestEncodings:
-    @pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ??"), ("latin-1", "café ??")])
-    def test_characters_that_an_encoding_lacks_are_question_marks(self, encoding, shown):
-        program = "from gearbx_mlx.cli import terminal; terminal.run(lambda: print('café ─語'))"
-        environment = os.environ | {"PYTHONIOENCODING": encoding}
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, timeout=60)
-        assert (done.returncode, done.stderr) == (0, b"")
-        assert done.stdout.decode(encoding) == shown + "\n"
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "caf? ??"), ("latin-1", "café ??")])
+def test_characters_that_an_encoding_lacks_are_question_marks(encoding, shown):
+    program = "from gearbx_mlx.cli import terminal; terminal.run(lambda: print('café ─語'))"
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode(encoding) == shown + "\n"
 
 
 class TestSignals:

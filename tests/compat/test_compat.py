@@ -243,18 +243,17 @@ class TestLoops:
         assert stream_of.__wrapped__(lambda logits: 1 / 0) is mlx_lm.stream_generate
 
 
-class TestLayersOfAModel:
-    @pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
-    def test_run_one_after_the_other_over_one_mask_and_are_normed(self, module):
-        """What a chain of blocks replaces; and only the head follows it."""
-        model = tiny_model(module.__name__.rpartition(".")[2])
-        x = model.model.embed_tokens(PROMPT)
-        for layer in model.layers:
-            x = layer(x, "causal", None)
-        head = model.model.embed_tokens.as_linear if model.args.tie_word_embeddings else model.lm_head
-        assert mx.array_equal(head(model.model.norm(x)), model(PROMPT))
-        assert classes.code_of(type(model.model)) in block.LAYERS
-        assert classes.code_of(type(model)) in block.MODELS
+@pytest.mark.parametrize("module", [llama, qwen2, qwen3, phi3])
+def test_layers_run_one_after_the_other_over_one_mask_and_are_normed(module):
+    """What a chain of blocks replaces; and only the head follows it."""
+    model = tiny_model(module.__name__.rpartition(".")[2])
+    x = model.model.embed_tokens(PROMPT)
+    for layer in model.layers:
+        x = layer(x, "causal", None)
+    head = model.model.embed_tokens.as_linear if model.args.tie_word_embeddings else model.lm_head
+    assert mx.array_equal(head(model.model.norm(x)), model(PROMPT))
+    assert classes.code_of(type(model.model)) in block.LAYERS
+    assert classes.code_of(type(model)) in block.MODELS
 
 
 class TestLatentAttention:
@@ -292,9 +291,8 @@ class TestWeightsThatAreRead:
         assert "proj" in classes.weights_read_by(kind)
 
 
-class TestCompiledSteps:
-    def test_what_is_compiled_is_of_a_class(self):
-        assert isinstance(mx.compile(lambda x: x + 1), COMPILED)
+def test_what_is_compiled_is_of_a_class():
+    assert isinstance(mx.compile(lambda x: x + 1), COMPILED)
 
 
 class TestNames:

@@ -117,20 +117,19 @@ class TestExactWeights:
         assert np.allclose(dense_weight(dict(model.named_modules())[path]), base.layers[path].dequantize(), atol=1e-2)
 
 
-class TestDrift:
-    def test_codes_take_back_what_the_layers_before_did(self):
-        """For drifted inputs, outputs come nearer to the original's than with codes that know only these inputs."""
-        original = np.array(normal(600, 16, seed=1) @ normal(16, 64, seed=2)) + 0.1 * np.array(normal(600, 64, seed=3))
-        inputs = (original + original @ np.array(normal(64, 64, seed=4)) * 0.03).astype(np.float32)
-        weight = normal(48, 64, seed=5).astype(mx.bfloat16)
-        dense, nearest = np.array(weight.astype(mx.float32)), get_format("planes").nearest(weight, (4,), GROUP)
-        errors = []
-        for seen in (inputs, original.astype(np.float32)):
-            hessian = Hessian(64)
-            hessian.add(inputs, seen)
-            found = calibrated(dense, nearest, hessian.factored(), None)
-            errors.append(((inputs @ np.array(found.dequantize()).T - original @ dense.T) ** 2).sum())
-        assert errors[1] < 0.5 * errors[0]
+def test_codes_take_back_what_the_layers_before_did():
+    """For drifted inputs, outputs come nearer to the original's than with codes that know only these inputs."""
+    original = np.array(normal(600, 16, seed=1) @ normal(16, 64, seed=2)) + 0.1 * np.array(normal(600, 64, seed=3))
+    inputs = (original + original @ np.array(normal(64, 64, seed=4)) * 0.03).astype(np.float32)
+    weight = normal(48, 64, seed=5).astype(mx.bfloat16)
+    dense, nearest = np.array(weight.astype(mx.float32)), get_format("planes").nearest(weight, (4,), GROUP)
+    errors = []
+    for seen in (inputs, original.astype(np.float32)):
+        hessian = Hessian(64)
+        hessian.add(inputs, seen)
+        found = calibrated(dense, nearest, hessian.factored(), None)
+        errors.append(((inputs @ np.array(found.dequantize()).T - original @ dense.T) ** 2).sum())
+    assert errors[1] < 0.5 * errors[0]
 
 
 class TestWalk:

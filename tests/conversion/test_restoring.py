@@ -278,20 +278,18 @@ def kill(function: str, call: int, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-class TestAKill:
+@pytest.mark.parametrize(("function", "call"), [("_write", 0), ("_write", 7), ("fsync", 0), ("replace", 0)])
+def test_a_kill_of_a_conversion(checkpoint, tmp_path, command, function, call):
     """A directory is there with everything or not at all, and the same command begins again."""
-
-    @pytest.mark.parametrize(("function", "call"), [("_write", 0), ("_write", 7), ("fsync", 0), ("replace", 0)])
-    def test_of_a_conversion(self, checkpoint, tmp_path, command, function, call):
-        out = tmp_path / "geared"
-        arguments = ["--model", checkpoint.with_name("original"), "--mlx-path", out, "--gears", "4,16"]
-        arguments += ["--format", "exact", "--q-group-size", 32]
-        kill(function, call, *arguments)
-        (half,) = tmp_path.iterdir()
-        assert half.name.startswith(".geared.")
-        assert command("convert", *arguments).status == 0
-        assert [*tmp_path.iterdir()] == [out]
-        assert contents(out) == contents(checkpoint)
+    out = tmp_path / "geared"
+    arguments = ["--model", checkpoint.with_name("original"), "--mlx-path", out, "--gears", "4,16"]
+    arguments += ["--format", "exact", "--q-group-size", 32]
+    kill(function, call, *arguments)
+    (half,) = tmp_path.iterdir()
+    assert half.name.startswith(".geared.")
+    assert command("convert", *arguments).status == 0
+    assert [*tmp_path.iterdir()] == [out]
+    assert contents(out) == contents(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -345,16 +343,15 @@ class TestOddNames:
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
 
 
-class TestFlags:
-    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
-    def test_the_revision_is_that_of_the_checkpoint(self, two_shards, tmp_path, command, monkeypatch, command_flag):
-        asked = []
+@pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+def test_the_revision_is_that_of_the_checkpoint(two_shards, tmp_path, command, monkeypatch, command_flag):
+    asked = []
 
-        def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
-            asked.append((name, revision))
-            return two_shards
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
+        asked.append((name, revision))
+        return two_shards
 
-        monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
-        flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
-        assert command("convert", *flags).status == 0
-        assert asked == [("somebody/geared", "v2")]
+    monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
+    flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
+    assert command("convert", *flags).status == 0
+    assert asked == [("somebody/geared", "v2")]

@@ -23,7 +23,6 @@ from gearbx_mlx.cli.parser import command_settings
 from gearbx_mlx.conversion import converter
 from gearbx_mlx.conversion.model_card import Provenance, provenance
 from gearbx_mlx.convert import ConvertSettings
-from gearbx_mlx.convert import convert as convert_model
 from gearbx_mlx.formats import FORMATS as ALL_FORMATS
 from gearbx_mlx.formats import get_format
 from gearbx_mlx.gears.ladder import Ladder
@@ -286,26 +285,17 @@ class TestModelCard:
         assert rows_of(card.text)["low"][:2] == ["4", "4.50"]
 
 
-class TestFunction:
-    def test_does_what_the_command_does(self, tmp_path, capsys):
-        out = convert_model(mlx_path=tmp_path / "geared", gears="4,16", manage="mlp")
-        assert out == tmp_path / "geared"
-        assert str(Gearbox(gearbx_mlx.load(out)[0]).ladder) == "4,16"
-        assert capsys.readouterr().out == ""
-
-
-class TestBitsByQuality:
-    @pytest.mark.slow
-    def test_a_budget_finds_the_floors(self, command, tmp_path):
-        (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
-        flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]
-        done = command("convert", *flags, "--prompts", tmp_path / "prompts.txt")
-        assert done.status == 0, done.err
-        assert "Points tried" in done.err
-        gearbox = Gearbox(gearbx_mlx.load(tmp_path / "out")[0])
-        assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7
-        points = json.loads((tmp_path / "out" / "selection.json").read_text())["points"]
-        assert points[0]["strict"] <= points[-1]["strict"]
+@pytest.mark.slow
+def test_a_budget_finds_the_floors(command, tmp_path):
+    (tmp_path / "prompts.txt").write_text("Once upon a time there was a king\n")
+    flags = ["--format", "codebook", "--manage", "attention", "--target-bpw", "7", "--mlx-path", tmp_path / "out"]
+    done = command("convert", *flags, "--prompts", tmp_path / "prompts.txt")
+    assert done.status == 0, done.err
+    assert "Points tried" in done.err
+    gearbox = Gearbox(gearbx_mlx.load(tmp_path / "out")[0])
+    assert gearbox.bits_per_weight(gearbox.ladder[0]) < 7
+    points = json.loads((tmp_path / "out" / "selection.json").read_text())["points"]
+    assert points[0]["strict"] <= points[-1]["strict"]
 
 
 @pytest.fixture(scope="module")

@@ -33,33 +33,30 @@ def large():
     return tiny_model(seed=2, vocab_size=TOKENS, num_hidden_layers=3, hidden_size=96, num_attention_heads=3)
 
 
-class TestOneModelAlone:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {},
-            {"sampler": make_sampler(0.8, top_p=0.9)},
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {"max_kv_size": 12},
-            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
-            {"prefill_step_size": 4},
-            {"max_tokens": 1},
-        ],
-        ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
-    )
-    def test_it_is_mlx_lms_own_output(self, demo, small, large, threshold, alone, keywords):
-        keywords = {"max_tokens": 25} | keywords
-        mx.random.seed(3)
-        theirs = written(
-            mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords)
-        )
-        mx.random.seed(3)
-        responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
-        assert_same_text(written(responses), theirs)
-        assert {r.gear for r in responses} == {alone}
-        assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"sampler": make_sampler(0.8, top_p=0.9)},
+        {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+        {"max_kv_size": 12},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
+        {"prefill_step_size": 4},
+        {"max_tokens": 1},
+    ],
+    ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
+)
+def test_one_model_alone_writes_what_mlx_lm_writes(demo, small, large, threshold, alone, keywords):
+    keywords = {"max_tokens": 25} | keywords
+    mx.random.seed(3)
+    theirs = written(mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords))
+    mx.random.seed(3)
+    responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
+    assert_same_text(written(responses), theirs)
+    assert {r.gear for r in responses} == {alone}
+    assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
 
 
 class TestCachesInStep:

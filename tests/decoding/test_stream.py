@@ -159,21 +159,20 @@ class TestRouting:
         assert mx.get_active_memory() == pytest.approx(made, abs=2e5)  # nothing was left to make
 
 
-class TestTelemetryOnly:
-    def test_names_the_gears_that_routing_on_the_same_tokens_would_use(self, demo):
-        observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
-        responses = list(
-            stream_generate(
-                demo.model,
-                demo.tokenizer,
-                TALE,
-                40,
-                gearbox=observer,
-                mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
-            )
+def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_use(demo):
+    observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
+    responses = list(
+        stream_generate(
+            demo.model,
+            demo.tokenizer,
+            TALE,
+            40,
+            gearbox=observer,
+            mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
         )
-        chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
-        assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
+    )
+    chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
+    assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
 
 
 class TestArguments:

@@ -80,17 +80,16 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
     assert enough(rows[:1]) is None
 
 
-class TestMistakes:
-    def test_texts(self, command, tmp_path):
-        out = tmp_path / "out"
-        short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
-        short.write_text("Only a few words.")
-        for file in (empty, tasks):
-            file.write_text(" \n")
-        assert_refused(evaluate(command, out, data=short), short, "fewer than a window of 256", "--context")
-        assert_refused(evaluate(command, out, data=empty), empty, "is empty")
-        assert_refused(evaluate(command, out, data=tasks), tasks, "is empty")
-        assert_refused(evaluate(command, out, data=tmp_path / "none.txt"), "none.txt", "cannot be read")
-        tasks.write_text('{"question": "2 + 2?"}\n')
-        assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")
-        assert not out.exists()
+def test_mistakes_in_texts(command, tmp_path):
+    out = tmp_path / "out"
+    short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
+    short.write_text("Only a few words.")
+    for file in (empty, tasks):
+        file.write_text(" \n")
+    assert_refused(evaluate(command, out, data=short), short, "fewer than a window of 256", "--context")
+    assert_refused(evaluate(command, out, data=empty), empty, "is empty")
+    assert_refused(evaluate(command, out, data=tasks), tasks, "is empty")
+    assert_refused(evaluate(command, out, data=tmp_path / "none.txt"), "none.txt", "cannot be read")
+    tasks.write_text('{"question": "2 + 2?"}\n')
+    assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")
+    assert not out.exists()

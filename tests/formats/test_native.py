@@ -168,35 +168,31 @@ class TestExperts:
         assert mx.allclose(native(x, chosen), layer(x, chosen), atol=1e-4).item()
 
 
-class TestTiedHead:
-    def test_it_runs_natively_and_keeps_its_two_bytes(self):
-        model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
-        weight = model.model.embed_tokens.weight
-        stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True), activations="float")
-        gearbox = Gearbox(model, kernels="native", activations="float")
-        embedding = model.model.embed_tokens
-        assert isinstance(embedding, NativeEmbedding)
-        assert embedding.weight is weight
-        assert embedding(PROMPT).dtype == mx.float32
-        assert mx.array_equal(embedding(PROMPT), weight[PROMPT].astype(mx.float32)).item()
-        x = mx.random.normal((1, 3, 64))
-        matrix = float64(weight)
-        assert_products_close(embedding.as_linear(x), x, matrix, np.abs(matrix))
-        for gear in gearbox.ladder:
-            assert gearbox.weight_bytes_per_token(gear) == stock.weight_bytes_per_token(gear)
-        assert mx.allclose(gearbox.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
+def test_a_tied_head_runs_natively_and_keeps_its_two_bytes():
+    model = tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True)
+    weight = model.model.embed_tokens.weight
+    stock = Gearbox(tiny_model(dtype=mx.bfloat16, tie_word_embeddings=True), activations="float")
+    gearbox = Gearbox(model, kernels="native", activations="float")
+    embedding = model.model.embed_tokens
+    assert isinstance(embedding, NativeEmbedding)
+    assert embedding.weight is weight
+    assert embedding(PROMPT).dtype == mx.float32
+    assert mx.array_equal(embedding(PROMPT), weight[PROMPT].astype(mx.float32)).item()
+    x = mx.random.normal((1, 3, 64))
+    matrix = float64(weight)
+    assert_products_close(embedding.as_linear(x), x, matrix, np.abs(matrix))
+    for gear in gearbox.ladder:
+        assert gearbox.weight_bytes_per_token(gear) == stock.weight_bytes_per_token(gear)
+    assert mx.allclose(gearbox.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
 
-class TestOtherLayers:
-    def test_layers_that_change_no_gear_run_natively_too(self):
-        stock, fast = (
-            Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native")
-        )
-        assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
-        for gear in stock.ladder:
-            stock.shift(gear)
-            fast.shift(gear)
-            assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
+def test_layers_that_change_no_gear_run_natively_too():
+    stock, fast = (Gearbox(tiny_model(), manage="attention", kernels=k, activations="float") for k in ("mlx", "native"))
+    assert isinstance(fast.model.layers[0].mlp.up_proj, Native)
+    for gear in stock.ladder:
+        stock.shift(gear)
+        fast.shift(gear)
+        assert mx.allclose(fast.model(PROMPT), stock.model(PROMPT), rtol=1e-4, atol=1e-5).item()
 
 
 class TestDescription:

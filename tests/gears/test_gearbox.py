@@ -250,18 +250,17 @@ class TestTables:
         assert more == gearbox.layer_bytes(layer, low) - plain.layer_bytes(layer, low) == layer.module.weight.size // 2
 
 
-class TestTablesThatCannotBe:
-    @pytest.mark.parametrize(
-        ("table", "told"),
-        [
-            ({"lowest": {UP: 4}}, "no gear 'lowest' in the ladder 4,8,16"),
-            ({"low": {"nowhere": 4}}, "the table of low has nowhere, which is not a layer that changes gear"),
-            ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
-        ],
-    )
-    def test_is_one_line(self, table, told):
-        with pytest.raises(GearbxError, match=told):
-            Gearbox(tiny_model(), tables=table)
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ({"lowest": {UP: 4}}, "no gear 'lowest' in the ladder 4,8,16"),
+        ({"low": {"nowhere": 4}}, "the table of low has nowhere, which is not a layer that changes gear"),
+        ({"low": {UP: 7}}, f"the table of low has 7 bits for {UP}; choose from 2, 3, 4, 5, 6, 8, 16"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused_in_one_line(table, told):
+    with pytest.raises(GearbxError, match=told):
+        Gearbox(tiny_model(), tables=table)
 
 
 class TestCaps:

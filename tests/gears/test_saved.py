@@ -154,24 +154,23 @@ class TestWhatItSaysOfArrays:
             SavedGears(geared, structs.replace(manifest, layers=moved), saved.hashes).check(model)
 
 
-class TestArraysThatKernelsIndexWith:
-    @pytest.mark.parametrize(
-        ("format", "name", "value"),
-        [
-            ("codebook", "outlier_columns", 64),
-            ("codebook", "outlier_offsets", 2**31),
-            ("codebook-library", "outlier_columns", 65535),
-            ("codebook-library", "entries", 32),
-        ],
-    )
-    def test_lie_inside_of_the_others(self, checkpoints, tmp_path, format, name, value):
-        directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
-        arrays = mx.load(str(directory / "gears.safetensors"))
-        bits = FORMATS[format][0]
-        damaged_name = f"{UP}@{bits}.{name}"
-        arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
-        mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
-        sign_arrays(directory)
-        with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
-            arrays_of(directory)
-        assert "download it again" in str(raised.value)
+@pytest.mark.parametrize(
+    ("format", "name", "value"),
+    [
+        ("codebook", "outlier_columns", 64),
+        ("codebook", "outlier_offsets", 2**31),
+        ("codebook-library", "outlier_columns", 65535),
+        ("codebook-library", "entries", 32),
+    ],
+)
+def test_arrays_that_kernels_index_with_lie_inside_of_the_others(checkpoints, tmp_path, format, name, value):
+    directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
+    arrays = mx.load(str(directory / "gears.safetensors"))
+    bits = FORMATS[format][0]
+    damaged_name = f"{UP}@{bits}.{name}"
+    arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
+    mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
+    sign_arrays(directory)
+    with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
+        arrays_of(directory)
+    assert "download it again" in str(raised.value)

@@ -271,18 +271,17 @@ class TestShapes:
             native.quantize(**given)
 
 
-class TestNumbersThatAreNone:
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-    def test_activations_that_are_not_finite_show_in_their_vector_alone(self, native, value):
-        x = mx.where(mx.arange(20)[:, None] == 7, value, mx.random.normal((20, 64)))
-        words, scales, biases = mx.quantize(mx.random.normal((5, 64)), 32, 4)
-        for y in (
-            native.dense_matvec(x, mx.random.normal((5, 64))),
-            native.stack_matvec(x, [words], scales, [biases], [4], 32),
-        ):
-            finite = np.isfinite(float64(y))
-            assert not finite[7].any()
-            assert finite.sum() == 19 * 5
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_activations_that_are_not_finite_show_in_their_vector_alone(native, value):
+    x = mx.where(mx.arange(20)[:, None] == 7, value, mx.random.normal((20, 64)))
+    words, scales, biases = mx.quantize(mx.random.normal((5, 64)), 32, 4)
+    for y in (
+        native.dense_matvec(x, mx.random.normal((5, 64))),
+        native.stack_matvec(x, [words], scales, [biases], [4], 32),
+    ):
+        finite = np.isfinite(float64(y))
+        assert not finite[7].any()
+        assert finite.sum() == 19 * 5
 
 
 STEPS = {8: 127, 16: 32384}  # of the largest activation of a group

@@ -90,15 +90,14 @@ def test_the_first_difference_names_the_rank_and_both_values():
     assert "more is nothing, and on rank 0 here" in difference([same | {"more": "here"}, same])
 
 
-class TestMeeting:
-    @pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])
-    def test_commands_of_one_process_refuse_on_rank_0(self, command):
-        ended = run_ranks(2, ["-m", f"gearbx_mlx.{command}"])
-        assert [each.status for each in ended] == [2, 2]
-        assert errors(ended) == [
-            [f"error: gearbx_mlx.{command} runs as one process, and these are 2 ranks; use gearbx_mlx.generate"],
-            [],
-        ]
+@pytest.mark.parametrize("command", ["chat", "server", "evaluate", "convert", "benchmark"])
+def test_commands_of_one_process_refuse_on_rank_0(command):
+    ended = run_ranks(2, ["-m", f"gearbx_mlx.{command}"])
+    assert [each.status for each in ended] == [2, 2]
+    assert errors(ended) == [
+        [f"error: gearbx_mlx.{command} runs as one process, and these are 2 ranks; use gearbx_mlx.generate"],
+        [],
+    ]
 
 
 class TestDifferences:

@@ -87,54 +87,52 @@ class TestDenseProducts:
         assert all(same_bits(ran(dense_launch(x[0, v], weight))[0], y[0, v]) for v in range(vectors))
 
 
-class TestPackedProducts:
-    @pytest.mark.some(4)
-    @pytest.mark.parametrize(
-        "case",
-        [
-            Case((4,), 13, 96, 32),
-            Case((3,), 13, 96, 32),
-            Case((4, 4), 13, 192, bias=True),
-            Case((2, 2, 4), 13, 192),
-            *(Case(bits, 13, 85, bias=True, format="rowwise") for bits in (2, 6, 8)),
-            Case(4, 13, 85, format="groupwise"),
-            Case(5, 13, 85, format="codebook"),
-            Case(3, 13, 85, bias=True, format="codebook-library"),
-        ],
-        ids=str,
-    )
-    @pytest.mark.parametrize("vectors", [3, 16])
-    def test_a_vector_has_the_same_bits_in_any_company(self, case, vectors):
-        packed, x = problem(case), random(vectors, case.columns, dtype=case.dtype, seed=2)
-        best = dataclasses.replace(case, variant=None)
+@pytest.mark.some(4)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((4,), 13, 96, 32),
+        Case((3,), 13, 96, 32),
+        Case((4, 4), 13, 192, bias=True),
+        Case((2, 2, 4), 13, 192),
+        *(Case(bits, 13, 85, bias=True, format="rowwise") for bits in (2, 6, 8)),
+        Case(4, 13, 85, format="groupwise"),
+        Case(5, 13, 85, format="codebook"),
+        Case(3, 13, 85, bias=True, format="codebook-library"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("vectors", [3, 16])
+def test_a_vector_has_the_same_bits_in_any_company(case, vectors):
+    packed, x = problem(case), random(vectors, case.columns, dtype=case.dtype, seed=2)
+    best = dataclasses.replace(case, variant=None)
 
-        def product(x: mx.array) -> mx.array:
-            return ran(launch(best, dataclasses.replace(packed, x=x)))[0]
+    def product(x: mx.array) -> mx.array:
+        return ran(launch(best, dataclasses.replace(packed, x=x)))[0]
 
-        y = product(x)
-        assert all(same_bits(product(x[v : v + 1])[0], y[v]) for v in (0, vectors - 1))
+    y = product(x)
+    assert all(same_bits(product(x[v : v + 1])[0], y[v]) for v in (0, vectors - 1))
 
 
-class TestRotaryPositions:
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("traditional", [False, True])
-    def test_are_those_of_exact_arithmetic_and_the_same_in_any_company(self, traditional, dtype):
-        x = random(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # with the strides of a projection
-        frequencies = inverse_frequencies(16, 100.0)
-        y, report = ran(rope_launch(x, frequencies, 30, traditional, 0.5))
-        angles = (30 + np.arange(5))[:, None] * 0.5 * exact(frequencies)
-        halves = (slice(0, 16, 2), slice(1, 16, 2)) if traditional else (slice(0, 8), slice(8, 16))
-        wanted = exact(x)
-        a, b = (exact(x)[..., half] for half in halves)
-        wanted[..., halves[0]] = a * np.cos(angles) - b * np.sin(angles)
-        wanted[..., halves[1]] = a * np.sin(angles) + b * np.cos(angles)
-        # The angle, up to 15, is rounded three times; sine, cosine and the sum are rounded too.
-        bound = (3 * 15 + 8) * 2.0**-24 * np.abs(exact(x)).max() + UNIT[dtype] * np.abs(wanted)
-        assert (np.abs(exact(y) - wanted) <= bound).all()
-        assert (report.reads["x"] == 1).all()
-        for t in range(5):
-            alone, _ = ran(rope_launch(x[:, :, t : t + 1], frequencies, 30 + t, traditional, 0.5))
-            assert same_bits(alone, y[:, :, t : t + 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("traditional", [False, True])
+def test_rotary_positions_are_exact_and_the_same_in_any_company(traditional, dtype):
+    x = random(2, 5, 3, 20, dtype=dtype).swapaxes(1, 2)  # with the strides of a projection
+    frequencies = inverse_frequencies(16, 100.0)
+    y, report = ran(rope_launch(x, frequencies, 30, traditional, 0.5))
+    angles = (30 + np.arange(5))[:, None] * 0.5 * exact(frequencies)
+    halves = (slice(0, 16, 2), slice(1, 16, 2)) if traditional else (slice(0, 8), slice(8, 16))
+    wanted = exact(x)
+    a, b = (exact(x)[..., half] for half in halves)
+    wanted[..., halves[0]] = a * np.cos(angles) - b * np.sin(angles)
+    wanted[..., halves[1]] = a * np.sin(angles) + b * np.cos(angles)
+    # The angle, up to 15, is rounded three times; sine, cosine and the sum are rounded too.
+    bound = (3 * 15 + 8) * 2.0**-24 * np.abs(exact(x)).max() + UNIT[dtype] * np.abs(wanted)
+    assert (np.abs(exact(y) - wanted) <= bound).all()
+    assert (report.reads["x"] == 1).all()
+    for t in range(5):
+        alone, _ = ran(rope_launch(x[:, :, t : t + 1], frequencies, 30 + t, traditional, 0.5))
+        assert same_bits(alone, y[:, :, t : t + 1])
 
 
 class TestAttention:
