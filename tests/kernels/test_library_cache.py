@@ -155,42 +155,6 @@ class TestCompiledAgain:
         assert hashed.read_bytes() == expected
 
 
-class TestFromAnotherProcessor:
-    """A cache that was copied, or that lies in a home directory of several machines."""
-
-    @pytest.fixture
-    def move(self, cache, afresh, tmp_path):
-        """Go on on a machine whose processor has these flags beside those of x86-64-v3, with this GEARBX_CPU."""
-
-        def go(flags: str, asked: str) -> None:
-            (tmp_path / "cpuinfo").write_text(f"flags\t: {' '.join(compiler.X86_64_V3)} {flags}\n", encoding="utf-8")
-            afresh.setattr(compiler, "CPUINFO", tmp_path / "cpuinfo")
-            afresh.setattr("platform.machine", lambda: "x86_64")
-            afresh.setenv("GEARBX_CPU", asked)
-
-        return go
-
-    def test_native_kernels_are_compiled_again_and_both_are_kept(self, cache, move):
-        move("avx512f", "native")
-        first = cache.load()
-        move("", "native")
-        second = cache.load()
-        assert second != first
-        move("avx512f", "native")
-        assert cache.load() == first
-        assert cache.compilations() == 2
-
-    @pytest.mark.parametrize("asked", ["avx2", "portable"])
-    def test_others_are_used_as_they_are(self, cache, move, afresh, asked):
-        move("avx512f", asked)
-        first = cache.load()
-        move("", asked)
-        assert cache.load() == first
-        afresh.setenv("CXX", "no-such-compiler")
-        assert cache.load() == first
-        assert cache.compilations() == 1
-
-
 class TestNeverLoaded:
     """A cache that another user could have written to: one line says so, and the kernels are compiled again."""
 

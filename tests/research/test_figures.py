@@ -3,12 +3,9 @@
 from dataclasses import replace
 from xml.etree import ElementTree
 
-import mlx.core as mx
-import numpy as np
 import pytest
 
-from gearbx_mlx import load
-from research.figures import HARD, PICTURES, subject_of
+from research.figures import PICTURES, subject_of
 
 pytestmark = pytest.mark.slow
 
@@ -36,15 +33,6 @@ def test_every_picture_is_drawn(data, name, tmp_path):
     PICTURES[name].write(data[name], tmp_path / "x.svg")
     assert len(before) > 5000
     assert (tmp_path / "x.svg").read_bytes() == before
-
-
-def test_entropies_are_those_of_the_model(data):
-    bits = data["entropy_signal"]["model"]["bits"]["hard text"]
-    model, tokenizer = load(None)[:2]
-    logits = np.array(model(mx.array(tokenizer.encode(HARD)[:24])[None])[0].astype(mx.float32), np.float64)
-    p = np.exp(logits - logits.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    assert bits == pytest.approx(-(p * np.log2(np.maximum(p, 1e-300))).sum(-1), abs=1e-3)
 
 
 def test_bytes_are_those_of_the_formula(data):
