@@ -160,6 +160,8 @@ class TestShift:
             ({"residency": "disk", "checkpoint": "nowhere"}, "nowhere: no model"),
             ({"group_size": 48}, "group size 48"),
             ({"dtype": "int8"}, "dtype 'int8' does not exist"),
+            ({"kernels": "fast"}, "kernels 'fast' do not exist; choose from auto, native, mlx"),
+            ({"activations": "int4"}, "activations 'int4' do not exist; choose from int16, int8, float"),
         ],
     )
     def test_arguments_that_do_not_exist_are_refused(self, tiny, arguments, complaint):
