@@ -25,9 +25,8 @@ from gearbx_mlx.loading import DEMO_MODEL
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))  # where the instances are
 
-from architectures import GROUP, UNBUILDABLE, as_initialised, installed, tiny, why_not  # noqa: E402
-from architectures.expected import BYTES  # noqa: E402
-from architectures.matrices import matrices  # noqa: E402
+from architectures import BYTES, GROUP, UNBUILDABLE, as_initialised, installed, tiny, why_not  # noqa: E402
+from architectures.reading import matrices  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 HEAD = ["class", "layers that change gear", "layers that do not", "lossless", "caches", "notes"]

@@ -14,7 +14,9 @@ import ssl
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -251,13 +253,7 @@ def pytest_ignore_collect(collection_path, config):
 
 
 # Files with the longest tests. If one of these began last, one core would work while the others wait.
-LONGEST = (
-    "test_native_cores.py",
-    "test_build.py",
-    "test_documents.py",
-    "test_scripts.py",
-    "test_bench.py",
-)
+LONGEST = ("test_native_cores.py", "test_build.py", "test_documents.py", "test_scripts.py", "test_bench.py")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -330,6 +326,35 @@ def stream_pair(small, large, tokenizer, prompt, max_tokens=256, **keywords):
     own = {item.name for item in dataclasses.fields(Pair)} & settings.keys()
     mode = Pair(small, **{name: settings.pop(name) for name in own})
     return stream_generate(large, tokenizer, prompt, max_tokens, mode=mode, **settings)
+
+
+class Script:
+    """A gate that follows a list of gears, again and again."""
+
+    def __init__(self, gears: Sequence[int]):
+        self.gears = gears
+
+    def reset(self, gear: int) -> None:
+        self.left = cycle(self.gears)
+
+    def peek(self, level: float) -> int:
+        return 0
+
+    def update(self, reading: object) -> int:
+        return next(self.left)
+
+
+def written(responses) -> list[tuple]:
+    """What two texts are compared by: token, log-probabilities, text and reason of the end, for each response."""
+    return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
+
+
+def assert_same_text(ours: list[tuple], theirs: list[tuple]) -> None:
+    """Two lists of `written` are equal, log-probabilities bit for bit."""
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs):
+        assert (mine[0], mine[2], mine[3]) == (other[0], other[2], other[3])
+        assert np.array_equal(mine[1], other[1])
 
 
 def read_once(load):

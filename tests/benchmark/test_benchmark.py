@@ -1,18 +1,13 @@
 """The benchmark command and the studies' timing, at sizes that say nothing of speed: what they write and refuse."""
 
 import json
-import re
-from pathlib import Path
 
 import pytest
 
 from gearbx_mlx import Ladder
 from gearbx_mlx.benchmark import measuring
-from gearbx_mlx.kernels import cpu
 from gearbx_mlx.loading import DEMO_MODEL
-from research import token
 from research.decoding_costs import dynamic_speedup, plan_of, routing
-from research.kernels import kernels
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -21,59 +16,6 @@ pytestmark = pytest.mark.usefixtures("compiled")
 def small_sums(monkeypatch):
     """The read bandwidth of a cache: quick, and still a number."""
     monkeypatch.setattr(measuring, "READ", 2**20)
-
-
-@pytest.mark.slow
-def test_kernels():
-    found = kernels(rows=64, cols=128, megabytes=1, trials=2)
-    rows = found.data
-    assert {(row["format"], row["bits"]) for row in rows} == {
-        ("dense bfloat16", 16),
-        ("dense float16", 16),
-        ("dense float32", 32),
-        *(("affine", bits) for bits in (2, 3, 4, 5, 6, 8)),
-        ("planes 4+4", 8),
-        ("planes 4+1+1+2", 8),
-        *(("rowwise", bits) for bits in (2, 4, 6, 8)),
-        ("groupwise", 4),
-        *(("codebook", bits) for bits in (2, 3, 4, 5, 6)),
-        *(("codebook-library", bits) for bits in (2, 3, 4)),
-        ("exact", 16),
-    }
-    for row in rows:
-        assert (row["rows"], row["cols"], row["threads"]) == (64, 128, cpu.native().threads())
-        assert row["read_by"] == "native"
-        assert row["path"] in ("native", "native int16", "native int8", "mlx")
-        assert row["trials"] == 2
-        assert row["seconds"] > 0
-        assert row["gigabytes_per_second"] > 0
-        assert row["spread"][0] <= row["bandwidth_ratio"] <= row["spread"][1]
-        assert row["read_bandwidth_gigabytes_per_second"] > 0.1
-    assert "| affine" in found.tables["kernels"]
-
-
-def test_token(tmp_path):
-    found = token.token(str(DEMO_MODEL), gears="4,16", tokens=2, trials=2, context=40)
-    rows, picture = found.data, tmp_path / "t.svg"
-    found.pictures["token.svg"](picture)
-    parts = list(dict.fromkeys(row["part"] for row in rows))
-    assert [(row["gear"], row["part"]) for row in rows] == [(gear, part) for gear in ("low", "high") for part in parts]
-    assert "products" in parts
-    assert "attention" in parts
-    for row in rows:
-        assert row["spread"][0] <= row["share"] <= row["spread"][1]
-        assert row["seconds"] > 0 or row["part"] == "rest (MLX)"
-        assert row["context"] == 40
-    low = {row["part"]: row for row in rows if row["gear"] == "low"}
-    assert low["as blocks"]["seconds"] > low["graph as blocks"]["seconds"]
-    assert low["as blocks"]["operations_per_layer"] < low["products"]["operations_per_layer"] / 3
-    assert "low, 4 bits" in texts_of(picture)
-    assert "as blocks" in texts_of(picture)
-
-
-def texts_of(picture: Path) -> str:
-    """The comments of an svg file: matplotlib repeats in them each text that it draws as curves."""
-    return " ".join(re.findall(r"<!-- (.*?) -->", picture.read_text()))
 
 
 def test_routing():

@@ -38,17 +38,6 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(cpu, "_kernels_or_reason", lambda: (None, "no C++ compiler was found"))
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("gpu")
-def test_a_gpu_needs_no_compiler(command, tmp_path):
-    result = command("benchmark", "decode", *MODEL, "--json", tmp_path / "b.json")
-    assert result.status == 0, result.err
-    rows = json.loads((tmp_path / "b.json").read_text())["rows"]
-    check_rows(rows)
-    assert all(row["machine"].startswith(mx.device_info()["device_name"]) for row in rows)
-    assert "GB/s, MLX's sum on the GPU, " in result.out
-
-
 def check_rows(rows):
     assert {row.get("path", "mlx") for row in rows} == {"mlx"}
     assert {(row["read_by"], row["threads"]) for row in rows} == {("mlx gpu", None)}

@@ -163,16 +163,6 @@ class TestInterrupted:
         assert report["texts"][: len(WAYS)] == first
         assert len(report["texts"]) == 3 * len(WAYS)
 
-    @pytest.mark.parametrize("name", ["machine", "mlx", "contents"])
-    def test_a_file_of_another_machine_is_not_used(self, interrupted, bench, name):
-        report = written()
-        report["facts"][name] = "another one"
-        Path("mac.json").write_text(json.dumps(report))
-        done = bench()
-        assert f"mac.json: measured with {name} another one, and here it is" in done.err
-        assert "it is not used" in done.err
-        assert len(written()["texts"]) == 3 * len(WAYS)
-
     def test_a_file_of_another_kind_is_not_used(self, bench):
         Path("mac.json").write_text('{"rows": []}')
         done = bench()
@@ -197,16 +187,6 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(bench, monkeypatch):
     name = subject.BY_DRAFT_MODEL[2]
     assert f"failed: {name}: Speculative decoding requires a trimmable prompt cache" in done.out
     assert [row["way"] for row in written()["ways"]] == [way for way in WAYS if way not in written()["failed"]]
-
-
-@pytest.mark.slow
-def test_what_memory_has_no_room_for_is_left_out(bench, monkeypatch, tiny_directory):
-    size = sum(array.nbytes for array in mx.load(str(tiny_directory / "model.safetensors")).values())
-    monkeypatch.setattr(subject, "most_memory", lambda: size)
-    done = bench()
-    assert done.status == 0, done.err
-    assert {*written()["left_out"]} == {*subject.BY_DRAFT_MODEL.values(), *subject.ONE_GEAR.values()}
-    assert "left out: one gear of 8 bits: it needs" in done.out
 
 
 class TestRefused:

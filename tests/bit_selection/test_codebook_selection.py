@@ -8,14 +8,13 @@ from conftest import heavy, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from gearbx_mlx import Gearbox, GearbxError
+from gearbx_mlx import GearbxError
 from gearbx_mlx.bit_selection import Floors
 from gearbx_mlx.bit_selection import codebook_selection as report
 from gearbx_mlx.bit_selection.codebook_selection import (
     LayerQualities,
     Quality,
     kind_of,
-    measure,
     qualities,
     select,
     some_experts,
@@ -105,29 +104,6 @@ class TestSelection:
         selection = select(LAYERS, Floors(0.999, 0.93))
         assert selection.bits["a.q_proj"] == 16
         assert selection.choices[0].effective_bits == 16
-
-    @pytest.mark.slow
-    def test_measured_on_a_model_and_engaged(self):
-        model = tiny_model("qwen3_moe", num_experts=8)
-        layers, _ = discover(model, format=get_format("codebook"))
-        measured = measure(layers, get_format("codebook"), Floors(0.98, 0.9))
-        assert all(len(one.qualities) <= 2 for one in measured if one.kind == "routed")
-        selection = select(measured, Floors(0.98, 0.9))
-        gearbox = Gearbox(model, "2,16", format="codebook", manage=selection.predicate)
-        gearbox.shift("low")
-        for choice in selection.choices:
-            module = model
-            for part in choice.path.split("."):
-                module = module[int(part)] if part.isdigit() else module[part]
-            if choice.bits == 16:
-                assert "weight" in module
-            else:
-                assert module.bits == choice.bits
-                found = {q.bits: q.cosine for q in next(m for m in measured if m.path == choice.path).qualities}
-                assert found[choice.bits] >= choice.floor
-                assert all(c < choice.floor for bits, c in found.items() if bits < choice.bits)
-        assert {c.floor for c in selection.choices if c.kind == "routed"} == {0.9}
-        assert {c.floor for c in selection.choices if c.kind != "routed"} == {0.98}
 
     def test_kinds(self):
         one = nn.Linear(4, 4)

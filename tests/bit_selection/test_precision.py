@@ -65,26 +65,24 @@ def for_demo() -> dict:
     return content_of(made)
 
 
-class TestRules:
+@pytest.mark.parametrize(
+    ("kl", "change", "bits"),
+    [
+        ({4: 0.019, 6: 0.001, 8: 0.0}, {4: 0.4, 6: 0.1, 8: 0.0}, 4),
+        ({4: 0.019, 6: 0.001, 8: 0.0}, {4: 0.5, 6: 0.1, 8: 0.0}, 6),  # 0.5 is not under it
+        ({4: 0.02, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 6),
+        ({4: 0.05, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 6),
+        ({4: 0.051, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 8),
+        ({3: 0.019, 4: 0.005, 8: 0.0}, {3: 0.4, 4: 0.1, 8: 0.0}, 3),
+        ({3: 0.021, 4: 0.005, 8: 0.0}, {3: 0.4, 4: 0.1, 8: 0.0}, 4),
+        ({3: 0.01, 4: 0.005, 8: 0.0}, {3: -2.0, 4: 0.1, 8: 0.0}, 3),  # no rise
+        ({4: 0.001, 8: 0.001}, {4: 9.0, 8: 9.0}, 8),  # none is good enough
+        ({3: 0.01}, {}, 3),
+    ],
+)
+def test_rules_of_the_document(kl, change, bits):
     """least_bits: perplexity under 0.5 %; KL at 4 bits under 0.02, to 0.05, above."""
-
-    @pytest.mark.parametrize(
-        ("kl", "change", "bits"),
-        [
-            ({4: 0.019, 6: 0.001, 8: 0.0}, {4: 0.4, 6: 0.1, 8: 0.0}, 4),
-            ({4: 0.019, 6: 0.001, 8: 0.0}, {4: 0.5, 6: 0.1, 8: 0.0}, 6),  # 0.5 is not under it
-            ({4: 0.02, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 6),
-            ({4: 0.05, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 6),
-            ({4: 0.051, 6: 0.001, 8: 0.0}, {4: 0.1, 6: 0.1, 8: 0.0}, 8),
-            ({3: 0.019, 4: 0.005, 8: 0.0}, {3: 0.4, 4: 0.1, 8: 0.0}, 3),
-            ({3: 0.021, 4: 0.005, 8: 0.0}, {3: 0.4, 4: 0.1, 8: 0.0}, 4),
-            ({3: 0.01, 4: 0.005, 8: 0.0}, {3: -2.0, 4: 0.1, 8: 0.0}, 3),  # no rise
-            ({4: 0.001, 8: 0.001}, {4: 9.0, 8: 9.0}, 8),  # none is good enough
-            ({3: 0.01}, {}, 3),
-        ],
-    )
-    def test_of_the_document(self, kl, change, bits):
-        assert least_bits(kl, change) == bits
+    assert least_bits(kl, change) == bits
 
 
 class TestFile:
@@ -130,13 +128,12 @@ class TestFile:
         assert manifest().tables(Ladder.parse("3,16")) == {}
 
 
-class TestForTheController:
-    def test_ranges_and_costs(self):
-        made = manifest()
-        assert made.bounds == {UP: (3, 16), DOWN: (4, 8)}
-        assert [made.sensitivity(UP, bits) for bits in (3, 4, 8, 16)] == [0.01, 0.0025, 0.0, 0.0]
-        assert made.sensitivity(UP, 2) == pytest.approx(0.04)  # fourfold
-        assert made.sensitivity("another", 8) > made.sensitivity(UP, 2)
+def test_the_controller_is_told_ranges_and_costs():
+    made = manifest()
+    assert made.bounds == {UP: (3, 16), DOWN: (4, 8)}
+    assert [made.sensitivity(UP, bits) for bits in (3, 4, 8, 16)] == [0.01, 0.0025, 0.0, 0.0]
+    assert made.sensitivity(UP, 2) == pytest.approx(0.04)  # fourfold
+    assert made.sensitivity("another", 8) > made.sensitivity(UP, 2)
 
 
 class TestGenerate:
@@ -164,11 +161,7 @@ class TestGenerate:
             (("layers", UP, "min_bits"), 16, f'layers["{UP}"]: min_bits is 16 and max_bits 8; give a range'),
             (("layers", UP, "kl"), {"4": float("nan")}, "NaN is not a finite number"),
             (("layers", UP, "perplexity_change"), {"4": float("inf")}, "Infinity is not a finite number"),
-            (
-                ("gears", "4", "bits"),
-                {"nowhere": 4},
-                'the table of gear 4 has "nowhere"',
-            ),
+            (("gears", "4", "bits"), {"nowhere": 4}, 'the table of gear 4 has "nowhere"'),
             (("gears", "4", "bits"), {UP: 7}, f'gears["4"].bits["{UP}"] is 7, not one of 2, 3, 4, 5, 6, 8, 16'),
         ],
     )

@@ -10,7 +10,6 @@ from refusals import assert_refused
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.bit_selection.sensitivity import Cost, ExactSensitivity, first_order
-from gearbx_mlx.files.journal import Journal
 
 
 def windows(count: int = 2, length: int = 12) -> list[list[int]]:
@@ -80,68 +79,37 @@ class TestExact:
         assert mx.array_equal(model(mx.array([windows()[0]])), before).item()
 
 
-class TestJournal:
-    def test_goes_on_after_the_last_whole_line(self, tmp_path):
-        file = tmp_path / "journal"
-        Journal(file, {"model": "a"}).add("layer", [1.0, 2.0])
-        with file.open("a") as opened:
-            opened.write('{"part": "half')
-        journal = Journal(file, {"model": "a"})
-        assert journal.parts == {"layer": [1.0, 2.0]}
-        journal.add("other", 3)
-        assert Journal(file, {"model": "a"}).parts == {"layer": [1.0, 2.0], "other": 3}
-
-
-class TestFast:
-    def test_is_mlx_lms_estimate_and_leaves_the_model(self):
-        model = tiny_model(dtype=mx.bfloat16)
-        found = first_order(model, windows(), 4, 5, 64)
-        assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
-        assert all(np.isfinite(value) for value in found.values())
-        assert model.lm_head.weight.dtype == mx.bfloat16
+def test_the_fast_way_is_mlx_lms_estimate_and_leaves_the_model():
+    model = tiny_model(dtype=mx.bfloat16)
+    found = first_order(model, windows(), 4, 5, 64)
+    assert found.keys() >= {"lm_head", "model.layers.0.mlp.up_proj"}
+    assert all(np.isfinite(value) for value in found.values())
+    assert model.lm_head.weight.dtype == mx.bfloat16
 
 
 SMALL = ("--num-samples", 2, "--sequence-length", 24, "--bits", "4,5,8", "--manage", "attention")
 
 
-class TestCommand:
-    @pytest.mark.slow
-    def test_writes_a_manifest(self, command, tmp_path):
-        out = tmp_path / "m.json"
-        result = command("sensitivity", *SMALL, "--out", out)
-        assert result.status == 0, result.err
-        assert result.out.split() == [str(out)]
-        content = json.loads(out.read_text())
-        assert len(content["layers"]) == 24
-        assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
-        assert "of the multiplications of 24 x 3 full passes" in result.err
-        assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
-
-    @pytest.mark.parametrize("flags", [(), ("--fast",)])
-    def test_refuses_a_format_that_has_certain_gears_alone(self, command, tmp_path, flags):
-        result = command("sensitivity", *SMALL, *flags, "--format", "exact", "--out", tmp_path / "m.json")
-        assert_refused(result, "--format exact: ", "--format planes or affine", folder=tmp_path)
-
-    @pytest.mark.slow
-    def test_fast(self, command, tmp_path):
-        result = command("sensitivity", *SMALL, "--fast", "--out", tmp_path / "m.json")
-        assert result.status == 0, result.err
-        content = json.loads((tmp_path / "m.json").read_text())
-        assert (content["method"], content["perplexity"]) == ("first order", None)
-        assert len(content["layers"]) == 24
-        for layer in content["layers"].values():
-            assert layer["kl"]["4"] == pytest.approx(4 * layer["kl"]["5"]) == pytest.approx(256 * layer["kl"]["8"])
-        assert any(layer["kl"]["4"] > 0 for layer in content["layers"].values())
+@pytest.mark.slow
+def test_the_command_writes_a_manifest(command, tmp_path):
+    out = tmp_path / "m.json"
+    result = command("sensitivity", *SMALL, "--out", out)
+    assert result.status == 0, result.err
+    assert result.out.split() == [str(out)]
+    content = json.loads(out.read_text())
+    assert len(content["layers"]) == 24
+    assert all(list(layer["kl"]) == ["4", "5", "8"] for layer in content["layers"].values())
+    assert "of the multiplications of 24 x 3 full passes" in result.err
+    assert {path.name for path in tmp_path.iterdir()} == {"m.json"}
 
 
-class TestBadInput:
-    @pytest.mark.parametrize("how", [[], ["--fast"]])
-    def test_bits_below_the_floor_of_a_router(self, command, tmp_path, how):
-        save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
-        flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
-        words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
-        assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
-        assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
+@pytest.mark.parametrize("how", [[], ["--fast"]])
+def test_bits_below_the_floor_of_a_router_are_refused(command, tmp_path, how):
+    save_model(tiny_model("qwen3_moe", vocab_size=4096), tmp_path / "mixture")
+    flags = ["--model", tmp_path / "mixture", "--bits", "3,4", "--num-samples", 1, "--sequence-length", 8, *how]
+    words = "--bits 3,4: model.layers.0.mlp.gate has 8 bits or more; measure 8 as well"
+    assert_refused(command("sensitivity", *flags, "--out", tmp_path / "m.json"), words)
+    assert {path.name for path in tmp_path.iterdir()} == {"mixture"}
 
 
 def test_what_was_computed_is_a_share_of_passes_that_compute_everything():

@@ -1,6 +1,5 @@
 """--thresholds auto: found once, on the first prompt or on three short ones, and used like given thresholds."""
 
-import json
 import math
 
 import mlx.core as mx
@@ -63,15 +62,3 @@ def test_a_long_prompt_is_read_in_parts(tokenizer, monkeypatch):
     whole = auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds
     monkeypatch.setattr("gearbx_mlx.decoding.route.LOGITS", 3 * 4096)
     assert auto_thresholds(new_gearbox(), tokenizer, PROMPT).thresholds == pytest.approx(whole, rel=1e-5)
-
-
-@pytest.mark.slow
-def test_generate_says_what_it_found_and_analyze_writes_it(command, tmp_path):
-    done = command("generate", "--thresholds", "auto", "--prompt", PROMPT, "-m", "4")
-    assert done.status == 0, done.err
-    assert "bits, found on the prompt (" in done.err
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text(PROMPT)
-    command("analyze", "--prompts", str(prompts), "--thresholds", "auto", "-m", "4", "--out", str(tmp_path / "out"))
-    thresholds = json.loads((tmp_path / "out" / "summary.json").read_text())["thresholds"]
-    assert ", ".join(f"{each:.3f}" for each in thresholds) in done.err

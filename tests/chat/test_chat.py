@@ -8,7 +8,7 @@ import sys
 
 import mlx.core as mx
 import pytest
-from chats import ASKED, MODES, MORE, answers, as_without_a_cache, chat, in_gears, piped, tokens_of, with_roles
+from chats import ASKED, MODES, MORE, as_without_a_cache, chat, in_gears, tokens_of, with_roles
 from conftest import save_model, tiny_model
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
@@ -72,37 +72,13 @@ def answers_of(session, *messages: str) -> list[str]:
     return [said["content"] for said in session.conversation.turns[1::2]][-len(messages) :]
 
 
-class TestWords:
+def test_a_cut_answer_says_once_what_makes_it_longer(capsys):
     """What a chat says beside its answers."""
-
-    def test_a_cut_answer_says_once_what_makes_it_longer(self, capsys):
-        with chat(max_tokens=3) as session:
-            answers_of(session, ASKED, MORE)
-        lines = capsys.readouterr().err.splitlines()
-        assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
-        assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
-
-    def test_an_answer_that_ends_by_itself_does_not(self, capsys):
-        with chat(max_tokens=-1, gears="16") as session:
-            session.answer(ASKED)
-        assert "cut" not in capsys.readouterr().err
-
-    @pytest.mark.parametrize("mode", ["route", "kickdown"])
-    def test_a_mode_says_which_gears_are_missing(self, capsys, mode):
-        with chat() as session:
-            gears = [gear.bits for gear in session.model._geared.gearbox.ladder]
-            obey(session, f"/mode {mode}")
-            obey(session, "/mode static")
-        told, other = capsys.readouterr().err.splitlines()
-        assert gears == [4, 16]
-        assert told.startswith(f"mode {mode} between 4 and 16 bits alone: this chat began in mode lossless, ")
-        assert told.endswith(f"makes no gear of 8; chat --mode {mode} has 4,8,16")
-        assert other == "mode static"
-
-    def test_nothing_is_missing_of_gears_that_were_asked_for(self, capsys):
-        with chat(gears="4,16") as session:
-            obey(session, "/mode route")
-        assert capsys.readouterr().err == "mode route\n"
+    with chat(max_tokens=3) as session:
+        answers_of(session, ASKED, MORE)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "the answer was cut: --max-tokens is 3; give more, or -1 for whole answers"
+    assert [" 3 written (cut) " in line for line in lines] == [False, True, True]
 
 
 class TestTurns:
@@ -203,13 +179,6 @@ class TestTurns:
 
 
 class TestPipes:
-    @pytest.mark.slow
-    def test_every_line_is_answered_and_an_empty_one_does_nothing(self):
-        done = piped(f"{ASKED}\n\n   \n{MORE}\r\nlast without end")
-        assert (done.status, answers(done)) == (0, 3)
-        assert done.out.count("\n") >= 3
-        assert ">>" not in done.err
-
     def test_no_line_ends_the_chat(self, capsys, tmp_path):
         class Typed:
             interactive = False
@@ -275,15 +244,6 @@ class TestCommands:
         assert "low 100%" in lines[1]
         assert re.search(r"low \d+% high \d+%", lines[3])  # drafted, and verified
         assert "high 100%" in lines[5]
-
-    def test_a_gear_of_a_pair_is_one_of_its_models(self, capsys):
-        with chat(small_model=str(DEMO_MODEL), max_tokens=12) as session:
-            for line in ("/gear large", ASKED, "/gear small", ASKED, "/gear auto"):
-                obey(session, line) or session.answer(line)
-        lines = said(capsys)
-        assert "large 100%" in lines[1]
-        assert "small 100%" in lines[3]
-        assert lines[4] == "mode pair"
 
     @pytest.mark.parametrize("line", ["/mode route", "/mode lossless --draft-length 2", "/gear low"])
     def test_a_model_that_is_only_observed_has_no_other_mode(self, line):

@@ -86,18 +86,6 @@ def test_a_pasted_text_of_several_lines_is_one_message(state, tmp_path):
     assert asked == {"role": "user", "content": "one é漢🙂\ntwo\tthree"}
 
 
-def test_tab_completes_commands_gears_and_modes(state):
-    with opened(state) as terminal:
-        terminal.type("/ge\tlo\t\r")
-        terminal.expect("every token in gear low\n")
-        terminal.expect(">>")
-        terminal.type("/m\tkick\t\r")
-        terminal.expect("mode kickdown\n")
-        terminal.expect(">>")
-        terminal.type("\x04")
-        assert terminal.ends() == 0
-
-
 def test_an_empty_line_does_nothing_and_ctrl_c_forgets_what_was_typed(state):
     with opened(state, "--no-history") as terminal:
         terminal.type("\r")
@@ -142,30 +130,6 @@ def test_other_signals_end_the_chat_and_leave_the_terminal_as_it_was(state, endl
         assert terminal.ends() == 128 + number
         assert terminal.is_cooked()
     assert "Traceback" not in terminal.text
-
-
-def test_a_signal_that_ends_the_clean_up_leaves_the_terminal_as_it_was():
-    script = """
-import tty
-from gearbx_mlx.chat import run as typed
-
-class Cut:
-    app = None
-
-    def prompt(self, **keywords):
-        tty.setraw(0)
-        raise KeyboardInterrupt
-
-lines = typed.EditedLines({}, None)
-lines._session = Cut()
-try:
-    lines.read()
-except KeyboardInterrupt:
-    pass
-"""
-    with PseudoTerminal([sys.executable, "-c", script]) as terminal:
-        assert terminal.ends() == 0
-        assert terminal.is_cooked()
 
 
 class TestHistory:

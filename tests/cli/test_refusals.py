@@ -155,6 +155,9 @@ REFUSED = [
     ("convert --restore x --verify x", "--restore"),
     ("convert --mlx-path unmade --format codebook:sigma=0.5", "--format: sigma of codebooks is 0.5; give 1 to 100"),
     ("convert --mlx-path unmade --format codebook:cap=0.9", "--format: cap of codebooks is 0.9; give 0 to 0.5"),
+    ("convert --mlx-path unmade --format codebook:rounds=two", "rounds of codebooks is 'two'; give a number"),
+    ("convert --mlx-path unmade --format codebook:sigma=nan", "give 1 to 100"),
+    ("convert --mlx-path unmade --format codebook:depth=3", "no choice 'depth=3'"),
     ("convert --mlx-path unmade --format codebook:rounds=0", "--format: rounds of codebooks is 0; give 1 to 1000"),
     ("convert --mlx-path unmade --format codebook-library:library=300", "library of codebooks is 300; give 1 to 256"),
     ("convert --mlx-path unmade --format codebook-library:group=48", "is 48; choose from 32, 64, 128, 256"),
@@ -175,6 +178,10 @@ REFUSED = [
         )
     ),
     ("server --server x --server-model a,b", "--server 'x' is not an http or https URL"),
+    ("server --gears 4,8,16 --prompt-gear 5", "5"),
+    ("server --gears 4,8,16 --mode lossless --prompt-gear turbo", "turbo"),
+    ("server --mode telemetry-only --prompt-gear 8", "--prompt-gear"),
+    ("server --small-model DEMO --prompt-gear 8", "--prompt-gear"),
     ("server --keep-alive soon", "--keep-alive: 'soon' is not a time; give seconds, 5m or 1h"),
     ("server --prompt-cache-bytes much", "--prompt-cache-bytes: 'much' is not a size"),
 ]

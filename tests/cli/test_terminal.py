@@ -139,9 +139,6 @@ class TestPrompts:
         for name in ("generate", "chat"):
             assert command(name, "--gears", "4,16", "-m", 4).err.count(advice) == 1
 
-    def test_fast_ones_do_not(self, command):
-        assert "convert" not in command("generate", "--gears", "4,16", "-m", 4).err
-
 
 class Screen(io.StringIO):
     """A terminal that understands text, line ends, colours, moving back and erasing."""
@@ -248,18 +245,6 @@ class TestMessages:
             self.write("find")
         assert "said" in screen.lines()[-2]
 
-    @pytest.mark.parametrize("name", ["generate", "chat"])
-    def test_of_the_controller_stand_below_the_answer(self, command, monkeypatch, name):
-        shown = io.StringIO()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Tom has 3 apples.\n")))
-        monkeypatch.setattr(progress_module, "messages", Console(file=shown, width=200))
-        monkeypatch.setattr(TintedText, "tinted", lambda self, text, gear: (shown.write(text), text)[1])
-        ran = command(name, "--target-tps", 10**6, "-m", 80)
-        text, warned, below = shown.getvalue().partition("warning: no table meets 1e+06 tokens/s")
-        assert warned
-        assert text.endswith(ran.out.rstrip("\n"))
-        assert "/s" in below
-
 
 SUMMARY = {
     "model": "[bold]mine",
@@ -315,21 +300,6 @@ class TestTables:
         for figure in ("30 MB", "43 change gear", "1: its [odd] width"):
             assert figure in lines
 
-    def test_all_of_it_is_shown_where_that_is_asked_for(self):
-        shown_before, lines = shown(summary_table(SUMMARY)), shown(summary_table(SUMMARY, full=True))
-        assert lines[: len(shown_before)] == shown_before
-        for figure in ("1.5 ms", "250.0 ms", "1.23 bits", "7.50", "high 20 MB", "float32 (bfloat16"):
-            assert figure in "\n".join(lines)
-            assert figure not in "\n".join(shown_before)
-
-    def test_a_gear_that_wrote_nothing_is_not_named(self):
-        ladder = [SUMMARY["ladder"][0], {"name": "mid", "bits": 8}, SUMMARY["ladder"][1]]
-        tokens = SUMMARY["gear_tokens"] | {"mid": 0}
-        (line,) = [
-            one for one in shown(summary_table(SUMMARY | {"ladder": ladder, "gear_tokens": tokens})) if "low" in one
-        ]
-        assert line == "written by low (4 bits) 50% high (16 bits) 25% looked up 25%"
-
     @pytest.mark.parametrize("mode", [*MODES])
     def test_has_twelve_rows_at_most(self, mode):
         """With everything that a run may have beside its text."""
@@ -350,20 +320,6 @@ class TestTables:
         rows = mode_class(mode).rows(None, possible)
         table = (pair_table if mode == PAIR else summary_table)(possible, rows)
         assert 8 <= table.row_count <= 12
-
-    @pytest.mark.parametrize("others", [0, 2])
-    def test_with_one_gear_nothing_is_said_to_change(self, others):
-        ladder, tokens = [{"name": "high", "bits": 4}], {"high": 20}
-        one = SUMMARY | {"ladder": ladder, "gear_tokens": tokens, "shifts": 0, "unmanaged_layers": others}
-        lines = "\n".join(shown(summary_table(one | {"mode": "static"})))
-        assert ("2 are" in lines) == bool(others)
-        assert not any(word in lines for word in ("change gear", "shift", "gears "))
-
-    def test_a_controller_is_one_line(self):
-        controller = {"target_tps": 15.0, "cap_changes": 2, "capped_bits_per_weight": 7.25}
-        controller |= {"machine": {"thermal": "fair"}, "out_of_reach": True}
-        (line,) = [one for one in shown(summary_table(SUMMARY | {"controller": controller})) if "controller" in one]
-        assert all(figure in line for figure in ("15", "2 times", "7.25", "fair", "out of reach"))
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,18 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = '{"tokens": 0, "thermal": "nominal"}\n{"tokens": 8, "thermal": "serious"}\n{"tokens": 28, "thermal": "fair"}\n'
-
 
 @dataclass
 class Files:
     manifest: Path
     checkpoint: Path
-    script: Path
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """A manifest of the demo model's attention, and a checkpoint with it inside."""
     path = tmp_path_factory.mktemp("capped")
-    made = Files(path / "manifest.json", path / "geared", path / "machine.jsonl")
-    made.script.write_text(SCRIPT)
+    made = Files(path / "manifest.json", path / "geared")
     run = {name: import_module(f"gearbx_mlx.{name}").main for name in ("sensitivity", "convert")}
     small = ["--num-samples", "1", "--sequence-length", "16", "--bits", "4,5,6,8", "--manage", "attention"]
     call(run["sensitivity"], "sensitivity", *small, "--out", str(made.manifest))
@@ -51,27 +47,6 @@ def call(main, name, *arguments):
         assert stopped.value.code in (0, None)
     finally:
         sys.argv = before
-
-
-def told(command, tmp_path, *flags):
-    """Tokens, decisions and stderr of a run under the scripted machine."""
-    trace = tmp_path / "trace.jsonl"
-    done = command("generate", "-m", 40, "--ignore-chat-template", "--prompt", "Tom has 5", "--trace", trace, *flags)
-    assert done.status == 0, done.err
-    records = [json.loads(line) for line in trace.read_text().splitlines()]
-    return [record["token"] for record in records], [record.get("decision", {}).get("moved") for record in records]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["mlx", "native"])
-def test_caps_and_texts_are_those_of_the_original(files, command, tmp_path, monkeypatch, kernels):
-    monkeypatch.setenv("GEARBX_MACHINE", str(files.script))
-    flags = ["--target-tps", "0", "--kernels", kernels, "--mode", "route", "--gears", "4,8"]
-    original = told(command, tmp_path, "--manifest", files.manifest, *flags)
-    assert told(command, tmp_path, "--model", files.checkpoint, *flags) == original
-    moved = [move for moves in original[1] for move in moves or ()]
-    assert len(moved) > 4
-    assert {move["path"] for move in moved}.isdisjoint({"model.layers.2.self_attn.q_proj"})  # its range is 8 and more
 
 
 @pytest.mark.parametrize(

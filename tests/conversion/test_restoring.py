@@ -71,14 +71,6 @@ def qwen3_vl_moe(weights: Weights) -> Weights:
     return found | {"visual.patch_embed.weight": normal(8, 3, 2, 2).astype(mx.bfloat16)}
 
 
-def qwen3_5_moe(weights: Weights) -> Weights:
-    def join(path: str, gate: mx.array, up: mx.array) -> tuple[str, mx.array]:
-        return f"{path}.experts.gate_up_proj", mx.concatenate([gate, up], axis=-2)
-
-    found = joined(weights, r"(.*\.mlp)\.switch_mlp\.gate_proj\.weight", join)
-    return {name.replace("switch_mlp.down_proj.weight", "experts.down_proj"): a for name, a in found.items()}
-
-
 def gpt_oss(weights: Weights) -> Weights:
     """Rows of gate and up alternate."""
 
@@ -92,17 +84,6 @@ def gpt_oss(weights: Weights) -> Weights:
     found = joined(weights, r"(.*\.experts)\.gate_proj\.weight", join)
     found = joined(found, r"(.*\.experts)\.gate_proj\.bias", biases)
     return {name.replace("down_proj.bias", "down_proj_bias"): array for name, array in found.items()}
-
-
-def dbrx(weights: Weights) -> Weights:
-    """All experts in one matrix, those of w2 transposed."""
-    found = {name: array for name, array in weights.items() if ".experts." not in name}
-    paths = {re.sub(r"experts\.\d+", "experts.{}", name) for name in weights.keys() - found.keys()}
-    for path in sorted(paths):
-        matrices = [weights[path.format(e)] for e in range(4)]
-        matrices = [matrix.T for matrix in matrices] if ".w2." in path else matrices
-        found[path.replace(".{}", ".mlp").removesuffix(".weight")] = mx.concatenate(matrices)
-    return found
 
 
 def gpt2(weights: Weights) -> Weights:
@@ -138,9 +119,7 @@ PUBLISHED = {
     "mixtral": (mixtral, {}, ""),
     "qwen3_moe": (lambda weights: unstacked(weights, "switch_mlp.", "experts.{}."), {}, ""),
     "qwen3_vl_moe": (qwen3_vl_moe, {}, r"visual\.patch_embed\.weight"),
-    "qwen3_5_moe": (qwen3_5_moe, {}, ""),
     "gpt_oss": (gpt_oss, {}, ""),
-    "dbrx": (dbrx, {}, ""),
     "gpt2": (gpt2, {}, r"h\.0\.attn\.bias"),
     "mamba": (mamba, {}, ""),
     "deepseek_v3": (deepseek_v3, {}, r".*kv_b_proj\.weight"),
@@ -299,35 +278,18 @@ def kill(function: str, call: int, *arguments: object) -> None:
 
 
 @pytest.mark.slow
-class TestAKill:
+@pytest.mark.parametrize(("function", "call"), [("_write", 0), ("_write", 7), ("fsync", 0), ("replace", 0)])
+def test_a_kill_of_a_conversion(checkpoint, tmp_path, command, function, call):
     """A directory is there with everything or not at all, and the same command begins again."""
-
-    @pytest.mark.parametrize(("function", "call"), [("_write", 0), ("_write", 7), ("fsync", 0), ("replace", 0)])
-    def test_of_a_conversion(self, checkpoint, tmp_path, command, function, call):
-        out = tmp_path / "geared"
-        arguments = ["--model", checkpoint.with_name("original"), "--mlx-path", out, "--gears", "4,16"]
-        arguments += ["--format", "exact", "--q-group-size", 32]
-        kill(function, call, *arguments)
-        (half,) = tmp_path.iterdir()
-        assert half.name.startswith(".geared.")
-        assert command("convert", *arguments).status == 0
-        assert [*tmp_path.iterdir()] == [out]
-        assert contents(out) == contents(checkpoint)
-
-    @pytest.mark.parametrize(("function", "call"), [("tensors", 3), ("fsync", 0), ("replace", 0)])
-    def test_of_a_restoration(self, checkpoint, tmp_path, command, function, call):
-        out = tmp_path / "restored"
-        kill(function, call, "--restore", checkpoint, "--mlx-path", out)
-        assert not out.exists()
-        assert command("convert", "--restore", checkpoint, "--mlx-path", out).status == 0
-        assert [*tmp_path.iterdir()] == [out]
-        assert contents(out) == contents(checkpoint.with_name("original"))
-
-    def test_after_the_directory_has_its_name(self, checkpoint, tmp_path, command):
-        """What is synced last is the directory that it is in."""
-        out = tmp_path / "restored"
-        kill("fsync", len(contents(checkpoint.with_name("original"))) + 1, "--restore", checkpoint, "--mlx-path", out)
-        assert contents(out) == contents(checkpoint.with_name("original"))
+    out = tmp_path / "geared"
+    arguments = ["--model", checkpoint.with_name("original"), "--mlx-path", out, "--gears", "4,16"]
+    arguments += ["--format", "exact", "--q-group-size", 32]
+    kill(function, call, *arguments)
+    (half,) = tmp_path.iterdir()
+    assert half.name.startswith(".geared.")
+    assert command("convert", *arguments).status == 0
+    assert [*tmp_path.iterdir()] == [out]
+    assert contents(out) == contents(checkpoint)
 
 
 @pytest.fixture(scope="module")
@@ -381,16 +343,15 @@ class TestOddNames:
         assert [file.name for file in tmp_path.iterdir()] == ["original"]
 
 
-class TestFlags:
-    @pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
-    def test_the_revision_is_that_of_the_checkpoint(self, two_shards, tmp_path, command, monkeypatch, command_flag):
-        asked = []
+@pytest.mark.parametrize("command_flag", ["--restore", "--verify"])
+def test_the_revision_is_that_of_the_checkpoint(two_shards, tmp_path, command, monkeypatch, command_flag):
+    asked = []
 
-        def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
-            asked.append((name, revision))
-            return two_shards
+    def download(name: str, revision: str | None, allow_patterns: list[str]) -> Path:
+        asked.append((name, revision))
+        return two_shards
 
-        monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
-        flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
-        assert command("convert", *flags).status == 0
-        assert asked == [("somebody/geared", "v2")]
+    monkeypatch.setattr("gearbx_mlx.loading.snapshot_download", download)
+    flags = command_flag, "somebody/geared", "--revision", "v2", "--mlx-path", tmp_path / "out"
+    assert command("convert", *flags).status == 0
+    assert asked == [("somebody/geared", "v2")]

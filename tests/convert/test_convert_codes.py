@@ -9,8 +9,6 @@ from mlx_lm.utils import quantize_model, save_config
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, Lossless, Static
-from gearbx_mlx.formats.base import dense_weight
-from gearbx_mlx.formats.tied import linear_of
 
 MODELS = {"llama": {}, "tied": {"tie_word_embeddings": True}, "mixtral": {}, "gpt_neox": {}, "mistral4": {}}
 
@@ -63,25 +61,6 @@ def test_gears_are_those_in_place(convert, tmp_path, architecture, bits, ladder)
     gearbox.shift(gearbox.ladder.top)
     assert mx.array_equal(gearbox.model(PROMPT), stock(PROMPT))
     assert gearbox.original_bytes_per_token() == gearbox.weight_bytes_per_token(gearbox.ladder.top)
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("architecture", MODELS)
-def test_native_kernels_have_the_codes_too(convert, tmp_path, architecture, native):
-    source = save_quantized(tmp_path / "quantized", architecture)
-    gearbox = loaded(convert(source, "--gears", "3,5,8"), kernels="native", activations="float")
-    gearbox.shift(8)
-    stored = dict(mlx_lm.load(str(source))[0].named_modules())
-    modules = dict(gearbox.model.named_modules())
-    for layer in gearbox.layers:
-        codes, *scales = (stored[layer.path][name] for name in ("weight", "scales", "biases"))
-        expected = mx.dequantize(codes, *(array.astype(mx.float32) for array in scales), 32, 8)
-        assert mx.array_equal(dense_weight(linear_of(modules[layer.path])), expected)
-    in_place = loaded(source, "3,5,8", kernels="native", activations="float")
-    for gear in (5, 8):
-        gearbox.shift(gear)
-        in_place.shift(gear)
-        assert mx.array_equal(gearbox.model(PROMPT), in_place.model(PROMPT))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt_neox"])

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from conftest import MANY_VECTORS, PROMPT, normal, tiny_model
 from mlx_lm.generate import BatchGenerator, generate_step
-from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache
 from mlx_lm.sample_utils import make_sampler
 
 from gearbx_mlx import (
@@ -67,18 +67,6 @@ def test_in_one_gear_each_text_and_its_trace_are_those_of_the_prompt_alone(writt
         assert tokens == [response.token for response in single]
         for field in ("text", "token", "gear", "entropy", "mean_entropy", "shifted", "finish_reason", "prompt_tokens"):
             assert [getattr(each, field) for each in trace] == [getattr(each, field) for each in single], field
-
-
-@pytest.mark.slow
-def test_a_sampled_text_with_a_seed_is_the_one_alone_after_that_seed(written, alone):
-    sampler, seeds = make_sampler(temp=1.0), [1, 2, 3, 3]
-    batch = written(mode=Static("high"), sampler=sampler, seeds=seeds)
-    expected = []
-    for prompt, seed in zip(PROMPTS, seeds):
-        mx.random.seed(seed)
-        expected.append(text_of(alone(prompt, 16, mode=Static("high"), sampler=sampler)))
-    assert batch.texts == expected
-    assert len(set(batch.texts)) == 3  # the same prompt with the same seed
 
 
 def test_texts_with_seeds_leave_the_random_numbers_of_others_alone(written):
@@ -322,30 +310,6 @@ class TestTexts:
         for gear in box.ladder:
             box.shift(gear)
             check(box.model, LENGTHS[:4], at_first=3)
-
-
-def check_rows(model, lengths, rows: int) -> None:
-    """A pass over several tokens of each sequence, after prompts of these lengths, gives each its own logits."""
-    caches = [make_prompt_cache(model) for _ in lengths]
-    for length, cache in zip(lengths, caches, strict=True):
-        model(mx.array([prompt(length)]), cache=cache)
-    cache = [BatchKVCache.merge(parts) for parts in zip(*caches, strict=True)]
-    for passes in range(3):  # the first does not fit into the cache
-        tokens = (mx.arange(len(lengths) * rows).reshape(-1, rows) + passes) % 50
-        logits = model(tokens, cache=cache)
-        for row, own in enumerate(caches):
-            assert mx.array_equal(logits[row], model(tokens[row : row + 1], cache=own)[0]).item()
-
-
-@pytest.mark.usefixtures("native")
-@MANY_VECTORS
-class TestRows:
-    """Several tokens of each sequence at once, as in a verification of drafts."""
-
-    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-    @pytest.mark.parametrize("rows", [1, 2, 7, 16])
-    def test_have_the_bits_that_a_sequence_alone_gives_them(self, rows, dtype):
-        check_rows(boxed(ladder="4,16" if dtype == mx.float32 else "16", dtype=dtype).model, [3, 40, 1, 260], rows)
 
 
 @pytest.mark.usefixtures("native")

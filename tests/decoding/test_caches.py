@@ -1,12 +1,16 @@
 """Caches that a model gets or makes: from a file, quantized, and with a draft model."""
 
+import shutil
+
 import mlx.core as mx
 import mlx_lm
 import pytest
+from adapters import save_adapter
+from chats import chat
 from conftest import save_model, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from gearbx_mlx import GearbxError, stream_generate
 from gearbx_mlx.decoding.caches import KeptCache, length, shared
@@ -274,3 +278,48 @@ def test_entries_that_cannot_be_cut_are_refused_and_read_again():
     with pytest.raises(GearbxError, match="cannot be cut"):
         cache.cut_to_tokens()
     assert cache.unread(FIRST) == FIRST
+
+
+ASKED = "one two"
+
+
+@pytest.fixture
+def of_a_chat(tmp_path):
+    """A model's directory, and the cache of a chat with it."""
+    model, file = tmp_path / "model", tmp_path / "cache.safetensors"
+    save_model(tiny_model(vocab_size=4096), model)
+    with chat(model=str(model), gears="16", max_tokens=6) as session:
+        session.answer(ASKED)
+        session.save_cache(file)
+    return model, file
+
+
+def go_on(command, file, *flags):
+    return command("generate", "--prompt-cache-file", file, "-p", ASKED, "-m", 4, *flags)
+
+
+@pytest.mark.parametrize("flags", [("--gears", 16), ("--gears", "4,16"), ("--mode", "telemetry-only")])
+def test_the_same_weights_go_on_in_any_gears(command, of_a_chat, flags):
+    done = go_on(command, of_a_chat[1], *flags)
+    assert done.status == 0, done.err
+
+
+def test_other_weights_of_the_same_name_are_refused(command, of_a_chat):
+    model, file = of_a_chat
+    shutil.rmtree(model)
+    save_model(tiny_model(seed=1, vocab_size=4096), model)
+    done = go_on(command, file, "--gears", 16)
+    made_with = load_prompt_cache(str(file), return_metadata=True)[1]["fingerprint"]
+    assert (done.status, done.out) == (2, "")
+    *_, line = done.err.splitlines()  # after what --gears 16 says
+    assert line.startswith(f"error: {file}: ")
+    assert made_with[:8] in line
+    assert str(model) in line
+
+
+def test_an_adapter_makes_other_weights(command, of_a_chat, tmp_path):
+    file = of_a_chat[1]
+    adapter = save_adapter(tiny_model(vocab_size=4096), tmp_path / "adapter", "lora")
+    done = go_on(command, file, "--gears", 16, "--adapter-path", adapter)
+    assert (done.status, done.out) == (2, "")
+    assert f"error: {file}: " in done.err

@@ -46,26 +46,6 @@ def test_logits_that_overflow_name_the_gear_and_the_type(demo, mode):
         list(stream_generate(model, demo.tokenizer, PROMPT, 5, mode=mode, gearbox=gearbox))
 
 
-@pytest.mark.slow
-def test_a_processor_that_makes_nan_is_an_error_and_one_that_forbids_tokens_is_not(demo):
-    model, gearbox = demo.model, Gearbox(demo.model, "4,16")
-
-    def forbid_all_but_one(tokens, logits):
-        return mx.where(mx.arange(logits.shape[-1]) == 5, logits, -float("inf"))
-
-    for mode in MODES:
-        keywords = {"mode": mode, "gearbox": gearbox}
-        only = stream_generate(model, demo.tokenizer, PROMPT, 4, **keywords, logits_processors=[forbid_all_but_one])
-        assert [(r.token, r.entropy) for r in only] == [(5, 0.0)] * 4
-        with pytest.raises(GearbxError, match="what processes the logits"):
-            list(
-                stream_generate(
-                    model, demo.tokenizer, PROMPT, 4, **keywords, logits_processors=[lambda _, logits: logits * mx.nan]
-                )
-            )
-    gearbox.shift("high")
-
-
 def test_convert_refuses_a_norm_that_is_not_finite(command, tmp_path):
     save_model(with_value(float("nan")), tmp_path / "model")
     result = command("convert", "--model", tmp_path / "model", "--mlx-path", tmp_path / "geared", "--gears", "4,16")

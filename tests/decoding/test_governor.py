@@ -71,30 +71,6 @@ class TestGoverned:
         first = next(iter(stream_generate(gearbox.model, tokenizer, PROMPT, 5, **options)))
         assert first.weight_bytes == gearbox.weight_bytes_per_token(gearbox.ladder[0])
 
-    @pytest.mark.slow
-    def test_bytes_and_bits_are_those_of_the_caps(self, geared):
-        gearbox, tokenizer = geared
-        gearbox.shift("low")
-        low = gearbox.weight_bytes_per_token(gearbox.gear)
-        governor = Governor(gearbox, watch=Watch([Scripted([Point(0, MachineState("critical"))])]))
-        responses = list(
-            stream_generate(
-                gearbox.model,
-                tokenizer,
-                PROMPT,
-                40,
-                gearbox=gearbox,
-                controller=governor,
-                mode=Route([0.0001]),
-            )
-        )
-        assert {response.weight_bytes for response in responses[12:]} == {low}
-        assert any(response.gear == "high" for response in responses[12:])
-        read = sum(response.weight_bytes for response in responses)
-        schedule = governor.controller.schedule
-        assert governor.bits_read == pytest.approx(8 * (read - len(responses) * schedule.fixed) / schedule.weights)
-        assert schedule.read([1, 0])[0] == low
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [
@@ -141,12 +117,6 @@ class TestCommand:
         assert ran.status == 2
         assert "nowhere.jsonl: cannot be read" in ran.err
 
-    def test_a_target(self, command):
-        ran = command("generate", "--target-tps", "0.001", "-m", 12)
-        assert ran.status == 0
-        assert "watching" in ran.err
-        assert "target 0.001 tokens/s; caps moved 0 times" in " ".join(ran.err.split())
-
     def test_a_process_near_its_limit_is_capped(self, command, monkeypatch, tmp_path):
         trace = tmp_path / "trace.jsonl"
         monkeypatch.setattr(OwnMemory, "bytes", lambda reader: int(0.96 * reader.limit))
@@ -187,38 +157,7 @@ class TestCommand:
             "or use --mode route, which caps layers"
         )
 
-    def test_a_target_says_at_the_start_that_the_text_is_a_mixture(self, command):
-        ran = command("generate", "--gears", "4,8", "--target-tps", 1, "-m", 4, "-p", "Once")
-        assert ran.err.startswith("with --target-tps the text is a mixture of gears (mode route), ")
-
     def test_one_gear_cannot_be_capped(self, command):
         ran = command("generate", "--target-tps", "5", "--gears", "16", "--format", "affine")
         assert ran.status == 2
         assert "nothing to cap" in " ".join(ran.err.split())
-
-
-class TestSimulation:
-    @pytest.fixture(scope="class")
-    @classmethod
-    def script(cls):
-        from research import throttling
-
-        return throttling
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def loaded(cls, script):
-        return script.made()
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("target", "noise"), [(15.0, 0.05), (20.0, 0.1)])
-    def test_settles_after_steps_and_stays(self, script, loaded, target, noise):
-        run = script.simulate(script.steps(target, noise, seconds=24), *loaded)
-        found = script.settling(run)
-        assert [step.slower for step in found] == [1.0, 1.7, 1.0]
-        for step in found:
-            assert step.tokens <= 60
-            assert step.overshoot < 0.15
-            assert step.late_changes <= 1
-            assert step.reversals == 0
-        assert run.out_of_reach is None

@@ -1,5 +1,4 @@
 import copy
-import json
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -8,10 +7,7 @@ import numpy as np
 import pytest
 from conftest import ARCHITECTURES, PROMPT, same_weights, tiny_model, weights_of
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import (
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, entropy_bits, stream_generate
@@ -179,25 +175,3 @@ class TestDropIn:
         assert mx.array_equal(*logits)
         with pytest.raises(GearbxError, match="takes no input embeddings"):
             GearedModel(Gearbox(tiny_model("gpt_neox"), "4,16"), (1.0,))(PROMPT, input_embeddings=embedded)
-
-
-class TestCaches:
-    @pytest.mark.slow
-    def test_mode_kickdown_from_calibration_to_summary(self, command, tmp_path):
-        file, summary, trace = tmp_path / "t.json", tmp_path / "s.json", tmp_path / "t.jsonl"
-        done = command("calibrate", "--mode", "kickdown", "--shares", "0.5,0.3,0.2", "-m", 20, "--out", file)
-        assert done.status == 0
-        assert json.loads(file.read_text())["shares"] == pytest.approx([0.5, 0.3, 0.2], abs=0.05)
-        done = command(
-            "generate", "--mode", "kickdown", "--thresholds", file, "-m", 30, "--summary", summary, "--trace", trace
-        )
-        assert done.status == 0
-        assert "recomputed" in done.err
-        told = json.loads(summary.read_text())
-        rows = [json.loads(line) for line in trace.read_text().splitlines()]
-        assert (told["mode"], told["tokens"]) == ("kickdown", 30)
-        assert told["weight_bytes_per_token"] == pytest.approx(np.mean([row["weight_bytes"] for row in rows]))
-        assert told["passes"] == {
-            name: sum(row["passes"][i] for row in rows) for i, name in enumerate(("low", "mid", "high"))
-        }
-        assert told["recomputed"] == sum(row["gear"] != "low" for row in rows) > 0

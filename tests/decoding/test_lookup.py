@@ -1,6 +1,5 @@
 """Prompt lookup in lossless mode: the text itself proposes what follows, and the text is the top gear's."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -124,27 +123,3 @@ def test_verbose_says_how_tokens_are_proposed(command, flags, says):
     done = command("generate", "-p", "The", "-m", 2, "--mode", "lossless", "--verbose", "all", *flags)
     assert done.status == 0
     assert says in done.err.replace("\n", " ")
-
-
-@pytest.mark.slow
-def test_flags_and_summary_count_what_was_looked_up(command, tmp_path):
-    summary, trace = tmp_path / "s.json", tmp_path / "t.jsonl"
-    flags = ("--mode", "lossless", "--ignore-chat-template", "-m", 30, "--prompt", TWICE)
-    done = command("generate", *flags, "--summary", summary, "--trace", trace)
-    assert done.status == 0
-    counted = json.loads(summary.read_text())
-    rows = [json.loads(line) for line in trace.read_text().splitlines()]
-    sources = Counter(row["source"] for row in rows)
-    assert counted["looked_up"] == sum(row["looked_up"] for row in rows)
-    assert counted["lookup_accepted"] == sources["lookup"]
-    assert counted["looked_up"] > 0
-    assert counted["accepted"] == sources["draft"]
-    assert counted["verifications"] + counted["accepted"] + counted["lookup_accepted"] == counted["tokens"]
-    said = f"{counted['looked_up']} looked up in the text, {counted['lookup_accepted']} accepted"
-    assert said in " ".join(done.err.split())
-
-
-def test_the_flag_is_of_mode_lossless(command):
-    done = command("generate", "-m", 2, "--mode", "static", "--draft-length", 3)
-    assert done.status == 2
-    assert "--draft-length is for --mode lossless" in done.err.replace("\n", " ")

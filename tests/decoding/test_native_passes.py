@@ -10,7 +10,6 @@ from conftest import PROMPT, normal, on_disk, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from gearbx_mlx import Gearbox, entropy_bits, make_sampler
 from gearbx_mlx.decoding.drafters import SEEN_TWICE, SecondHead, TextSoFar, largest, looking, natively, second_head
@@ -102,33 +101,6 @@ def test_is_what_the_model_writes(architecture, settings):
             token, entropy, _ = step.best(token, place)
             assert token == following
             assert entropy == pytest.approx(bits, abs=1e-4)
-
-
-def test_says_by_how_much_a_token_won():
-    box = boxed()
-    step = drafted(box, begun(box))
-    logits = step.logits(3, 0)[0]
-    best, margin = step.best(3, 0)[::2]
-    others = np.delete(np.array(logits), best)
-    assert margin == pytest.approx(logits[best].item() - others.max(), abs=1e-5)
-
-
-@pytest.mark.parametrize("filters", [(1.0, 0.0, 0), (0.9, 0.0, 0), (1.0, 0.2, 0), (1.0, 0.0, 3), (1.0, 0.0, 1)])
-def test_says_by_how_much_a_sampled_token_won(filters):
-    box, temp = boxed(), 0.7
-    step, (top_p, min_p, top_k) = drafted(box, begun(box)), filters
-    logits = step.logits(3, 0)
-    kept = logits - mx.logsumexp(logits)
-    kept = apply_top_p(kept, top_p) if top_p < 1 else kept
-    kept = apply_min_p(kept, min_p) if min_p else kept
-    kept = apply_top_k(kept, top_k) if top_k else kept
-    for seed in range(20):
-        key = mx.random.key(seed)
-        token, _, margin = step.sampled(3, 0, temp, *filters, key=np.array(key))
-        sums = np.array(kept / temp + mx.random.gumbel(kept.shape, key=key))[0]
-        assert token == sums.argmax()
-        second = np.sort(sums)[-2]
-        assert margin == pytest.approx(temp * (sums.max() - second), abs=1e-4)
 
 
 def test_keeps_the_cache_where_it_writes():

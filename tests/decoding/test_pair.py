@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from conftest import save_model, stream_pair, tiny_model, weights_of
+from conftest import Script, assert_same_text, save_model, stream_pair, tiny_model, weights_of, written
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -23,22 +23,6 @@ TOKENS = 4096  # of the demo model's tokenizer
 TALE = "Once upon a time there was a king who"
 
 
-class Script:
-    """A gate that follows a list."""
-
-    def __init__(self, gears):
-        self.left = iter([*gears, 0])  # mlx-lm computes one token more than it hands out
-
-    def reset(self, gear):
-        pass
-
-    def peek(self, level):
-        return 0
-
-    def update(self, reading):
-        return next(self.left)
-
-
 @pytest.fixture(scope="module")
 def small():
     return tiny_model(seed=1, vocab_size=TOKENS)
@@ -49,44 +33,30 @@ def large():
     return tiny_model(seed=2, vocab_size=TOKENS, num_hidden_layers=3, hidden_size=96, num_attention_heads=3)
 
 
-def texts(responses):
-    return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
-
-
-def assert_same(ours, theirs):
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs):
-        assert (mine[0], mine[2], mine[3]) == (other[0], other[2], other[3])
-        assert np.array_equal(mine[1], other[1])
-
-
-class TestOneModelAlone:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
-    @pytest.mark.parametrize(
-        "keywords",
-        [
-            {},
-            {"sampler": make_sampler(0.8, top_p=0.9)},
-            {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
-            {"max_kv_size": 12},
-            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
-            {"prefill_step_size": 4},
-            {"max_tokens": 1},
-        ],
-        ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
-    )
-    def test_it_is_mlx_lms_own_output(self, demo, small, large, threshold, alone, keywords):
-        keywords = {"max_tokens": 25} | keywords
-        mx.random.seed(3)
-        theirs = texts(
-            mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords)
-        )
-        mx.random.seed(3)
-        responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
-        assert_same(texts(responses), theirs)
-        assert {r.gear for r in responses} == {alone}
-        assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
+@pytest.mark.some(2)
+@pytest.mark.parametrize(("threshold", "alone"), [(0.0, "large"), (math.inf, "small"), (99.0, "small")])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"sampler": make_sampler(0.8, top_p=0.9)},
+        {"logits_processors": make_logits_processors(repetition_penalty=1.3)},
+        {"max_kv_size": 12},
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4},
+        {"prefill_step_size": 4},
+        {"max_tokens": 1},
+    ],
+    ids=["greedy", "sampled", "penalty", "rotating cache", "quantized cache", "small prefill", "one token"],
+)
+def test_one_model_alone_writes_what_mlx_lm_writes(demo, small, large, threshold, alone, keywords):
+    keywords = {"max_tokens": 25} | keywords
+    mx.random.seed(3)
+    theirs = written(mlx_lm.stream_generate({"small": small, "large": large}[alone], demo.tokenizer, TALE, **keywords))
+    mx.random.seed(3)
+    responses = list(stream_pair(small, large, demo.tokenizer, TALE, threshold=threshold, **keywords))
+    assert_same_text(written(responses), theirs)
+    assert {r.gear for r in responses} == {alone}
+    assert not any(r.shifted or r.caught_up or sum(r.passes) != 1 for r in responses)
 
 
 class TestCachesInStep:
@@ -217,14 +187,6 @@ class TestWherePrecautionsAreNeeded:
 
 class TestOneWayIn:
     """stream_generate(mode="pair")."""
-
-    def test_it_is_the_same(self, demo, small):
-        mode = Pair(small, 5.0, window=3, min_gear_duration=4)
-        ours = list(stream_generate(demo.model, demo.tokenizer, TALE, 30, mode=mode))
-        theirs = list(stream_pair(small, demo.model, demo.tokenizer, TALE, 30, threshold=5.0, window=3, min_duration=4))
-        assert_same(texts(ours), texts(theirs))
-        assert [r.gear for r in ours] == [r.gear for r in theirs]
-        assert {r.gear for r in ours} == {"small", "large"}
 
     def test_a_small_model_means_a_pair(self, demo, small):
         responses = list(stream_generate(demo.model, demo.tokenizer, TALE, 15, mode=Pair(small)))

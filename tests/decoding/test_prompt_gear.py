@@ -7,16 +7,7 @@ from chats import ASKED, MORE, chat
 from conftest import on_disk, tiny_model
 from mlx_lm.models.cache import make_prompt_cache
 
-from gearbx_mlx import (
-    Gearbox,
-    GearbxWarning,
-    Kickdown,
-    Route,
-    Static,
-    batch_generate,
-    generate,
-    stream_generate,
-)
+from gearbx_mlx import Gearbox, GearbxWarning, Kickdown, Route, Static, batch_generate, generate, stream_generate
 
 TALE = "Once upon a time there was a king"
 LOW_TEXTS = [Static("low"), Kickdown([1e3]), Route([1e3], initial_gear="low")]

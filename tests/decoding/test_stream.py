@@ -6,6 +6,7 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from conftest import Script, assert_same_text, written
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import gearbx_mlx
@@ -28,33 +29,6 @@ QUESTION = "Question: Tom has 5 apples and buys 7 more. How many apples does he 
 TALE = "Once upon a time there was a king who"
 
 
-def tokens_and_logprobs(responses):
-    return [(r.token, np.array(r.logprobs.astype(mx.float32)), r.text, r.finish_reason) for r in responses]
-
-
-def assert_identical(ours, theirs):
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs):
-        assert (mine[0], mine[2], mine[3]) == (other[0], other[2], other[3])
-        assert np.array_equal(mine[1], other[1])
-
-
-class Script:
-    """A gate that follows a list of gears."""
-
-    def __init__(self, gears):
-        self.gears = gears
-
-    def reset(self, gear):
-        self.left = iter(self.gears)
-
-    def peek(self, level):
-        return 0
-
-    def update(self, reading):
-        return next(self.left)
-
-
 class TestHeldInOneGear:
     @pytest.mark.slow
     @pytest.mark.parametrize(
@@ -73,25 +47,25 @@ class TestHeldInOneGear:
     def test_tokens_and_logprobs_are_mlx_lms_own(self, demo, keywords):
         keywords = {"max_tokens": 40} | keywords
         mx.random.seed(3)
-        theirs = tokens_and_logprobs(mlx_lm.stream_generate(demo.model, demo.tokenizer, QUESTION, **keywords))
+        theirs = written(mlx_lm.stream_generate(demo.model, demo.tokenizer, QUESTION, **keywords))
         gearbox = Gearbox(demo.model, Ladder.parse("16"))
         mx.random.seed(3)
-        ours = tokens_and_logprobs(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
-        assert_identical(ours, theirs)
+        ours = written(stream_generate(demo.model, demo.tokenizer, QUESTION, gearbox=gearbox, **keywords))
+        assert_same_text(ours, theirs)
 
     def test_a_low_gear_is_what_mlx_lm_computes_with_quantized_weights(self, fresh_demo, demo):
         fresh_demo.model.set_dtype(mx.float32)
         nn.quantize(fresh_demo.model, 64, 4, class_predicate=lambda path, m: isinstance(m, nn.Linear))
-        theirs = tokens_and_logprobs(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
+        theirs = written(mlx_lm.stream_generate(fresh_demo.model, demo.tokenizer, TALE, 20))
         other, _ = gearbx_mlx.load()
         other.set_dtype(mx.float32)
         gearbox = Gearbox(
             other, "4,16", format="affine", manage=lambda path, m: isinstance(m, nn.Linear), kernels="mlx"
         )
-        ours = tokens_and_logprobs(
+        ours = written(
             stream_generate(other, demo.tokenizer, TALE, 20, gearbox=gearbox, mode=Static("low", prompt_gear="same"))
         )
-        assert_identical(ours, theirs)
+        assert_same_text(ours, theirs)
 
 
 class TestRouting:
@@ -185,21 +159,20 @@ class TestRouting:
         assert mx.get_active_memory() == pytest.approx(made, abs=2e5)  # nothing was left to make
 
 
-class TestTelemetryOnly:
-    def test_names_the_gears_that_routing_on_the_same_tokens_would_use(self, demo):
-        observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
-        responses = list(
-            stream_generate(
-                demo.model,
-                demo.tokenizer,
-                TALE,
-                40,
-                gearbox=observer,
-                mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
-            )
+def test_telemetry_only_names_the_gears_that_routing_on_the_same_tokens_would_use(demo):
+    observer = Observer(demo.model, "4,8,16", dtype="bfloat16")
+    responses = list(
+        stream_generate(
+            demo.model,
+            demo.tokenizer,
+            TALE,
+            40,
+            gearbox=observer,
+            mode=TelemetryOnly((1.0, 2.0), initial_gear="low"),
         )
-        chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
-        assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
+    )
+    chosen = replay([r.entropy for r in responses], Monitor(4096), ThresholdGate((1.0, 2.0)))
+    assert [r.gear for r in responses] == ["low", "low", *(observer.ladder[g].name for g in chosen[:-2])]
 
 
 class TestArguments:

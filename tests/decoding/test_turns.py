@@ -3,31 +3,15 @@
 import subprocess
 import sys
 import textwrap
-from itertools import cycle, islice, zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 
 import pytest
-from conftest import PATHS, tiny_model
+from conftest import PATHS, Script, tiny_model
 
 from gearbx_mlx import Gearbox, Kickdown, Lossless, Observer, Route, Static, TelemetryOnly, stream_generate
 
 PROMPTS = [[1, 5, 9, 2, 7], [3, 8, 4]]
-
-
-class Script:
-    """A gate that cycles through a list of gears."""
-
-    def __init__(self, gears):
-        self.gears = gears
-
-    def reset(self, gear):
-        self.left = cycle(self.gears)
-
-    def peek(self, level):
-        return 0
-
-    def update(self, reading):
-        return next(self.left)
 
 
 def routes():

@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, TextModel, load, stream_generate
+from gearbx_mlx import Gearbox, Kickdown, Lossless, Route, Static, TextModel, load, stream_generate
 
 pytest.importorskip("mlx_vlm", reason="MODELS OF MLX-VLM WERE NOT CHECKED: pip install '.[vlm]'")
 
@@ -96,13 +96,3 @@ def test_the_layers_that_read_images_keep_their_precision():
     assert {path: type(module) for path, module in model.vision_tower.named_modules()} == before
     assert all(layer.path.startswith("language_model.") for layer in gearbox.layers)
     assert type(model.language_model.model.layers[0].mlp.down_proj).__name__ == "QuantizedLinear"
-
-
-def test_what_is_no_model_of_mlx_vlm_is_refused(tiny):
-    with pytest.raises(GearbxError, match="language_model"):
-        TextModel(tiny)
-
-
-def test_a_batch_of_prompts_is_refused():
-    with pytest.raises(GearbxError, match="batch of 2"):
-        TextModel(seeing_model()).prompt(mx.zeros((2, 3), mx.int32))

@@ -55,19 +55,6 @@ def test_perplexity_on_problems_it_never_saw(geared, held_out):
     assert math.exp(mean_loss(gearbox.model, tokenizer, held_out)) < 1.15 * stated
 
 
-@pytest.mark.slow
-def test_it_writes_worked_solutions(demo, held_out):
-    from gearbx_mlx.decoding.stream import generate
-
-    gearbox = Gearbox(demo.model, "16")
-    marks = 0
-    for problem in held_out[:4]:
-        prompt = f"Question: {problem['question']}\nAnswer:"
-        text = generate(demo.model, demo.tokenizer, prompt, gearbox=gearbox, max_tokens=150)
-        marks += bool(re.search(r"<<[\d+*/.()-]+=[\d.]+>>", text))
-    assert marks >= 3
-
-
 def test_every_weight_is_finite():
     for name, weight in mx.load(str(DEMO_MODEL / "model.safetensors")).items():
         assert np.isfinite(np.array(weight.astype(mx.float32))).all(), name

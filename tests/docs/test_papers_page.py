@@ -72,8 +72,3 @@ def test_every_section_that_is_built_names_a_function(document):
         assert built in ("yes", "else", "no"), section
         assert built == "no" or PLACE.search(where), f"{document} {section}, {what}: which function?"
         assert not re.sub(PLACE, "", where).strip(" ,"), f"{document} {section}: {where}"
-
-
-def test_names_that_do_not_exist_are_found():
-    assert not is_defined("routing/gates.py", "ThresholdGate.updated")
-    assert not is_defined("kernels/cpu/pool.cpp", "spin")

@@ -3,19 +3,11 @@
 import json
 from pathlib import Path
 
-import mlx.core as mx
-import numpy as np
 import pytest
-from conftest import save_model, tiny_model
-from mlx_lm.models.cache import KVCache
 from refusals import assert_refused
 
-from gearbx_mlx import Gearbox
-from gearbx_mlx.decoding.caches import cache_in_gears
 from gearbx_mlx.evaluate import evaluate as run_evaluation
 from gearbx_mlx.evaluate.run import STYLES, enough
-from gearbx_mlx.evaluation.predictions import StaticPolicy, driven
-from gearbx_mlx.formats.kv_cache import group_for, pack, unpack
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
@@ -88,60 +80,16 @@ def test_the_gear_that_is_enough_reads_least_of_those_that_agree():
     assert enough(rows[:1]) is None
 
 
-class TestMistakes:
-    def test_texts(self, command, tmp_path):
-        out = tmp_path / "out"
-        short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
-        short.write_text("Only a few words.")
-        for file in (empty, tasks):
-            file.write_text(" \n")
-        assert_refused(evaluate(command, out, data=short), short, "fewer than a window of 256", "--context")
-        assert_refused(evaluate(command, out, data=empty), empty, "is empty")
-        assert_refused(evaluate(command, out, data=tasks), tasks, "is empty")
-        assert_refused(evaluate(command, out, data=tmp_path / "none.txt"), "none.txt", "cannot be read")
-        tasks.write_text('{"question": "2 + 2?"}\n')
-        assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")
-        assert not out.exists()
-
-
-WINDOWS = [[int(token) for token in np.random.default_rng(4).integers(0, 64, 40)]]
-
-
-class Rounded(KVCache):
-    """mlx-lm's cache, in which each vector is replaced by what its planes stand for in a gear."""
-
-    bits_read = 4
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array):
-        return super().update_and_fetch(*map(self.rounded, (keys, values)))
-
-    def rounded(self, vectors: mx.array) -> mx.array:
-        planes, scales, offsets = pack(vectors, (4, 4), group_for(vectors.shape[-1]))
-        return unpack(planes, scales, offsets, (4, 4), self.bits_read)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
-def test_a_gear_predicts_as_over_rounded_keys_and_values(bits):
-    gearbox = Gearbox(tiny_model(), "4,16", kernels="mlx")
-
-    def predictions(begun) -> np.ndarray:
-        steps = driven(gearbox, WINDOWS, StaticPolicy(gearbox.ladder.top), begun)
-        return np.array([step.logprobs for step in steps])
-
-    def rounded(_window: int) -> list[KVCache]:
-        caches = [Rounded() for _ in gearbox.model.layers]
-        for cache in caches:
-            cache.bits_read = bits
-        return caches
-
-    in_gear = predictions(lambda _: cache_in_gears(gearbox.model, gearbox, "4,8", fixed=bits))
-    np.testing.assert_allclose(in_gear, predictions(rounded), atol=1e-5)
-    assert np.abs(in_gear - predictions(lambda _: [KVCache() for _ in gearbox.model.layers])).max() > 1e-4
-
-
-@pytest.mark.slow
-def test_a_model_whose_cache_has_no_gears_is_refused(command, tmp_path):
-    save_model(tiny_model("mamba"), tmp_path / "model")
-    done = evaluate(command, tmp_path / "out", "--model", tmp_path / "model", "--kv-gears", "4,8", "--context", 16)
-    assert_refused(done, "--kv-gears is 4,8", "has no gears")
+def test_mistakes_in_texts(command, tmp_path):
+    out = tmp_path / "out"
+    short, empty, tasks = tmp_path / "short.txt", tmp_path / "empty.txt", tmp_path / "tasks.jsonl"
+    short.write_text("Only a few words.")
+    for file in (empty, tasks):
+        file.write_text(" \n")
+    assert_refused(evaluate(command, out, data=short), short, "fewer than a window of 256", "--context")
+    assert_refused(evaluate(command, out, data=empty), empty, "is empty")
+    assert_refused(evaluate(command, out, data=tasks), tasks, "is empty")
+    assert_refused(evaluate(command, out, data=tmp_path / "none.txt"), "none.txt", "cannot be read")
+    tasks.write_text('{"question": "2 + 2?"}\n')
+    assert_refused(evaluate(command, out, data=tasks), tasks, "line 1", "'question' and 'answer'")
+    assert not out.exists()

@@ -101,14 +101,6 @@ class TestBits:
     def test_of_every_format(self, format, activations, calls):
         check_every_gear(boxed(format=format, activations=activations), calls)
 
-    @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
-    def test_of_norms_that_add_one_to_their_weight(self, dtype, calls):
-        box = boxed("gemma3_text", dtype=dtype)
-        native = box.model(PROMPT)
-        assert calls.native
-        calls.enabled = False
-        assert mx.array_equal(native, box.model(PROMPT)).item()
-
     def test_of_a_sliding_window_that_turns(self, calls):
         box = boxed()
 
@@ -226,15 +218,6 @@ class TestModules:
         model, state = box.model, box.model.state
         assert mx.allclose(mx.compile(model.__call__, inputs=state)(PROMPT), expected, atol=1e-5).item()
         assert mx.array_equal(box.model(PROMPT), expected).item()
-
-    def test_a_gear_is_put_together_once(self, monkeypatch):
-        made, program_of = [], block.program_of
-        monkeypatch.setattr(block, "program_of", lambda *a: made.append(a) or program_of(*a))
-        box = boxed(change={"rope_scaling": LLAMA3})
-        for gear in (4, 16, 4, 16, 16):
-            box.shift(gear)
-            box.model(PROMPT)
-        assert len(made) == 2 * len(box.model.layers)
 
     def test_other_modules_run_as_they_did(self, calls):
         class Twice(nn.Module):

@@ -6,8 +6,7 @@ import copy
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import normal, save_model, tiny_model
-from http_server import served
+from conftest import normal, tiny_model
 from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache, save_prompt_cache
 
 from gearbx_mlx import Gearbox, GearbxError, Kickdown, Lossless, Route, Static, stream_generate
@@ -346,23 +345,6 @@ def long(demo) -> list[int]:
     return tokens
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [Static(gear="low"), Kickdown(rule=lambda *_: False), Lossless(draft_length=2)])
-@pytest.mark.parametrize("ladder", ["4,16", "4,8"])
-def test_prompt_reads_its_entries_however_it_is_cut(demo, gearbox, long, mode, ladder):
-    prompt = long[:137]
-
-    def first_tokens(**keywords) -> np.ndarray:
-        responses = text(gearbox, demo.tokenizer, prompt, mode, 3, **keywords)
-        assert not responses[0].kv_bytes
-        return np.array([np.array(r.logprobs) for r in responses])
-
-    whole = first_tokens(kv_gears=ladder)
-    for step in (8, 17):
-        np.testing.assert_allclose(first_tokens(kv_gears=ladder, prefill_step_size=step), whole, atol=1e-3)
-    np.testing.assert_allclose(whole[0], first_tokens()[0], atol=1e-5)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_read_a_third_of_what_the_top_gear_reads_at_most(demo, dtype):
     model = tiny_model()
@@ -452,12 +434,3 @@ def test_another_ladder_than_that_of_the_cache_is_refused(demo):
     cache = cache_in_gears(demo.model, None, "4,8")
     with pytest.raises(GearbxError, match="--kv-gears is 4,16, and the prompt cache has 4,8"):
         cache_in_gears(demo.model, None, "4,16", cache=cache)
-
-
-def test_server_refuses_before_it_answers(tmp_path):
-    save_model(tiny_model("mamba"), tmp_path / "model")
-    with (
-        pytest.raises(GearbxError, match="--kv-gears is 4,16, and ArraysCache has no gears"),
-        served(model=str(tmp_path / "model"), kv_gears="4,16", mode="static", log_level="ERROR"),
-    ):
-        pass

@@ -93,23 +93,6 @@ class TestOthers:
         assert re.search(rf"^{numbers}: dense \({reason}\)", gearbox.describe(), re.MULTILINE)
         assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == bytes_read(model, STEP)
 
-    @pytest.mark.parametrize("sharding", ["all-to-sharded", "sharded-to-all"])
-    @pytest.mark.parametrize("quantized", [False, True])
-    def test_sharded_layers_are_reported_and_counted(self, sharding, quantized):
-        model = tiny_model()
-        plain = Gearbox(tiny_model(), group_size=32)
-        layer = model.model.layers[0].mlp.up_proj
-        layer = nn.layers.distributed.shard_linear(layer.to_quantized(32, 4) if quantized else layer, sharding)
-        model.model.layers[0].mlp.up_proj = layer
-        if quantized:
-            with pytest.raises(GearbxError, match="the model is quantized already"):
-                Gearbox(model)
-            return
-        gearbox = Gearbox(model, group_size=32)
-        kind = type(layer).__name__
-        assert gearbox.unmanaged == {"model.layers.0.mlp.up_proj": f"layers of class {kind} are not known"}
-        assert gearbox.weight_bytes_per_token(gearbox.ladder.top) == plain.weight_bytes_per_token(plain.ladder.top)
-
     def test_a_layer_whose_weight_the_model_reads_stays_dense(self):
         """Gemma 3n clips such weights before it multiplies by them; packed weights are codes."""
         model = tiny("gemma3n")
@@ -194,11 +177,6 @@ class TestMixtures:
 )
 def test_attention_has_many_names(path):
     assert is_attention(path, nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("path", ["model.layers.0.mlp.up_proj", "model.layers.0.post_attention_layernorm", "lm_head"])
-def test_what_only_mentions_attention_is_none(path):
-    assert not is_attention(path, nn.Linear(1, 1))
 
 
 NEEDS_METAL = {"bitnet", "muse_spark"}

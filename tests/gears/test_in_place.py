@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 import mlx_lm
 import pytest
@@ -12,7 +11,7 @@ from mlx_lm.quant import awq, dwq, dynamic_quant, gptq
 from mlx_lm.utils import quantize_model
 
 import gearbx_mlx
-from gearbx_mlx import Gearbox, GearbxError, Lossless, Observer, Static
+from gearbx_mlx import Gearbox, GearbxError, Lossless, Static
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.formats.tied import linear_of
 from gearbx_mlx.kernels.bit_planes import Planes, split_affine
@@ -247,22 +246,6 @@ def eight_bits(tmp_path_factory):
 
 
 QUIET = "--ignore-chat-template", "-m", 6
-MODES = "lossless", "route", "kickdown", "static", "telemetry-only"
-
-
-@pytest.mark.some(1)
-@pytest.mark.parametrize("mode", MODES)
-def test_generate_in_every_mode(command, eight_bits, tmp_path, mode):
-    flags = "--mode", mode, "-p", "Once upon a time", "--summary", tmp_path / "s.json", "--kernels", "mlx"
-    done = command("generate", "--model", eight_bits / "model", *flags, *QUIET)
-    assert done.status == 0, done.err
-    told = json.loads((tmp_path / "s.json").read_text())
-    assert (told["mode"], [gear["bits"] for gear in told["ladder"]]) == (mode, [4, 8])
-    if mode in ("lossless", "static", "telemetry-only"):
-        model, tokenizer = mlx_lm.load(str(eight_bits / "model"))
-        prompt = tokenizer.encode("Once upon a time")
-        expected = "".join(response.text for response in mlx_lm.stream_generate(model, tokenizer, prompt, 6))
-        assert expected in done.out
 
 
 def test_thresholds_and_gears_are_those_of_the_codes(command, eight_bits):
@@ -345,18 +328,6 @@ def made(tmp_path_factory):
         file = folder / name / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
     return folder
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize("name", MAKERS)
-def test_it_runs_watched(made, name):
-    model, tokenizer = gearbx_mlx.load(made / name)
-    assert any(isinstance(module, nn.QuantizedLinear) for module in model.modules())
-    responses = list(gearbx_mlx.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=6, mode="telemetry-only"))
-    assert len(responses) == 6
-    assert all(0 <= response.entropy <= 12 for response in responses)
-    bits = Observer(gearbx_mlx.load(made / name)[0]).bits_per_weight(None)
-    assert 4 < bits < 9  # with float32 scales
 
 
 def run(model):

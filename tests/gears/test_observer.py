@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from conftest import PROMPT, tiny_model
 
-from gearbx_mlx import Gearbox, GearbxError, Observer, load, stream_generate
+from gearbx_mlx import Gearbox, Observer, load, stream_generate
 from gearbx_mlx.decoding.pair import bytes_read
 from gearbx_mlx.gears import gearbox as module
 from gearbx_mlx.gears.gearbox import attached, in_one_gear
@@ -81,15 +81,3 @@ def quantized_demo() -> nn.Module:
     model, _ = load()
     nn.quantize(model, group_size=64, bits=8)
     return model
-
-
-def test_kernels_that_do_not_exist_are_refused():
-    with pytest.raises(GearbxError, match="kernels 'fast' do not exist"):
-        Observer(bfloat16(), kernels="fast")
-
-
-def test_the_original_weights_alone_say_what_they_cost(command):
-    said = command("generate", "-m", 2, "--gears", "16").err
-    assert "--gears 16 is mlx-lm bit for bit, with MLX's kernels, which are slow on a CPU; --kernels native" in said
-    for kernels in ("native", "mlx"):
-        assert "bit for bit" not in command("generate", "-m", 2, "--gears", "16", "--kernels", kernels).err

@@ -8,15 +8,12 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from conftest import PROMPT, save_model, tiny_model, weights_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from msgspec import structs
-from mutations import damaged, sign_arrays
+from mutations import sign_arrays
 
 import gearbx_mlx
 from gearbx_mlx import Gearbox, GearbxError
 from gearbx_mlx.convert import main
-from gearbx_mlx.gears.ladder import DENSE
 from gearbx_mlx.gears.manifest import MANIFEST
 from gearbx_mlx.gears.saved import SavedGears, open_gears
 from gearbx_mlx.loading import load_model
@@ -24,7 +21,6 @@ from gearbx_mlx.loading import load_model
 FORMATS = {"planes": "4,5,6,8,16", "affine": "3,8", "rowwise": "2,8", "groupwise": "4,16"}
 FORMATS |= {"codebook": "3,5", "codebook-library": "2,16", "exact": "4,16"}
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"
-SEARCH = settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @pytest.fixture(scope="module")
@@ -78,36 +74,8 @@ def refused(directory: Path, words: str = "") -> None:
     assert str(directory) in message
 
 
-def rows_of(text: str) -> dict[str, int]:
-    """What embeddings look up in the lowest gear. A manifest may lack it: they then have their original rows."""
-    return {path: layer.get("rows", DENSE) for path, layer in json.loads(text)["layers"].items()}
-
-
 @pytest.mark.parametrize("format", FORMATS)
 class TestEveryFormat:
-    @pytest.mark.slow
-    @SEARCH
-    @given(data=st.data())
-    def test_damage_is_refused_or_does_nothing(self, checkpoints, tmp_path_factory, format, data):
-        source = checkpoints(format)
-        directory = tmp_path_factory.mktemp("damaged")
-        for file in source.iterdir():
-            (directory / file.name).symlink_to(file)
-        (directory / MANIFEST).unlink()
-        text = data.draw(damaged(json.loads((source / MANIFEST).read_text())))
-        (directory / MANIFEST).write_bytes(text.encode("utf-8", "surrogatepass"))
-        try:
-            found = arrays_of(directory)
-        except GearbxError as error:
-            message = str(error)
-        else:
-            if rows_of(text) == rows_of((source / MANIFEST).read_text()):
-                assert_same(found, arrays_of(source))
-            return
-        assert "\n" not in message
-        assert str(directory) in message
-        assert len(message) < 1000
-
     @pytest.mark.some(5)
     @pytest.mark.parametrize("other", FORMATS)
     def test_another_format(self, checkpoints, tmp_path, format, other):
@@ -122,13 +90,6 @@ class TestEveryFormat:
         change(directory, lambda content: content.update(group_size=size))
         if size not in (64, 128) or format in ("planes", "affine"):
             refused(directory, "gears.json")
-
-
-def assert_same(found: list[dict[str, mx.array]], expected: list[dict[str, mx.array]]) -> None:
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected):
-        assert ours.keys() == theirs.keys()
-        assert all(mx.array_equal(ours[name], theirs[name], equal_nan=True).item() for name in ours)
 
 
 def change(directory: Path, edit) -> None:
@@ -193,24 +154,23 @@ class TestWhatItSaysOfArrays:
             SavedGears(geared, structs.replace(manifest, layers=moved), saved.hashes).check(model)
 
 
-class TestArraysThatKernelsIndexWith:
-    @pytest.mark.parametrize(
-        ("format", "name", "value"),
-        [
-            ("codebook", "outlier_columns", 64),
-            ("codebook", "outlier_offsets", 2**31),
-            ("codebook-library", "outlier_columns", 65535),
-            ("codebook-library", "entries", 32),
-        ],
-    )
-    def test_lie_inside_of_the_others(self, checkpoints, tmp_path, format, name, value):
-        directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
-        arrays = mx.load(str(directory / "gears.safetensors"))
-        bits = FORMATS[format][0]
-        damaged_name = f"{UP}@{bits}.{name}"
-        arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
-        mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
-        sign_arrays(directory)
-        with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
-            arrays_of(directory)
-        assert "download it again" in str(raised.value)
+@pytest.mark.parametrize(
+    ("format", "name", "value"),
+    [
+        ("codebook", "outlier_columns", 64),
+        ("codebook", "outlier_offsets", 2**31),
+        ("codebook-library", "outlier_columns", 65535),
+        ("codebook-library", "entries", 32),
+    ],
+)
+def test_arrays_that_kernels_index_with_lie_inside_of_the_others(checkpoints, tmp_path, format, name, value):
+    directory = Path(shutil.copytree(checkpoints(format), tmp_path / "geared"))
+    arrays = mx.load(str(directory / "gears.safetensors"))
+    bits = FORMATS[format][0]
+    damaged_name = f"{UP}@{bits}.{name}"
+    arrays[damaged_name] = mx.full(arrays[damaged_name].shape, value, arrays[damaged_name].dtype)
+    mx.save_safetensors(str(directory / "gears.safetensors"), arrays)
+    sign_arrays(directory)
+    with pytest.raises(GearbxError, match=f"gears.safetensors: {UP}: ") as raised:
+        arrays_of(directory)
+    assert "download it again" in str(raised.value)

@@ -1,7 +1,6 @@
 """Real servers in processes of their own, on free ports of loopback, for tests of their clients."""
 
 import contextlib
-import importlib.util
 import itertools
 import os
 import random
@@ -114,26 +113,3 @@ def our_process(*flags: object) -> contextlib.AbstractContextManager[Running]:
     """Our server with the demo model, its process and what it writes: `with our_process("--gears", 16) as server`."""
     port = free_port()
     return running([sys.executable, "-m", "gearbx_mlx.server", "--port", port, *flags], port, ready="/health")
-
-
-@contextlib.contextmanager
-def our_server(*flags: object) -> Iterator[str]:
-    """The URL of our server with the demo model."""
-    with our_process(*flags) as server:
-        yield server.url
-
-
-def llama_python() -> str | None:
-    """A Python that can run `-m llama_cpp.server`: GEARBX_LLAMA_SERVER's, or this one; None if neither can."""
-    given = os.environ.get("GEARBX_LLAMA_SERVER")
-    if given:
-        return given
-    return sys.executable if importlib.util.find_spec("llama_cpp") else None
-
-
-def llama_server(python: str, file: Path, *flags: object) -> contextlib.AbstractContextManager[str]:
-    """llama-cpp-python's server with a GGUF file, in float32, and with log-probabilities."""
-    port = free_port()
-    command = [python, "-m", "llama_cpp.server", "--model", file, "--host", "127.0.0.1", "--port", port]
-    exact = ["--type_k", 0, "--type_v", 0, "--flash_attn", "false"]
-    return serving([*command, "--n_ctx", 256, "--n_threads", 2, "--logits_all", "true", *exact, *flags], port)

@@ -99,18 +99,6 @@ def test_a_compiler_that_takes_too_long(afresh, script):
     assert cpu.why_not() == "own-compiler did not compile the CPU kernels within 0.2 s"
 
 
-def test_a_compilation_that_is_interrupted_leaves_nothing(afresh, script, tmp_path):
-    script("#!/bin/sh\nexit 1\n")
-
-    def interrupt(files: int, kept: bool) -> None:
-        raise KeyboardInterrupt
-
-    afresh.setattr(cpu, "while_compiling", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        cpu.why_not()
-    assert [file.name for file in (tmp_path / "cache" / "gearbx-mlx").iterdir()] == [BUILDING_LOCK]
-
-
 def test_a_compiler_ends_with_the_command_that_is_interrupted(afresh, script, tmp_path):
     log = tmp_path / "log"
     script(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 600\n")
@@ -414,41 +402,29 @@ def write_capacities(devices: Path, *capacities: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
-class TestIntel:
-    @pytest.mark.some(2)
-    @pytest.mark.parametrize(("named", "count"), [("0-7\n", 8), ("0,2,4-5\n", 4), ("0-3,16-19\n", 4), ("3", 1)])
-    def test_performance_cores_are_named(self, fast, tmp_path, named, count):
-        (tmp_path / "cpu_core").mkdir()
-        (tmp_path / "cpu_core" / "cpus").write_text(named)
-        assert fast(16) == count
-
-    def test_those_that_the_process_may_not_use_do_not_count(self, fast, tmp_path):
-        (tmp_path / "cpu_core").mkdir()
-        (tmp_path / "cpu_core" / "cpus").write_text("0-7\n")
-        assert fast(6) == 6
-
-    @pytest.mark.parametrize("text", ["", "\n", "nonsense", "-", "20-30"])
-    def test_a_list_that_says_nothing_of_these_cores_is_left_alone(self, fast, tmp_path, text):
-        (tmp_path / "cpu_core").mkdir()
-        (tmp_path / "cpu_core" / "cpus").write_text(text)
-        assert fast(8) == 0
+@pytest.mark.parametrize(
+    ("named", "allowed", "count"),
+    [
+        ("0-7\n", 16, 8),
+        ("0,2,4-5\n", 16, 4),
+        ("0-3,16-19\n", 16, 4),
+        ("3", 16, 1),
+        ("0-7\n", 6, 6),
+        *((nothing, 8, 0) for nothing in ("", "\n", "nonsense", "-", "20-30")),
+    ],
+)
+def test_cores_that_intel_names_count_where_the_process_may_use_them(fast, tmp_path, named, allowed, count):
+    (tmp_path / "cpu_core").mkdir()
+    (tmp_path / "cpu_core" / "cpus").write_text(named)
+    assert fast(allowed) == count
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
-class TestArm:
-    def test_the_smallest_of_three_kinds_are_left_out(self, fast, tmp_path):
-        write_capacities(tmp_path, 250, 250, 250, 250, 870, 870, 870, 1024)
-        assert fast(8) == 4
-        assert fast(5) == 1
-        assert fast(4) == 4  # if only small ones may be used, they are all alike
-
-    def test_a_capacity_that_is_no_number_is_none(self, fast, tmp_path):
-        write_capacities(tmp_path, 1024, 1024)
-        (tmp_path / "system" / "cpu" / "cpu1" / "cpu_capacity").write_text("much\n")
-        assert fast(2) == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of cores")
-def test_a_process_that_knows_no_core_of_its_own(fast, tmp_path):
-    write_capacities(tmp_path, 1024)
-    assert fast(0) == 0
+def test_of_arms_cores_the_smallest_of_three_kinds_are_left_out(fast, tmp_path):
+    write_capacities(tmp_path, 250, 250, 250, 250, 870, 870, 870, 1024)
+    assert fast(8) == 4
+    assert fast(5) == 1
+    assert fast(4) == 4  # if only small ones may be used, they are all alike
+    assert fast(0) == 0  # a process that knows no core of its own
+    (tmp_path / "system" / "cpu" / "cpu7" / "cpu_capacity").write_text("much\n")
+    assert fast(8) == 3

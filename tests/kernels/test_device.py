@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from conftest import same_weights, tiny_model, weights_of
 
-from gearbx_mlx import Gearbox, GearbxError, evaluate, stream_generate, use_device
+from gearbx_mlx import Gearbox, GearbxError, stream_generate, use_device
 from gearbx_mlx.compat.classes import generation_stream
 from gearbx_mlx.formats import FORMATS
 from gearbx_mlx.kernels import KERNELS
@@ -61,11 +61,6 @@ def test_a_command_ends_when_nothing_is_computed_any_more(command, monkeypatch):
     monkeypatch.setattr(mx, "synchronize", lambda *streams: waited.extend(streams))
     assert command("generate", "-m", 2, "--gears", "4,16", "--mode", "static").status == 0
     assert any(stream is generation_stream() for stream in waited)
-
-
-def test_a_function_takes_the_device_too():
-    with pytest.raises(GearbxError, match="no such device here"):
-        evaluate("none", device="gpu")
 
 
 def test_a_device_that_does_not_exist():

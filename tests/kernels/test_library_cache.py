@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -156,42 +155,6 @@ class TestCompiledAgain:
         assert hashed.read_bytes() == expected
 
 
-class TestFromAnotherProcessor:
-    """A cache that was copied, or that lies in a home directory of several machines."""
-
-    @pytest.fixture
-    def move(self, cache, afresh, tmp_path):
-        """Go on on a machine whose processor has these flags beside those of x86-64-v3, with this GEARBX_CPU."""
-
-        def go(flags: str, asked: str) -> None:
-            (tmp_path / "cpuinfo").write_text(f"flags\t: {' '.join(compiler.X86_64_V3)} {flags}\n", encoding="utf-8")
-            afresh.setattr(compiler, "CPUINFO", tmp_path / "cpuinfo")
-            afresh.setattr("platform.machine", lambda: "x86_64")
-            afresh.setenv("GEARBX_CPU", asked)
-
-        return go
-
-    def test_native_kernels_are_compiled_again_and_both_are_kept(self, cache, move):
-        move("avx512f", "native")
-        first = cache.load()
-        move("", "native")
-        second = cache.load()
-        assert second != first
-        move("avx512f", "native")
-        assert cache.load() == first
-        assert cache.compilations() == 2
-
-    @pytest.mark.parametrize("asked", ["avx2", "portable"])
-    def test_others_are_used_as_they_are(self, cache, move, afresh, asked):
-        move("avx512f", asked)
-        first = cache.load()
-        move("", asked)
-        assert cache.load() == first
-        afresh.setenv("CXX", "no-such-compiler")
-        assert cache.load() == first
-        assert cache.compilations() == 1
-
-
 class TestNeverLoaded:
     """A cache that another user could have written to: one line says so, and the kernels are compiled again."""
 
@@ -237,25 +200,6 @@ class TestNeverLoaded:
         file.symlink_to(elsewhere) if kind == "link" else os.mkfifo(file)
         self.assert_private(cache, f"{file} is neither a file nor a directory; remove it")
 
-    @pytest.mark.parametrize("suffix", ["", ".sha256"])
-    def test_where_a_file_has_a_second_name(self, cache, suffix):
-        file = cache.load()
-        named = file.with_name(file.name + suffix)
-        os.link(named, cache.directory / "elsewhere")
-        self.assert_private(cache, f"{named} has a second name elsewhere, a hard link; remove it")
-
-    @pytest.mark.parametrize("change", ["mode", "owner"])
-    def test_where_a_directory_far_above_is_open_to_others(self, cache, afresh, tmp_path, change):
-        if change == "owner" and os.geteuid():
-            pytest.skip("only root can give a directory away")
-        far = tmp_path / "far"
-        afresh.setenv("XDG_CACHE_HOME", str(far / "from" / "here"))
-        cache.load()
-        far.chmod(0o777) if change == "mode" else os.chown(far, NO_BODY, -1)
-        reason = f"others may write to {far}" if change == "mode" else f"{far} belongs to another user"
-        with pytest.warns(GearbxWarning, match=reason):
-            assert not cache.load().is_relative_to(far)
-
     def test_where_nothing_can_be_written(self, cache):
         cache.directory.parent.write_text("in the way", encoding="utf-8")
         self.assert_private(cache, f"{cache.directory.parent}.*; set XDG_CACHE_HOME to another directory")
@@ -269,13 +213,6 @@ class TestNeverLoaded:
         with pytest.warns(GearbxWarning, match="for this process alone"):
             assert cpu.native() is None
         assert cpu.why_not() == "there is no directory to put the compiled CPU kernels in; set XDG_CACHE_HOME to one"
-
-    def test_from_where_the_process_happens_to_run(self, cache, afresh, tmp_path):
-        afresh.setenv("XDG_CACHE_HOME", "relative")
-        afresh.setenv("HOME", str(tmp_path / "own"))
-        afresh.chdir(tmp_path)
-        assert cache.load().is_relative_to(tmp_path / "own")
-        assert not (tmp_path / "relative").exists()
 
 
 PREFIX = "gearbx-mlx-kernels-"
@@ -335,18 +272,6 @@ def test_those_of_killed_processes_are_removed_and_those_of_living_ones_stay(sta
     assert (in_use / "kernels.o").exists()
 
 
-def test_what_only_looks_like_one_stays(tmp_path):
-    names = [f"{PREFIX}{end}" for end in ("linked00", "file0000", "mode0000", "short", "of-mine0", "muchlonger")]
-    for name in names[2:]:
-        (tmp_path / name).mkdir(mode=0o700)
-    (tmp_path / names[0]).symlink_to(tmp_path / "target", target_is_directory=True)
-    (tmp_path / "target").mkdir(mode=0o700)
-    (tmp_path / names[1]).touch(mode=0o700)
-    (tmp_path / names[2]).chmod(0o755)
-    remove_abandoned(tmp_path, PREFIX)
-    assert {path.name for path in tmp_path.iterdir()} == {*names, "target"}
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
 def test_those_of_other_users_stay(tmp_path):
     (directory := tmp_path / f"{PREFIX}abcdefgh").mkdir(mode=0o700)
@@ -356,15 +281,3 @@ def test_those_of_other_users_stay(tmp_path):
     os.chown(directory, os.geteuid(), -1)
     remove_abandoned(tmp_path, PREFIX)
     assert not directory.exists()
-
-
-def test_opening_the_cache_removes_both_kinds(start, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache = cpu.open_cache()
-    for process, _ in (start(cache, cpu.BUILDING), start(tmp_path, cpu.PRIVATE)):
-        killed(process)
-    assert cpu.open_cache() == cache
-    cpu.remove_abandoned_private()
-    assert list(tmp_path.iterdir()) == [cache]
-    assert list(cache.iterdir()) == []

@@ -241,29 +241,6 @@ def test_what_is_prepared_keeps_no_weights(launch):
     assert [array.tolist()[:2] for array in arrays_of(launch.prepared)] == [[8, launch.inputs[0].shape[-1]]]
 
 
-def test_a_prepared_launch_takes_other_arrays_and_writes_its_text_once(monkeypatch):
-    built, called = [], []
-
-    def kernel(**made):
-        built.append(made)
-        return lambda inputs, **options: called.append((inputs, options)) or [mx.zeros(options["output_shapes"][0])]
-
-    monkeypatch.setattr(metal, "available", lambda: True)
-    monkeypatch.setattr(mx.fast, "metal_kernel", kernel)
-    metal.build.cache_clear()
-    given = arguments(vectors=3) | {"bias": mx.zeros((8,), mx.float16), "x": mx.zeros((1, 3, 128), mx.float16)}
-    try:
-        prepared = launch_planes(**given).prepared
-        for x in (given["x"], given["x"] + 1):
-            assert prepared(x, *given["weights"], given["scales"], *given["biases"], given["bias"]).shape == (1, 3, 8)
-    finally:
-        metal.build.cache_clear()
-    assert len(built) == 1
-    assert "//" not in built[0]["source"] + built[0]["header"]
-    assert [inputs[0].sum().item() for inputs, _ in called] == [0, 3 * 128]
-    assert all(len(inputs) == len(built[0]["input_names"]) and "template" not in options for inputs, options in called)
-
-
 def test_a_small_array_is_padded_and_no_other():
     launch = symmetric_launch(**rowwise_arguments(rows=3))
     complete = launch.prepared.completed(launch.inputs)

@@ -61,14 +61,6 @@ class TestTheFile:
         assert proven.proof(proven.EXACT, KEY) is None
         assert not proven.any_won()
 
-    def test_names_chip_system_mlx_and_text(self, own_cache):
-        proven.machine.cache_clear()
-        proven.keep(proven.EXACT, KEY, 1.0, 2.0)
-        ((machine, texts),) = json.loads((own_cache / "proven.json").read_text())["machines"].items()
-        assert machine.startswith(str(mx.device_info()["device_name"]))
-        assert ", mlx " in machine
-        assert [name.partition(" ")[0] for name in texts] == ["exact"]
-
     def test_that_others_may_write_to_is_neither_read_nor_written(self, own_cache):
         proven.keep(proven.EXACT, KEY, 1.0, 2.0)
         (own_cache / "proven.json").chmod(0o666)
@@ -150,11 +142,6 @@ class TestUnasked:
         prove(PLANES, 1, registers=(1.0, 2.0))
         assert dispatch.choose("auto").native
         assert not dispatch.choose("auto").ours_alone
-
-    def test_a_layer_that_nobody_chose_for_is_mlx(self):
-        x, weight = normal(1, 64), normal(32, 64)
-        assert mx.array_equal(products.dense_product(x, weight), x @ weight.T).item()
-        assert metal.TAKEN == {}
 
 
 class TestATextThatDoesNotCompile:

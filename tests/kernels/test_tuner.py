@@ -1,18 +1,13 @@
 """Kernels are chosen by measurements on this machine; a small file in the user's cache keeps them."""
 
-import gc
 import json
-import os
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from conftest import PROMPT, VOCABULARY, normal, on_disk, tiny_model
+from conftest import normal
 
 from gearbx_mlx import Gearbox
 from gearbx_mlx.errors import GearbxWarning
@@ -28,13 +23,11 @@ from gearbx_mlx.kernels.tuner import (
     enough_calls,
     fastest,
     measure,
-    seconds_of,
 )
 
 WIDTH = 512  # so that a layer is worth measuring
 AFFINE = "affine 4, group 64, 512 x 512, float32, activations of 16 bits, 1 vector"
 DENSE = "weights of 32 bits, 512 x 512, float32, 1 vector"
-DENSE_BF16 = "weights of 16 bits, 512 x 512, float32{}, 1 vector"
 PLANES = Kind("planes 4+4, group 64", (4096, 4096), stock=True)
 ROWWISE = Kind("rowwise 4", (4096, 4096), stock=False)
 
@@ -112,37 +105,6 @@ class TestGearbox:
             assert DENSE not in box.kernel_choices.tuner.used
             assert mx.allclose(compiled, box.model(normal(1, WIDTH)), rtol=1e-4, atol=1e-4).item()
             assert DENSE in box.kernel_choices.tuner.used
-
-    def test_measures_weights_that_got_another_type(self, cache):
-        box = boxed()
-        box.model.set_dtype(mx.bfloat16)
-        box.model(normal(1, WIDTH))
-        rounded = ", activations of bfloat16" if dispatch.bits_beside_bfloat16() else ""
-        assert DENSE_BF16.format(rounded) in box.kernel_choices.tuner.used
-        assert not any("32 bits" in name for name in box.kernel_choices.tuner.used)
-
-    def test_measures_nothing_where_no_weights_are_left(self, cache):
-        box = boxed()
-        chosen = box.model.layers[0].chosen
-        del box
-        gc.collect()
-        assert chosen(1) == NATIVE
-        assert not cache.exists()
-
-    def test_measures_what_stays_in_memory_where_gears_leave_it(self, cache, tmp_path):
-        box = boxed(**on_disk(two_layers(), tmp_path))
-        for gear in ("low", "high", "low"):
-            box.shift(gear)
-            box.model(normal(1, WIDTH))
-        assert box.kernel_choices.tuner.used.keys() >= {AFFINE, DENSE}
-
-    def test_blocks_follow_another_gearbox(self, cache):
-        model = tiny_model(hidden_size=512)
-        plant(cache, DENSE, native=2.0, mlx=1.0)
-        assert Gearbox(model, "4,16", kernels="native").model(PROMPT[:, :1]).shape == (1, 1, VOCABULARY)
-        by_mlx = Gearbox(model, "4,16", kernels="auto").model(PROMPT[:, :1])
-        alone = Gearbox(tiny_model(hidden_size=512), "4,16", kernels="auto").model(PROMPT[:, :1])
-        assert mx.array_equal(by_mlx, alone).item()
 
 
 def wrong_where(name: str, change=lambda y: 1.25 * y):
@@ -301,16 +263,6 @@ class TestCache:
             kept.save()
         assert cache.read_bytes() == before
 
-    def test_of_any_umask_is_read_again(self, cache):
-        before = os.umask(0)
-        try:
-            kept = TuningCache()
-            kept.keep(AFFINE, {"mlx": 2.0})
-            kept.save()
-        finally:
-            os.umask(before)
-        assert TuningCache().times == {AFFINE: {"mlx": 2.0}}
-
     def test_keeps_what_others_wrote_meanwhile(self, cache):
         first, second = TuningCache(), TuningCache()
         for kept, name in ((first, "a"), (second, "b")):
@@ -319,21 +271,6 @@ class TestCache:
         first.save()
         second.save()
         assert TuningCache().times == {"a": {"mlx": 2.0}, "b": {"mlx": 2.0}}
-
-    def test_of_two_processes_at_once_is_whole(self, tmp_path):
-        text = (
-            "import sys; from pathlib import Path; from gearbx_mlx.kernels.tuner import TuningCache\n"
-            "for i in range(40):\n"
-            "    kept = TuningCache(Path(sys.argv[1]))\n"
-            "    kept.times; kept.keep(f'{sys.argv[2]} {i}', {'mlx': 1.0}); kept.save()\n"
-        )
-        file = tmp_path / "tuning.json"
-        commands = [[sys.executable, "-W", "error", "-c", text, str(file), name] for name in "ab"]
-        processes = [subprocess.Popen(command) for command in commands]
-        assert [process.wait() for process in processes] == [0, 0]
-        found = TuningCache(file).times
-        assert {"a 39", "b 39"} & found.keys()
-        assert [path.name for path in tmp_path.iterdir()] == ["tuning.json"]
 
     def test_keeps_the_newest_machines(self, cache):
         cache.write_text(json.dumps({"machines": {f"old {i}": {} for i in range(40)}}))
@@ -412,14 +349,6 @@ SLOW, FAST = mx.ones((160, 160)), mx.ones((8, 8))
 
 def product(matrix: mx.array):
     return lambda: [matrix @ matrix]
-
-
-def test_the_graph_is_built_before_the_clock_starts():
-    def make() -> list[mx.array]:
-        time.sleep(0.2)
-        return [FAST + 1]
-
-    assert seconds_of(make) < 0.2
 
 
 def test_small_launches_are_many_and_large_ones_few():

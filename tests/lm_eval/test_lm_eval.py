@@ -15,7 +15,6 @@ from lm_eval.api.registry import get_model
 from mlx_lm.evaluate import MLXLM
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.lm_eval import main
 from gearbx_mlx.lm_eval.run import GearbxLM
 from gearbx_mlx.loading import DEMO_MODEL
 
@@ -55,13 +54,6 @@ def test_the_top_gear_scores_and_writes_as_mlx_lm(mode):
     assert "." not in written
 
 
-def test_a_span_goes_on_after_the_token_that_ends_a_text():
-    model = GearbxLM(gears="4:16", mode="static")
-    end = model.tokenizer.eos_token_id
-    assert len(list(model.scored([5, 6], [end, 7, 8]))) == 3
-    assert model.tokenizer.eos_token_ids
-
-
 def test_a_mode_has_the_scores_of_its_gears_where_it_is_in_them():
     low = scores(GearbxLM(gears="2:16", mode="static", gear=2))
     top = scores(GearbxLM(gears="2:16", mode="static"))
@@ -91,17 +83,6 @@ def test_mistakes(capsys):
         with pytest.raises(SystemExit, match="2"):
             GearbxLM(**{name: "x"})
         assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError])
-def test_what_lm_eval_itself_refuses_is_one_line(monkeypatch, capsys, kind):
-    def refuse():
-        raise kind("Tasks not found:\n nosuch")
-
-    monkeypatch.setattr("gearbx_mlx.lm_eval.run.cli_evaluate", refuse)
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert capsys.readouterr().err == "error: lm-eval: Tasks not found: nosuch\n"
 
 
 def test_the_command_runs_a_task(tmp_path):

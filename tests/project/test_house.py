@@ -118,12 +118,6 @@ def test_every_command_shows_its_help_without_extras(name):
     assert f"gearbx_mlx {name}" in done.stdout.partition("\n")[0]
 
 
-@pytest.mark.slow
-def test_a_text_is_written_without_extras():
-    done = without_extras("generate", "--max-tokens", "2", "--verbose", "False")
-    assert (done.returncode, done.stdout != "") == (0, True), done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

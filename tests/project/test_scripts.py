@@ -77,14 +77,3 @@ def test_mlx_lms_tests_pass_with_our_models(tests, file, expression):
     plain, *wrapped = [int(cell) for cell in row.split("|")[2:6]]
     assert plain > 0
     assert wrapped == [plain] * 3
-
-
-@pytest.mark.processes
-def test_a_test_that_fails_with_a_wrapper_alone_is_named(tmp_path):
-    text = "from mlx_lm import load\n\ndef test_x():\n    assert type(load('any/model')[0]).__name__ == 'Model'\n"
-    (tmp_path / "test_server.py").write_text(text)
-    command = [*RUN, "--tests", str(tmp_path), "--only", "server", "--wrapper", "GearedModel"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "| test_server | 1 | 0 |" in done.stdout
-    assert "test_server: test_x: GearedModel: " in done.stdout

@@ -139,15 +139,6 @@ class TestCommand:
         assert ended[0].stderr.startswith("error: rank 1 differs from rank 0: the model's fingerprint is ")
         assert (ended[0].stdout, ended[1].stdout, ended[1].stderr) == ("", "", "")
 
-    def test_flags_of_one_process_are_refused(self, tmp_path):
-        ended = run_ranks(2, [*GENERATE, "--target-tps", "5"])
-        assert [rank.status for rank in ended] == [2, 2]
-        assert ended[0].stderr == (
-            "error: --target-tps is for one process, and these are 2 ranks: "
-            "the clock and the state of one machine would choose the gears of all\n"
-        )
-        assert ended[1].stderr == ""
-
 
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("when", ["prefill", "decode"])
@@ -245,14 +236,6 @@ def test_two_ranks_write_the_texts_of_one_process_and_read_half(tmp_path):
         what = "every rank reads the others, norms and a tied head whole"
         assert rank["said"][-1] == f"{what}: {shared} of {read} bytes a token"
     assert "this rank has rows 128-255 of 256" in "".join(two[1]["said"])
-
-
-def test_four_ranks_write_the_texts_of_one_process(wide, tmp_path):
-    """In format exact; two ranks do in planes."""
-    keywords = {"format": "exact", "ladder": "4,16"}
-    one, four = facts(wide, keywords=keywords), on_ranks(4, tmp_path, wide, keywords=keywords)
-    assert [rank["texts"] for rank in four] == [one["texts"]] * 4
-    assert [rank["numbers"] for rank in four] == [one["numbers"]] * 4
 
 
 @pytest.mark.parametrize("quantized", [False, True])

@@ -74,20 +74,15 @@ def rank(monkeypatch):
 
 
 class TestRank0:
-    def test_shows_the_error_of_another_rank_and_ends_all(self, rank):
+    @pytest.mark.parametrize(("status", "shown"), [(2, 2), (0, 1)])
+    def test_shows_the_error_of_another_rank_and_ends_all(self, rank, status, shown):
         first = rank(0)
-        first.far[1].send(error="--temp is -1", status=2)
+        first.far[1].send(error="--temp is -1", status=status)
         assert first.ended.wait(ENOUGH)
-        assert first.status == [2]
+        assert first.status == [shown]
         assert first.shown == ["rank 1: --temp is -1"]
-        assert first.far[2].receive() == {"status": 2, "text": None}
+        assert first.far[2].receive() == {"status": shown, "text": None}
         assert first.killed == [os.getpid()]  # its own work removes files that are half written
-
-    def test_an_error_without_a_status_is_one(self, rank):
-        first = rank(0)
-        first.far[1].send(error="left", status=0)
-        assert first.ended.wait(ENOUGH)
-        assert first.status == [1]
 
     def test_says_which_rank_is_gone(self, rank):
         first = rank(0)

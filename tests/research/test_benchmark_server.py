@@ -33,16 +33,6 @@ def test_a_server_that_does_not_serve_says_why():
         server(model="nowhere", kernels=["mlx"])
 
 
-def test_a_stream_is_the_whole_answer_and_times_its_pieces(url):
-    with Client(url) as client:
-        whole, stream = (client.ask(ClientRequest(WORD_PROBLEM, 12, stream)) for stream in (False, True))
-    assert (whole.text, whole.tokens) == (stream.text, stream.tokens)
-    assert whole.tokens == 12
-    assert 0 < stream.first < stream.seconds
-    assert stream.tokens_per_second == 11 / (stream.seconds - stream.first)
-    assert whole.tokens_per_second == 12 / whole.seconds
-
-
 def test_a_server_of_loopback_is_found_where_the_environment_names_a_proxy(url, monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")

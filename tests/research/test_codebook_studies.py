@@ -10,15 +10,7 @@ from conftest import heavy, tiny_model
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.formats import codebook
 from research import codebook as codebook_study
-from research.codebook import (
-    as_mixture,
-    bounded,
-    grouped_error,
-    needed,
-    points_table,
-    row_curve,
-    squared_error,
-)
+from research.codebook import as_mixture, grouped_error, row_curve, squared_error
 from research.conservation import compiled
 
 TOKENS = mx.array([[(7 * i + i * i) % 50 for i in range(24)]])
@@ -61,24 +53,3 @@ def test_a_product_of_bytes_is_nearly_that_of_the_weights(tmp_path):
     codebook_study.bytes_call(library, arrays, x, y)()
     wanted = x @ np.array(codebook.decode(arrays, 4, 256)).T
     assert 0 < np.abs(y - wanted).max() < 0.05 * np.abs(wanted).max()
-
-
-ROWS = [
-    {"strict": 0.99, "lazy": lazy, "steady": steady, "spike": 3 * 10**8, "reserve": 2 * 10**8, "effective_bits": 3.0}
-    | {"kl": kl, "looped": 0, "outcome": outcome}
-    for lazy, steady, kl, outcome in (
-        *((0.8, 10**8, 1.2, "KL 1.2 above 0.5"), (0.9, 2 * 10**8, 0.1, "fits")),
-        *((0.95, 3 * 10**8, 0.05, "fits"), (0.99, 4 * 10**8, 0.01, "fits")),
-    )
-]
-
-
-def test_the_table_has_the_reserve_and_both_boundaries():
-    assert [needed(row) for row in ROWS] == [3 * 10**8, 4 * 10**8, 5 * 10**8, 6 * 10**8]
-    tried = bounded(ROWS, 4.5e8)
-    assert [row["outcome"] for row in tried] == ["KL 1.2 above 0.5", "fits", "over budget"]
-    lines = points_table(tried).splitlines()
-    assert "reserve" in lines[0]
-    assert "0.2 GB" in lines[2]
-    assert "| - | - | over budget |" in lines[4]
-    assert bounded(ROWS, 1e9) == ROWS

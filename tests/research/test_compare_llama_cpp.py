@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from conftest import normal, tiny_model, weights_of
 
-from research.llama_cpp import THEIRS, gguf_name, interleaved, rows_of, spent_in_turn, write_gguf
+from research.llama_cpp import gguf_name, interleaved, write_gguf
 
 HEADS, SIZE = 3, 8
 
@@ -49,26 +49,3 @@ def test_a_gguf_has_every_weight_of_the_model(tmp_path):
         for name, count in heads.items():
             weight = interleaved(weight, count) if name in path else weight
         assert np.array_equal(found[gguf_name(path)], weight), path
-
-
-def test_sides_are_timed_in_turn_and_compared_trial_by_trial():
-    order = []
-
-    def clock(name: str, seconds: list[float]):
-        return lambda: (order.append(name), seconds.pop(0))[1]
-
-    clocks = {"int8": clock("int8", [9, 1, 2, 4]), THEIRS: clock("theirs", [9, 3, 2, 2])}
-    spent, bandwidth = spent_in_turn(clocks, 3, iter([7, 20, 30, 10]).__next__)
-    assert order == ["int8", "theirs"] * 4
-    assert spent == {"int8": [1, 2, 4], THEIRS: [3, 2, 2]}
-    assert bandwidth == 20
-    assert rows_of(spent, {"bits": 4}) == [
-        {
-            "bits": 4,
-            "activations": "int8",
-            "tokens_per_second": 0.5,
-            "llama_cpp_tokens_per_second": 0.5,
-            "ratio": 1,
-            "spread": [0.5, 3],
-        }
-    ]

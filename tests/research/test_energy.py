@@ -28,14 +28,6 @@ def test_packages_count_with_their_memory_and_without_their_cores(tmp_path):
     assert meter.joules() == pytest.approx(2.25)
 
 
-def test_the_whole_platform_counts_alone_where_there_is_such_a_zone(tmp_path):
-    zone(tmp_path, "intel-rapl:0", "package-0", 0)
-    platform = zone(tmp_path, "intel-rapl:1", "psys", 4_000_000)
-    meter = energy.Rapl(tmp_path)
-    platform.write_text("9000000")
-    assert (meter.name, meter.joules()) == ("psys", pytest.approx(5.0))
-
-
 def test_a_counter_may_begin_again_more_than_once(tmp_path):
     file = zone(tmp_path, "intel-rapl:0", "package-0", 9_000_000)
     meter = energy.Rapl(tmp_path)

@@ -75,20 +75,6 @@ def test_what_heads_add_is_the_output_of_attention(architecture, model):
         np.testing.assert_allclose(np.array(call.attended.probabilities().sum(axis=-1)), 1, atol=1e-5)
 
 
-def test_sinks_take_a_part_and_a_mask_hides():
-    random = np.random.default_rng(0)
-    queries, keys = (mx.array(random.standard_normal((1, heads, 4, 8)).astype(np.float32)) for heads in (4, 2))
-    sinks = mx.array([0.0, 1.0, 2.0, 3.0])
-    seen = np.tril(np.ones((4, 4), bool))
-    plain = attention.Attended(queries, keys, keys, 0.5, mx.array(seen)).probabilities()
-    causal = attention.Attended(queries, keys, keys, 0.5, "causal", sinks).probabilities()
-    scores = 0.5 * np.array(queries[0]) @ np.repeat(np.array(keys[0]), 2, axis=0).swapaxes(1, 2)
-    shares = np.where(seen, np.exp(scores), 0)
-    np.testing.assert_allclose(np.array(plain), shares / shares.sum(-1, keepdims=True), rtol=1e-4, atol=1e-6)
-    whole = shares.sum(-1, keepdims=True) + np.exp(np.array(sinks))[:, None, None]
-    np.testing.assert_allclose(np.array(causal), shares / whole, rtol=1e-4, atol=1e-6)
-
-
 def test_an_error_in_one_projection_is_that_of_its_own_output(model):
     rows = attention_errors(model, [TOKENS], lambda weight: 1.1 * weight, first=0)
     by_part = {part: [row for row in rows if row["part"] == part] for part in PARTS}
@@ -117,28 +103,3 @@ def test_every_kind_of_attention_is_analysed(architecture):
     for row in analysis.kv_errors(gearbox, [TOKENS], [low, high], [8]):
         assert row["kl"] > 0
         assert 0 <= row.get("keys", 0) < 1  # window caches that the text overruns do not keep the whole text
-
-
-@pytest.fixture(scope="module")
-def gearbox():
-    return Gearbox(tiny_model(), "4,16")
-
-
-def test_the_error_of_entries_is_by_the_gear_that_wrote_them(gearbox):
-    low, high = gearbox.ladder
-    rows = analysis.kv_errors(gearbox, [TOKENS], [low, high], [8, 64])
-    assert [(row["length"], row["gear"], row["positions"]) for row in rows] == [
-        (8, low.name, 24), (8, high.name, 16), (64, low.name, 40), (64, high.name, 0),
-    ]  # fmt: skip
-    exact, logprobs = analysis.written(gearbox, TOKENS, [(0, 40, high)])
-    made, changed = analysis.written(gearbox, TOKENS, analysis.runs_of([low, high], 40, 8))
-    by_low = np.arange(40) // 8 % 2 == 0
-    for row, wrote in zip(rows, (by_low, ~by_low)):
-        for kind, name in enumerate(("keys", "values")):
-            a, b = (
-                np.concatenate([np.array(c.state[kind])[:, :, :40][:, :, wrote] for c in each])
-                for each in (made, exact)
-            )
-            assert row[name] == pytest.approx(np.square(a - b).sum() / np.square(b).sum(), rel=1e-3)
-        kl = (np.exp(logprobs) * (logprobs - changed)).sum(axis=-1).mean() / np.log(2)
-        assert row["kl"] == pytest.approx(kl, rel=1e-2, abs=1e-7)

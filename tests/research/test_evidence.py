@@ -26,19 +26,8 @@ def test_commands_of_a_page_are_those_that_write_a_report():
     train, evaluate = evidence.page_commands(PAGE)
     assert train == "OMP_NUM_THREADS=1 python scripts/train.py --data DIR --out small --steps 10"
     script = str(ROOT / "scripts" / "train.py")
-    expected = [
-        "env",
-        "OMP_NUM_THREADS=1",
-        sys.executable,
-        script,
-        "--data",
-        "/texts",
-        "--out",
-        "small",
-        "--steps",
-        "10",
-    ]
-    assert evidence.runnable(train, Path("/texts")) == expected
+    flags = ["--data", "/texts", "--out", "small", "--steps", "10"]
+    assert evidence.runnable(train, Path("/texts")) == ["env", "OMP_NUM_THREADS=1", sys.executable, script, *flags]
     assert evidence.runnable(evaluate, Path("/texts"))[:4] == ["env", sys.executable, "-m", "gearbx_mlx"]
 
 

@@ -17,7 +17,6 @@ from research.evaluation.answers import (
     read_problems,
     score,
 )
-from research.final_answers import WAYS as WAYS_OF_TABLE
 from research.final_answers import final_answers
 
 SAMPLE = Path(__file__).parents[1] / "data" / "math_sample.jsonl"
@@ -145,17 +144,6 @@ def solved(tmp_path_factory):
 
 @pytest.mark.slow
 class TestStudy:
-    def test_has_a_row_for_each_way(self, solved):
-        _, found = solved
-        rows = found.data["policies"]
-        assert [row["policy"] for row in rows] == WAYS
-        assert [row["tokens"] for row in rows] == [24, 24, 24]
-        assert (
-            rows[1]["weight_bytes_per_token"] < rows[2]["weight_bytes_per_token"] <= rows[0]["weight_bytes_per_token"]
-        )
-        assert rows[0]["by_level"] == {"Level 1": [0, 1], "Level 2": [0, 1]}
-        assert "| policy | Geometry | Prealgebra |" in found.tables["by_type"]
-
     def test_goes_on_where_it_ended_and_makes_the_table_again(self, solved, tmp_path):
         out, found = solved
         before = {way: (out / f"{way}.jsonl").read_text() for way in WAYS}
@@ -169,12 +157,6 @@ class TestStudy:
         assert final_answers(SAMPLE, copy, **HOW).tables == found.tables
         assert {way: (copy / f"{way}.jsonl").read_text() for way in WAYS} == before
         assert final_answers(SAMPLE, copy, **HOW | {"only_table": True}).tables == found.tables
-
-    def test_draws_every_way(self, solved, tmp_path):
-        _, found = solved
-        (draw,) = found.pictures.values()
-        draw(tmp_path / "picture.svg")
-        assert all(WAYS_OF_TABLE[way].label in (tmp_path / "picture.svg").read_text() for way in WAYS)
 
     def test_an_unknown_way_is_named(self, tmp_path):
         with pytest.raises(GearbxError, match="--ways 7: choose from 16, 8"):

@@ -19,14 +19,6 @@ def report(tmp_path_factory):
 
 @pytest.mark.slow
 class TestReport:
-    def test_every_policy_is_in_it_with_all_its_numbers(self, report):
-        names = [row["name"] for row in report["policies"]]
-        shifting = [f"{p}-0.25" for p in ("random", "route", "kickdown", "inverted", "oracle")]
-        assert sorted(names) == sorted(["static-3", "static-8", "static-16", *shifting, "lossless"])
-        for row in report["policies"]:
-            assert sum(bucket["tokens"] for bucket in row["buckets"]) == report["tokens"] == 160
-            assert row["perplexity_ratio"] == pytest.approx(row["perplexity"] / report["reference"]["perplexity"])
-
     def test_bytes_of_a_token_computed_again_are_counted_twice(self, report):
         rows = {row["name"]: row for row in report["policies"]}
         low, top = (rows[name]["weight_bytes_per_token"] for name in ("static-3", "static-16"))
@@ -44,12 +36,6 @@ class TestReport:
         }
         assert change["oracle"] < change["kickdown"] < -0.1
         assert change["inverted"] > 0.05
-
-    def test_lossless_loses_nothing_and_reads_less(self, report):
-        rows = {row["name"]: row for row in report["policies"]}
-        assert rows["lossless"]["kl_max"] < 1e-6
-        assert rows["lossless"]["top1_agreement"] == 1
-        assert rows["lossless"]["weight_bytes_per_token"] < 0.7 * rows["static-16"]["weight_bytes_per_token"]
 
 
 @pytest.mark.slow

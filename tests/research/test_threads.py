@@ -7,7 +7,7 @@ import pytest
 from gearbx_mlx.formats import groupwise
 from gearbx_mlx.formats.rowwise import pack_symmetric_codes
 from research.conservation import compiled
-from research.threads import SCALAR_SOURCE, emulated, scalar, w4a8
+from research.threads import SCALAR_SOURCE, emulated, scalar
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +31,3 @@ class TestBaselines:
     def test_whole_matrices(self, product):
         packed, scales, x, expected = product
         assert np.allclose(emulated(*map(np.array, (packed, scales, x))), expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_study(tmp_path):
-    found = w4a8(rows=48, cols=128, megabytes=1, most=2, trials=2)
-    rows = found.data
-    names = ["4 bits, numpy", "4 bits, scalar"]
-    names += [name for name in ("float32", "4 bits, weight-only", "W4A16", "W4A8") for _ in range(2)]
-    assert [row["implementation"] for row in rows] == names
-    assert [row["threads"] for row in rows] == [1, 1, 1, 2, 1, 2, 1, 2, 1, 2]
-    for row in rows:
-        assert row["spread"][0] <= row["times_float32"] <= row["spread"][1]
-        assert row["bytes"] == (48 * 128 * 4 if row["implementation"] == "float32" else 48 * 4 * (16 + 4))
-    picture = tmp_path / "w.svg"
-    found.pictures["w4a8.png"](picture)
-    assert "W4A8 at the read bandwidth" in picture.read_text()

@@ -66,14 +66,3 @@ def test_texts_that_climb(gearbox, tokenizer, prompts):
         assert (text.tokens, text.passes) == alone(gearbox, tokenizer, prompt, Kickdown(THRESHOLDS, prompt_gear="high"))
         assert sum(map(len, text.entropies)) == sum(text.passes)
     assert all(sum(text.passes[1] for text in texts) for text in texts)  # or no text climbed
-
-
-def test_a_text_that_ends_leaves_the_others_alone(gearbox, tokenizer, prompts):
-    top = gearbox.ladder.top
-    mode = Static("high")
-    expected = [alone(gearbox, tokenizer, prompt, mode)[0] for prompt in prompts]
-    end = expected[0][5]
-    choosers = [Shifting(gearbox, mode.text(gearbox, tokenizer, prompt)) for prompt in prompts]
-    texts = together(gearbox, prompts, [top] * len(prompts), choosers, {end})
-    for tokens, text in zip(expected, texts):
-        assert text.tokens == (tokens[: tokens.index(end) + 1] if end in tokens else tokens)

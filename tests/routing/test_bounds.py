@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gearbx_mlx import GearbxError
-from gearbx_mlx.routing.bounds import BoundedRouting, Rounding, bits, entropy_bounds, is_bfloat16, rounding_of
+from gearbx_mlx.routing.bounds import BoundedRouting, Rounding, bits, entropy_bounds, rounding_of
 from gearbx_mlx.routing.gates import RUN_AHEAD, Monitor, ThresholdGate, replay
 
 ROUNDED = 1e-9  # of sums of float64, on either side
@@ -70,15 +70,6 @@ def test_the_lower_bound_is_attained_by_a_packed_rest(probabilities, data):
 
 
 @given(distributions(), st.data())
-def test_a_longer_list_never_widens_the_bounds(probabilities, data):
-    k = data.draw(st.integers(1, len(probabilities)))
-    low, high = entropy_bounds(logs(probabilities[:k]), len(probabilities))
-    for more in range(k + 1, len(probabilities) + 1):
-        lower, higher = entropy_bounds(logs(probabilities[:more]), len(probabilities))
-        assert low - ROUNDED <= lower <= higher <= high + ROUNDED
-
-
-@given(distributions(), st.data())
 def test_any_listed_tokens_bracket_the_entropy_where_nothing_is_known_of_the_others(probabilities, data):
     listed = data.draw(st.sets(st.integers(0, len(probabilities) - 1), min_size=1))
     low, high = entropy_bounds(logs(probabilities[i] for i in sorted(listed)), len(probabilities), unlisted=0.0)
@@ -111,13 +102,6 @@ def test_what_a_server_computes_in_any_type_brackets_the_entropy(dtype, shift, s
         assert low <= entropy(probabilities) <= high
 
 
-@given(distributions(), st.integers(2, 6))
-def test_decimals_bracket_the_entropy(probabilities, digits):
-    given = [round(max(value, -700), digits) for value in logs(probabilities[:5])]
-    low, high = entropy_bounds(given, len(probabilities), rounding_of(given))
-    assert low - ROUNDED <= entropy(probabilities) <= high + ROUNDED
-
-
 @pytest.mark.parametrize(
     ("logprobs", "words"),
     [
@@ -133,13 +117,6 @@ def test_decimals_bracket_the_entropy(probabilities, digits):
 def test_what_no_distribution_has_is_refused(logprobs, words):
     with pytest.raises(GearbxError, match=words):
         entropy_bounds(logprobs, 8)
-
-
-@pytest.mark.parametrize(
-    ("value", "fits"), [(1.0, True), (-3.25, True), (0.0, True), (1 + 2.0**-8, False), (0.1, False)]
-)
-def test_which_numbers_are_bfloat16(value, fits):
-    assert is_bfloat16(value) == fits
 
 
 VOCABULARY = 4096

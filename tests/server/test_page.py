@@ -5,21 +5,141 @@ import re
 import time
 from types import SimpleNamespace
 
+import chromium
 import httpx
 import pytest
-from fastapi import APIRouter
-from http_server import in_the_making
-from page_in_browser import CONTRASTS, PLACES, QUESTION, Page, chromium, chunk
+from http_server import in_the_making, served
 
+from gearbx_mlx.serving import app
+from gearbx_mlx.serving.answers import event_text
 from gearbx_mlx.serving.job import Batch
-from gearbx_mlx.serving.web import Gatekeeper, Guard, Server, application, front
-from gearbx_mlx.telemetry.trace import LOOKUP_COLOR, gear_color
+from gearbx_mlx.serving.web import Gatekeeper, Guard, event_stream
+from gearbx_mlx.telemetry.trace import gear_color
 
 pytestmark = pytest.mark.browser
 
-pytest_plugins = ["page_fixtures"]
-
 GEARS = ("low", "mid", "high")
+QUESTION = "Tom has 5 apples and buys 7 more. How many does he have?"
+
+
+class Page:
+    """The page in a browser; `driver` is Selenium's."""
+
+    def __init__(self, driver):
+        self.driver = driver
+
+    def run(self, script, *arguments):
+        return self.driver.execute_script(script, *arguments)
+
+    def open(self, url):
+        self.driver.get(url)
+        self.run("sessionStorage.clear()")
+
+    def find(self, selector):
+        return self.driver.find_element("css selector", selector)
+
+    def all(self, selector):
+        return self.driver.find_elements("css selector", selector)
+
+    def text(self, selector):
+        return self.run("return document.querySelector(arguments[0])?.textContent ?? null", selector)
+
+    def choose(self, select, value):
+        self.find(f"#{select} option[value='{value}']").click()
+
+    def send(self, text, key="\ue007"):
+        self.find("#message").send_keys(text + key)
+
+    def wait(self, condition, seconds=60):
+        """Until `condition()` is true; returns what it is then."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"not in {seconds} s; the page says {self.text('#problem')!r}"
+            time.sleep(0.02)
+        return found
+
+    def answer(self):
+        """The last answer's tokens, once it has ended: text, colour and title of each, and the page's own points."""
+        self.wait(lambda: self.run("return running === null && answers.length > 0"))
+        return self.run("""const answer = answers.at(-1);
+            return {text: answer.text, points: answer.points.map(({gear, entropy, mean}) => ({gear, entropy, mean})),
+              spans: [...answer.turn.querySelectorAll(".token")].map((span) =>
+                ({text: span.textContent, color: span.style.getPropertyValue("--gear"), title: span.title}))}""")
+
+
+def chunk(text, *tokens, **further):
+    """A chunk as the server sends it; tokens are (gear, entropy, rolling mean), and perhaps who proposed each."""
+    names = "gear", "entropy", "mean_entropy", "source"
+    seen = [dict(zip(names, token)) for token in tokens]
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": None}
+    return {"choices": [choice], "gearbx": {"tokens": seen, **further}}
+
+
+# The contrast of every visible text with its background.
+CONTRASTS = """
+const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true});
+function over(colors) {  // what colours look like, the first under the others
+  canvas.clearRect(0, 0, 1, 1);
+  for (const color of colors) { canvas.fillStyle = color; canvas.fillRect(0, 0, 1, 1); }
+  const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((c) => c / 255)
+    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+}
+const found = {};
+for (const element of document.querySelectorAll("body *")) {
+  const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+  if (!own || !element.checkVisibility() || ["OPTION", "SCRIPT"].includes(element.tagName)) continue;
+  const style = getComputedStyle(element), under = [];
+  for (let each = element; each; each = each.parentElement) under.unshift(getComputedStyle(each).backgroundColor);
+  const text = element.closest("svg") ? style.fill : style.color;
+  const [dark, light] = [over(under), over([...under, text])].sort((a, b) => a - b);
+  const kind = element.className.baseVal ?? element.className;
+  found[`${element.tagName} ${element.id} ${kind} ${element.textContent}`] = (light + 0.05) / (dark + 0.05);
+}
+return found;
+"""
+
+
+@pytest.fixture(scope="module")
+def client():
+    if why := chromium.why_not():
+        pytest.skip(f"THE PAGE WAS NOT CHECKED: {why}")
+    with served(gears="4,8,16", mode="route", log_level="ERROR", max_tokens=40) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def driver(client):
+    with chromium.browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(client, driver):
+    """The page, opened again. Afterwards the console must be empty, except for the network's own errors."""
+    chromium.show_as(driver, 1000, 760)
+    page = Page(driver)
+    page.open(client.server.where)
+    page.wait(lambda: page.all("#legend .token"))
+    yield page
+    assert [entry for entry in driver.get_log("browser") if entry["source"] != "network"] == []
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Make the server stream these events instead of an answer; returns the requests that came."""
+    asked = []
+
+    def answer_with(*said, ended=True):
+        async def complete(here, body, request, dialect):
+            asked.append(request.model_dump(exclude_unset=True))
+            events = [event_text((None, one)) for one in ((*said, "[DONE]") if ended else said)]
+            return event_stream(iter(events))
+
+        monkeypatch.setattr(app, "complete", complete)
+        return asked
+
+    return answer_with
 
 
 def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
@@ -39,28 +159,6 @@ def test_tokens_appear_in_the_colour_of_their_gear_with_a_point_each(page):
     assert len(page.run("return [...document.querySelector('#trace .mean').points]")) == 40
     assert len(page.all("#trace .threshold")) == 2
     assert page.find("#message").get_attribute("value") == ""
-
-
-def test_the_palette_is_that_of_the_terminal_and_the_pictures(page):
-    for gears in range(1, 8):
-        found = page.run("return Array.from({length: arguments[0]}, (_, i) => gearColor(i, arguments[0]))", gears)
-        assert found == [gear_color(index, gears) for index in range(gears)]
-
-
-def test_the_summary_has_the_servers_figures(page):
-    page.choose("mode", "lossless")
-    page.send(QUESTION)
-    points = page.answer()["points"]
-    low = sum(point["gear"] == "low" for point in points)  # tokens that were drafted and accepted
-    summary = page.text(".summary")
-    assert summary.startswith("longest answer · 40 tokens · ")
-    found = int(re.search(r"low (\d+) %", summary)[1])
-    assert low > 0
-    assert abs(found - low / 0.4) <= 0.5
-    share, drafted = map(int, re.search(r"(\d+) % of (\d+) drafted accepted", summary).groups())
-    assert round(share * drafted / 100) == low
-    assert f"mean entropy {sum(point['entropy'] for point in points) / 40:.2f} bits" in summary
-    assert float(re.search(r"([\d.]+) MB of weights per token", summary)[1]) > 0
 
 
 def test_mode_and_gear_are_those_that_were_chosen(page):
@@ -119,84 +217,6 @@ def test_several_turns_are_one_conversation_until_reset(page, scripted):
     assert len(asked[2]["messages"]) == 1
 
 
-def test_what_was_looked_up_has_its_own_colour_share_and_line(page, scripted):
-    said = (
-        ("low", 1.0, 1.0, "draft"),
-        ("high", 0.5, 1.0, "lookup"),
-        ("high", 0.5, 1.0, "lookup"),
-        ("high", 3.0, 1.0, "model"),
-    )
-    scripted(*(chunk(text, token) for text, token in zip(("One", " two", " three", " four"), said)))
-    page.send("Count")
-    page.answer()
-    colors = page.run(
-        "return [...document.querySelectorAll('.answer .token')].map((one) => one.style.getPropertyValue('--gear'))"
-    )
-    assert colors == [gear_color(0, 3), LOOKUP_COLOR, LOOKUP_COLOR, gear_color(2, 3)]
-    assert "low 25 %, high 25 %, looked up 50 %" in page.text(".summary")  # and nothing of mid, which wrote nothing
-    assert "looked up" in page.text("#legend")
-    page.find("#reset").click()
-    assert "looked up" not in page.text("#legend")
-
-
-def test_pointing_at_a_token_shows_its_gear_and_entropy(page, scripted):
-    scripted(chunk("One", ("low", 1.25, 1.0)), chunk(" two", ("mid", 0.5, 1.0), ("high", 3.5, 2.0)))
-    page.send("Count")
-    page.answer()
-    page.find("#message").click()
-    spans = page.all(".token[title]")
-    page.point_at(spans[0])
-    assert page.text("#readout") == "token 1: low, 1.25 bits"
-    assert [len(page.all(f"{kind}.chosen")) for kind in (".token", ".point")] == [1, 1]
-    assert spans[1].get_attribute("title") == "mid, 0.50 bits; high, 3.50 bits"
-    page.find("#trace").send_keys("\ue010")  # End
-    assert page.text("#readout") == "token 3: high, 3.50 bits"
-    page.find("#trace").send_keys("\ue012")  # left
-    assert page.find("#trace").get_attribute("aria-valuetext") == "token 2: mid, 0.50 bits"
-
-
-def test_a_server_without_gears_is_a_plain_chat(page, scripted):
-    asked = scripted({"choices": [{"delta": {"content": "Plain."}}]})
-    page.run("settings = {}; gears = []; fill($('mode'), []); fill($('gear'), []);")
-    page.send("Hello")
-    assert page.answer()["text"] == page.text(".answer") == "Plain."
-    assert "gearbx" not in asked[0]
-
-
-def test_settings_are_sent_with_a_message(page, scripted):
-    asked = scripted(chunk("Yes."))
-    page.find("#more summary").click()
-    for name, value in {"system": "Be brief.", "temperature": "0.7", "top_p": "0.9", "max_tokens": "12"}.items():
-        page.find(f"#{name}").send_keys(value)
-    page.send("Hello")
-    page.answer()
-    assert {name: asked[0][name] for name in ("temperature", "top_p", "max_tokens")} == {
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "max_tokens": 12,
-    }
-    assert [(turn["role"], turn["content"]) for turn in asked[0]["messages"]] == [
-        ("system", "Be brief."),
-        ("user", "Hello"),
-    ]
-
-
-def test_an_answer_is_formatted_copied_and_asked_for_again(page, scripted):
-    asked = scripted(chunk("# Sum\n\n- **five** <b>\n- `7`\n\n```\na + b\n```"))
-    page.send("Hello")
-    page.answer()
-    page.find(".tools button").click()
-    shown = page.run("return document.querySelector('.formatted').innerHTML")
-    code = '<pre class=""><code class="">a + b</code></pre>'
-    items = '<li class=""><strong class="">five</strong> &lt;b&gt;</li><li class=""><code class="">7</code></li>'
-    assert shown == f'<h3 class="">Sum</h3><ul class="">{items}</ul>{code}'
-    page.run("[...document.querySelectorAll('.tools button')].at(-1).click()")
-    page.answer()
-    assert len(asked) == 2
-    assert [turn["content"] for turn in asked[1]["messages"]] == ["Hello"]
-    assert len(page.all(".turn")) == 1
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
     chromium.show_as(page.driver, 1000, 760, scheme)
@@ -206,19 +226,6 @@ def test_text_has_a_contrast_of_4_5(page, scripted, scheme):
     found = page.run(CONTRASTS)
     assert len(found) > 15
     assert {name: contrast for name, contrast in found.items() if contrast < 4.5} == {}
-
-
-def test_nothing_moves_while_an_answer_grows(page, scripted):
-    for width in (1000, 360):
-        chromium.show_as(page.driver, width, 700)
-        page.run("reset()")
-        before = page.run(PLACES)
-        scripted(*(chunk(" word", ("mid", 2.0, 2.0)) for _ in range(300)), {"error": {"message": "no " * 200}})
-        page.send("Hello " * 40)
-        page.answer()
-        assert page.run(PLACES) == before
-        assert page.run("return document.documentElement.scrollWidth") == width
-        assert page.run("return document.documentElement.scrollHeight") == 700
 
 
 def test_everything_has_a_name_for_those_who_do_not_see_it(page, scripted):
@@ -269,7 +276,6 @@ def ask_for_a_key(monkeypatch):
     )
 
 
-@pytest.mark.browser
 def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     ask_for_a_key(monkeypatch)
     page.driver.refresh()  # the list of models needs it too
@@ -286,7 +292,6 @@ def test_the_key_is_asked_for_and_kept_for_the_tab(page, monkeypatch):
     assert not page.find("#ask").is_displayed()
 
 
-@pytest.mark.browser
 def test_an_error_of_the_server_is_one_line(page):
     page.run("document.getElementById('message').value = 'word '.repeat(600)")
     page.send("")
@@ -299,7 +304,6 @@ def test_an_error_of_the_server_is_one_line(page):
     page.answer()
 
 
-@pytest.mark.browser
 def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     scripted(chunk("Half", ("low", 1.0, 1.0)), ended=False)
     page.send("Hello")
@@ -309,7 +313,6 @@ def test_an_answer_that_breaks_off_keeps_what_came(page, scripted):
     assert page.text(".summary").startswith("broken off · 1 token · ")
 
 
-@pytest.mark.browser
 def test_hostile_text_is_text(page, scripted):
     tokens = (HOSTILE, 1.0, 1.0), ("low", 1.0, 1.0)
     error = {"error": {"message": HOSTILE}}
@@ -320,39 +323,3 @@ def test_hostile_text_is_text(page, scripted):
     assert page.text(".answer") == HOSTILE + HOSTILE
     assert page.all("img") == []
     assert page.run("return window.hacked ?? null") is None
-
-
-@pytest.mark.browser
-def test_even_a_script_in_the_page_would_not_run(page):
-    page.run(
-        """const script = document.createElement("script");
-        script.textContent = "window.hacked = 1";
-        document.body.append(script);
-        document.body.insertAdjacentHTML("beforeend", arguments[0]);""",
-        HOSTILE,
-    )
-    time.sleep(0.1)
-    assert page.run("return window.hacked ?? null") is None
-    refused = [entry["message"] for entry in page.driver.get_log("browser")]
-    assert any("Content Security Policy" in message for message in refused)
-
-
-@pytest.mark.browser
-def test_a_server_that_has_gone(driver):
-    router = APIRouter()
-    router.include_router(front)
-
-    @router.get("/v1/models")
-    async def models():  # of a server that has no gears
-        return {"data": [{"id": "other"}]}
-
-    page = Page(driver)
-    with Server("127.0.0.1", 0) as server:
-        server.start(application(router, Guard()))
-        page.open(server.where)
-        page.wait(lambda: page.text("#model") == "other")
-        server.stop()
-    page.send("Hello")
-    page.wait(lambda: page.text("#problem"))
-    assert page.text("#problem") == "The server does not answer. Is it still running?"
-    assert page.find("#message").get_attribute("value") == "Hello"

@@ -1,18 +1,23 @@
 """The server's answers to clients of OpenAI, Anthropic and Prometheus, and to what its own description allows."""
 
+import contextlib
 import json
+import random
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import anthropic
+import httpx
 import jsonschema
 import openai
 import pytest
 import schemathesis
-from http_server import TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, served
+from http_server import MESSAGES, TEMPLATE, TOOL, WORD_PROBLEM, chat, complete, error_of, in_the_making, served, text_of
 from hypothesis import HealthCheck, settings
-from prometheus_client.parser import text_string_to_metric_families
 from schemathesis import checks
+from scripted_model import save_scripted
 
 from gearbx_mlx.loading import DEMO_MODEL
 from gearbx_mlx.serving.app import server_application
@@ -33,7 +38,6 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 TOO_MUCH = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(1000)}}  # compiles, but no more
 MODES = ({"gear": "high"}, {"gear": "low"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
-MESSAGES = [{"role": "user", "content": WORD_PROBLEM}]
 ASKED = {"model": "default_model", "max_tokens": 16, "messages": MESSAGES}
 
 
@@ -174,10 +178,6 @@ class TestForcedCalls:
         answer = caller.post("/v1/chat/completions", json={"messages": MESSAGES, **asked})
         assert "tool_choice" in error_of(answer)
 
-    def test_a_model_without_a_way_to_call(self, client):
-        body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
-        assert "tool_choice" in error_of(client.post("/v1/chat/completions", json=body))
-
 
 class TestSchemas:
     @pytest.mark.parametrize("gearbx", MODES, ids=str)
@@ -188,11 +188,6 @@ class TestSchemas:
         jsonschema.validate(json.loads(whole.message.content), SCHEMA)
         chunks = ours.chat.completions.create(**asked, stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.message.content
-
-    def test_with_two_models(self):
-        with served(model=str(DEMO_MODEL), small_model=str(DEMO_MODEL), mode="pair", log_level="ERROR") as client:
-            answer = complete(client, response_format=FORMAT, max_tokens=80)
-        jsonschema.validate(json.loads(answer["choices"][0]["text"]), SCHEMA)
 
     def test_answers_at_once_have_schemas_of_their_own(self, client):
         schemas = [SCHEMA, {"enum": ["yes", "no"]}, {"type": "integer", "minimum": 0, "maximum": 9}, None] * 2
@@ -214,13 +209,6 @@ class TestSchemas:
         for text, schema in zip(together, schemas):
             if schema is not None:
                 jsonschema.validate(json.loads(text), schema)
-
-    def test_prompts_that_are_cached(self, client):
-        """The constraint sees the rest of the prompt alone, or all of it."""
-        body = {"max_tokens": 80, "response_format": FORMAT, "gearbx": {"mode": "lossless"}}
-        first, again = (complete(client, "Jane has 7 apples and eats one.", **body) for _ in range(2))
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-        assert first["choices"] == again["choices"]
 
     @pytest.mark.parametrize(
         "response_format",
@@ -317,51 +305,6 @@ class TestMessages:
         ):
             stream.until_done()
 
-    def test_the_key_may_come_as_anthropics_clients_send_it(self):
-        with served(gears="4,16", log_level="ERROR", api_key="right") as client:
-            keys = {key: anthropic.Anthropic(base_url=client.server.where, api_key=key) for key in ("right", "wrong")}
-            assert keys["right"].messages.create(**ASKED).usage.output_tokens == 16
-            with pytest.raises(anthropic.AuthenticationError):
-                keys["wrong"].messages.create(**ASKED)
-
-
-def counted(client):
-    """Every sample of /metrics, by its name and its labels' values."""
-    answer = client.get("/metrics")
-    assert answer.headers["content-type"].startswith("text/plain")
-    families = text_string_to_metric_families(answer.text)
-    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
-
-
-class TestMetrics:
-    def test_what_was_served_is_counted(self):
-        with served(gears="4,16", log_level="ERROR") as client:
-            reports = [complete(client, max_tokens=20, gearbx=gearbx)["gearbx"] for gearbx in MODES]
-            client.post("/v1/completions", json={"prompt": "Once", "max_tokens": -1})
-            client.post("/secret-of-a-client", json={})
-            found = counted(client)
-        by_gear = {gear: sum(report["gear_tokens"][gear] for report in reports) for gear in ("low", "high")}
-        for gear, tokens in by_gear.items():
-            assert found["gearbx_generated_tokens_total", gear] == tokens
-            assert found["gearbx_gear_share", gear] == tokens / 100
-        assert found["gearbx_drafted_tokens_total", "draft"] == sum(report.get("drafted", 0) for report in reports)
-        assert found["gearbx_accepted_tokens_total", "draft"] == sum(report.get("accepted", 0) for report in reports)
-        read = sum(report["weight_bytes_per_token"] * 20 for report in reports)
-        assert found["gearbx_weight_bytes_read_total",] == pytest.approx(read)
-        assert found["gearbx_requests_total", "/v1/completions", "200"] == 5
-        assert found["gearbx_requests_total", "/v1/completions", "400"] == 1
-        assert found["gearbx_requests_total", "other", "404"] == 1
-        assert not any("secret" in part for key in found for part in key)
-        assert found["gearbx_time_to_first_token_seconds_count",] == 5
-        assert found["gearbx_time_per_token_seconds_count",] == 95
-        assert found["gearbx_requests_running",] == found["gearbx_requests_waiting",] == 0
-        assert found["gearbx_peak_memory_bytes",] >= found["gearbx_memory_bytes",] > 1e6
-
-    def test_the_key_is_asked_for(self):
-        with served(gears="4,16", log_level="ERROR", api_key="right") as client:
-            assert client.get("/metrics").status_code == 401
-            assert client.get("/metrics", headers={"Authorization": "Bearer right"}).status_code == 200
-
 
 OPENAPI = server_application(Guard()).openapi()
 
@@ -393,17 +336,121 @@ def test_every_answer_is_as_described(described, case):
     case.call_and_validate(base_url=described.server.where, checks=CHECKED, timeout=20)
 
 
-def test_every_route_is_described():
-    posts = {
-        "/v1/chat/completions",
-        "/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-    }
-    gets = {"/", "/health", "/metrics", "/v1/models", "/v1/models/{model}"}
-    assert {(path, *operations) for path, operations in OPENAPI["paths"].items()} == {
-        *((path, "post") for path in posts),
-        *((path, "get") for path in gets),
-    }
+GREEDY = {"model": "demo", "max_tokens": 24, "temperature": 0}
+CALL = ["<tool_call>", '{"name": "add", "arguments": {"a": 5,', ' "b": 7}}', "</tool_call>"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(gears="4,8,16", log_level="ERROR", request_timeout=2.0) as openai_client:
+        yield openai_client
+
+
+def client_of(server, **keywords):
+    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=60, **keywords)
+
+
+@pytest.fixture(scope="module")
+def openai_client(server):
+    with client_of(server) as openai_client:
+        yield openai_client
+
+
+def is_idle(server, seconds=2.0):
+    """Whether, within some seconds, nothing is computed and nothing waits."""
+    deadline = time.monotonic() + seconds
+    while in_the_making(server, waiting=True) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return in_the_making(server, waiting=True) == 0
+
+
+class TestOpenAI:
+    def test_a_chat(self, server, openai_client):
+        answer = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        expected = chat(server, temperature=0)["choices"][0]["message"]["content"]
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "length"
+        assert answer.usage.completion_tokens == 24
+        assert answer.model_extra["gearbx"]["mode"] == "lossless"
+
+    def test_a_completion_in_a_gear_of_its_own(self, server, openai_client):
+        gear = {"gearbx": {"gear": "low"}}
+        answer = openai_client.completions.create(prompt=WORD_PROBLEM, extra_body=gear, **GREEDY)
+        assert answer.choices[0].text == text_of(server, **gear)
+        assert answer.model_extra["gearbx"]["gear_tokens"]["low"] == 24
+
+    def test_the_stream_of_a_chat(self, openai_client):
+        whole = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY)
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY, **options)
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+        assert (last.choices, last.usage.completion_tokens) == ([], 24)
+
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_logprobs_of_a_chat(self, openai_client, stream):
+        wanted = {"logprobs": True, "top_logprobs": 3, "stream": stream}
+        answer = openai_client.chat.completions.create(messages=MESSAGES, **GREEDY, **wanted)
+        parts = list(answer) if stream else [answer]
+        tokens = [token for part in parts for token in part.choices[0].logprobs.content]
+        assert len(tokens) == 24
+        for token in tokens:
+            assert [one.logprob for one in token.top_logprobs] == sorted(
+                (one.logprob for one in token.top_logprobs), reverse=True
+            )
+            assert token.top_logprobs[0].token == token.token  # greedy
+            assert token.logprob == token.top_logprobs[0].logprob <= 0
+            assert bytes(token.bytes).decode(errors="replace") == token.token
+
+
+@pytest.fixture(scope="module")
+def calling(tmp_path_factory):
+    """A openai_client of a model that calls a tool."""
+    path = tmp_path_factory.mktemp("scripted") / "model"
+    save_scripted(path, CALL, TEMPLATE)
+    with served(model=str(path), gears="16", log_level="ERROR") as server, client_of(server) as openai_client:
+        yield openai_client
+
+
+class TestTools:
+    def test_a_call(self, calling):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choice = calling.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        (call,) = choice.message.tool_calls
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 5, "b": 7}
+
+    def test_a_streamed_call(self, calling):
+        asked = {"messages": MESSAGES, "tools": [TOOL], "model": "default_model", "temperature": 0}
+        choices = [chunk.choices[0] for chunk in calling.chat.completions.create(stream=True, **asked)]
+        assert choices[-1].finish_reason == "tool_calls"
+        calls = [call for choice in choices for call in choice.delta.tool_calls or []]
+        assert "".join(call.function.name or "" for call in calls) == "add"
+        assert json.loads("".join(call.function.arguments or "" for call in calls)) == {"a": 5, "b": 7}
+        assert not "".join(choice.delta.content or "" for choice in choices)
+
+
+@pytest.mark.parametrize("gearbx", [{"gear": "high"}, {"mode": "lossless"}], ids=str)
+def test_clients_leave_at_random_moments_and_others_stay(server, gearbx):
+    """The clients that stay get the same text as alone, and nothing is left of the others."""
+    drawn = random.Random(0)
+    body = {"temperature": 0, "max_tokens": 40, "gearbx": gearbx}
+
+    def leave(number):
+        asked = body | {"prompt": f"{number}. {WORD_PROBLEM}", "stream": number % 2 == 0}
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(f"{server.base_url}/v1/completions", json=asked, timeout=drawn.uniform(0.001, 0.3))
+
+    def stay(number):
+        return text_of(server, f"Number {number}: {WORD_PROBLEM}", **body)
+
+    with ThreadPoolExecutor(12) as pool:
+        leaving = [pool.submit(leave, number) for number in range(16)]
+        together = list(pool.map(stay, range(4)))
+        for one in leaving:
+            one.result()
+    assert is_idle(server)
+    assert together == [stay(number) for number in range(4)]

@@ -5,16 +5,12 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 from conftest import active_memory, save_model, tiny_model
 from http_server import WORD_PROBLEM, complete, error_of, in_the_making, served, text_of
-from mlx_lm.sample_utils import greedy_sampler
 
-from gearbx_mlx.decoding.sampling import GumbelSampler
 from gearbx_mlx.serving import job
-from gearbx_mlx.serving.requests import TextRequest, parse
 
 QUIET = {"log_level": "ERROR"}
 LONG = "Tom has 5 apples and buys 7 more. " * 30
@@ -36,17 +32,6 @@ def beside(client, others, **body):
     others()
     thread.join()
     return found[0]
-
-
-@pytest.mark.parametrize(("temperature", "kind"), [(0, type(greedy_sampler)), (0.7, GumbelSampler)])
-def test_drafts_know_the_sampler_of_a_request(demo, temperature, kind):
-    """A wrapped sampler would be asked row by row, and a dial would take a greedy request for a sampled one."""
-    request = parse(TextRequest, {"prompt": "x", "temperature": temperature})
-    here = SimpleNamespace(tokenizer=demo.tokenizer, vocabulary=4096)
-    asked = SimpleNamespace(asked=SimpleNamespace(request=request), served=here)
-    sampler = job.Job.sampler(asked, SimpleNamespace(temp=1.0, top_p=1.0, top_k=0, min_p=0.0))
-    assert type(sampler) is kind
-    assert temperature or sampler is greedy_sampler
 
 
 @pytest.mark.slow
@@ -124,14 +109,6 @@ def test_a_model_that_was_replaced_is_given_up(tmp_path):
         complete(client, WORD_PROBLEM, max_tokens=2)
         gc.collect()
         assert first() is None
-
-
-@pytest.mark.slow
-def test_a_model_that_does_not_exist_leaves_the_served_one_in_place():
-    with served(gears="4,16", allow_models=True, **QUIET) as client:
-        models, text = client.get("/v1/models").json(), text_of(client)
-        error_of(client.post("/v1/completions", json={"prompt": "x", "model": "/nowhere/at/all"}))
-        assert (client.get("/v1/models").json(), text_of(client)) == (models, text)
 
 
 @pytest.fixture(scope="module")

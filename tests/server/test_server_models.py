@@ -1,15 +1,12 @@
 """What the server can serve: pairs, quantized and geared checkpoints, draft models, controllers, other models."""
 
-import json
 import math
 import shutil
 import time
 
-import mlx_lm
 import pytest
 from conftest import save_model, tiny_model
-from http_server import WORD_PROBLEM, complete, error_of, events, served, text_of
-from mlx_lm.utils import quantize_model
+from http_server import complete, error_of, events, served, text_of
 
 from gearbx_mlx.errors import GearbxError
 from gearbx_mlx.loading import DEMO_MODEL
@@ -44,20 +41,6 @@ def test_a_pair_takes_turns(small):
 
 
 @pytest.mark.slow
-def test_a_quantized_checkpoint_of_four_bits_drafts_by_lookup(tmp_path):
-    model, config = quantize_model(tiny_model(vocab_size=4096), {}, 64, 4)
-    save_model(model, tmp_path / "quantized")
-    path = tmp_path / "quantized" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    with served(model=str(tmp_path / "quantized"), **QUIET) as client:
-        about = client.get("/v1/models").json()["data"][0]["gearbx"]
-        assert set(about["bits"].values()) == {4}
-        seen = complete(client)["gearbx"]
-        assert seen["mode"] == "lossless"
-        assert sum(seen["gear_tokens"].values()) == 24
-
-
-@pytest.mark.slow
 def test_a_draft_model_drafts(small):
     with served(gears="16", **QUIET) as client:
         expected = text_of(client)
@@ -67,15 +50,6 @@ def test_a_draft_model_drafts(small):
         assert answer["gearbx"]["mode"] == "lossless"
         assert answer["gearbx"]["drafted"] > 0
         assert client.get("/v1/models").json()["data"][0]["gearbx"]["modes"] == ["lossless"]
-
-
-@pytest.mark.slow
-def test_a_controller_caps_the_gears():
-    with served(gears="4,8,16", target_tps=1.0, **QUIET) as client:
-        answer = complete(client, max_tokens=64)
-        assert answer["gearbx"]["mode"] == "route"
-        assert answer["gearbx"]["weight_bytes_per_token"] > 0
-        error_of(client.post("/v1/completions", json={"prompt": "x", "gearbx": {"mode": "static"}}))
 
 
 @pytest.mark.slow
@@ -113,14 +87,6 @@ def test_a_port_that_is_taken_is_named():
         port = client.server.socket.getsockname()[1]
         with pytest.raises(GearbxError, match=f"port {port}"), served(port=port):
             pass
-
-
-@pytest.mark.slow
-def test_the_model_is_that_of_mlx_lm(demo):
-    prompt = demo.tokenizer.encode(WORD_PROBLEM)
-    expected = mlx_lm.generate(demo.model, demo.tokenizer, prompt, max_tokens=24)
-    with served(gears="16", kernels="mlx", **QUIET) as client:
-        assert text_of(client, gearbx={"gear": "high"}) == expected
 
 
 @pytest.fixture(scope="module")

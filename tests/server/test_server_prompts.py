@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from http_server import complete, served, text_of
-from refusals import assert_refused
 
 TALE = "A miller had three sons, a mill, a donkey and a cat. One day he"
 LOSSLESS, LOW, TOP, ROUTE, KICKDOWN = (
@@ -91,20 +90,3 @@ def test_a_text_with_a_seed_depends_on_no_request_before_it(in_eight_bits):
     whole = unread(in_eight_bits, LOSSLESS)
     usage = complete(in_eight_bits, TALE, max_tokens=4, gearbx=LOW, seed=1)["usage"]
     assert usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"] == whole
-
-
-@pytest.mark.some(2)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--gears", "4,8,16", "--prompt-gear", "5"],
-        ["--gears", "4,8,16", "--mode", "lossless", "--prompt-gear", "turbo"],
-        ["--prompt-gear", "6"],
-        ["--mode", "telemetry-only", "--prompt-gear", "8"],
-        ["--small-model", "gearbx_mlx/demo_model", "--prompt-gear", "8"],
-    ],
-)
-def test_a_prompt_gear_that_cannot_be_is_refused_before_a_request(command, flags):
-    result = command("server", "--port", "0", *flags)
-    assert_refused(result)
-    assert flags[-1] in result.err or "--prompt-gear" in result.err

@@ -1,9 +1,31 @@
 """Several texts in one answer: `n`, and lists of prompts."""
 
+import contextlib
+import json
+import logging
+import math
 import time
 
 import pytest
-from http_server import WORD_PROBLEM, complete, error_of, events, in_the_making, served, text_of
+from conftest import save_model, tiny_model
+from http_server import (
+    MESSAGES,
+    TEMPLATE,
+    TOOL,
+    WORD_PROBLEM,
+    chat,
+    complete,
+    error_of,
+    events,
+    in_the_making,
+    served,
+    text_of,
+)
+from scripted_model import save_scripted
+
+from gearbx_mlx.errors import GearbxError
+from gearbx_mlx.serving.job import listed
+from gearbx_mlx.serving.requests import ChatRequest, parse
 
 WARM = {"temperature": 1.0, "seed": 7}
 MODES = ({"gear": "high"}, {"mode": "lossless"}, {"mode": "route"}, {"mode": "kickdown"})
@@ -102,3 +124,133 @@ def test_all_texts_end_where_the_client_leaves(client):
     while in_the_making(client, waiting=True):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+YES_OR_NO = {"type": "json_schema", "json_schema": {"schema": {"enum": ["yes", "no"]}}}
+
+
+def test_an_impossible_token_has_minus_9999():
+    assert listed(2, -math.inf, b"b") == {"id": 2, "token": "b", "logprob": -9999.0, "bytes": [98]}
+
+
+@pytest.mark.parametrize(("asked", "found"), [(3, 3), (1, 1), (True, 0)])
+def test_a_chat_may_ask_for_a_number_of_logprobs(client, asked, found):
+    entries = chat(client, logprobs=asked, max_tokens=2)["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [found] * 2
+
+
+def strict(text):
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_alternatives_under_a_schema_are_json(client, stream):
+    body = {"prompt": "Late?", "max_tokens": 8, "logprobs": 5, "response_format": YES_OR_NO, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
+    texts = (
+        [answer.text] if not stream else [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
+    )
+    best = [best for text in texts for best in strict(text)["choices"][0]["logprobs"]["top_logprobs"]]
+    assert 0 < min(map(len, best)) < 5
+
+
+def asked(**further):
+    return {"messages": MESSAGES, "tools": [TOOL], "temperature": 0, "max_tokens": 20, **further}
+
+
+def in_parts(client, **further):
+    """Text, tool calls and the end of a stream."""
+    choices = [chunk["choices"][0] for chunk in events(client, "/v1/chat/completions", **asked(**further))]
+    calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+    return "".join(choice["delta"].get("content", "") for choice in choices), calls, choices[-1]["finish_reason"]
+
+
+NO_CALLS = (
+    "[1]",
+    '"add"',
+    '{"name": 5, "arguments": {}}',
+    '{"name": "add", "arguments": [1]}',
+    '{"name": \x1b[31m"add',
+    '{"name": "ad',
+)
+
+
+@contextlib.contextmanager
+def writing(path, *texts):
+    """A client of a model that writes the given texts as tool calls."""
+    pieces = ["<tool_call>", "</tool_call><tool_call>".join(texts), "</tool_call>"]
+    save_scripted(path / "model", pieces, TEMPLATE)
+    with served(model=str(path / "model"), gears="16", log_level="ERROR") as client:
+        yield client
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", NO_CALLS)
+def test_what_is_no_call_is_text_and_no_line_of_the_log(tmp_path, caplog, text):
+    with writing(tmp_path, text) as client:
+        choice = chat(client, **asked())["choices"][0]
+        assert choice["message"]["content"] == text
+        assert "tool_calls" not in choice["message"]
+        assert choice["finish_reason"] == "stop"
+        assert in_parts(client) == (text, [], "stop")
+        cut = chat(client, **asked(max_tokens=2))["choices"][0]
+        assert (cut["message"]["content"], cut["finish_reason"]) == (text, "length")
+        tools = [{"name": "add", "input_schema": {}}]
+        message = client.post("/v1/messages", json=asked(tools=tools)).json()
+        assert message["content"] == [{"type": "text", "text": text}]
+        assert message["stop_reason"] == "end_turn"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.slow
+def test_several_calls_are_numbered_and_one_that_is_none_makes_all_of_them_text(tmp_path):
+    one, none = {"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": math.nan}}
+    texts = [json.dumps(calls) for calls in ([one, one | {"id": "call_2"}], [one, none], one)]
+    with writing(tmp_path, *texts) as client:
+        text, (first, second, third), reason = in_parts(client)
+    assert (text, reason) == (texts[1], "tool_calls")
+    assert [call["index"] for call in (first, second, third)] == [0, 1, 2]
+    assert second["id"] == "call_2"
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    "template", ["{% if %}", "{{ messages", "{% for x in y %}", "{{ messages | nothing }}", "chat.jinja"]
+)
+def test_a_template_that_is_none_is_said_at_the_start(template):
+    with pytest.raises(GearbxError, match="--chat-template"), served(gears="16", chat_template=template):
+        pass
+
+
+def test_tools_are_shown_unless_none_may_be_called():
+    shown = {
+        choice: parse(ChatRequest, asked(tool_choice=choice)).shown_tools for choice in ("none", "auto", "required")
+    }
+    assert shown == {"none": None, "auto": [TOOL], "required": [TOOL]}
+    named = {"type": "function", "function": {"name": "add"}}
+    assert parse(ChatRequest, asked(tool_choice=named)).shown_tools == [TOOL]
+    assert parse(ChatRequest, asked(tools=[])).shown_tools is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["owner/name", None])
+def test_a_model_is_found_by_the_name_that_is_listed(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()
+    save_model(tiny_model(vocab_size=4096), tmp_path / "owner" / "name")
+    with served(model=name or str(tmp_path / "owner" / "name"), gears="16", log_level="ERROR") as client:
+        import openai  # takes a second
+
+        ours = openai.OpenAI(base_url=f"{client.server.where}/v1", api_key="none", max_retries=0)
+        listed = ours.models.list().data[0]
+        assert "/" in listed.id
+        assert ours.models.retrieve(listed.id) == listed
+        assert client.get(f"/v1/models/{listed.id}").json()["id"] == listed.id
+        error_of(client.get("/v1/models/owner%2Fother"), 404)
+        error_of(client.post("/v1/models/owner%2Fname", json={}), 405)
+        counts = client.get("/metrics").text
+    assert 'gearbx_requests_total{route="/v1/models",status="200"} 3.0' in counts
+    assert 'gearbx_requests_total{route="/v1/models",status="404"} 1.0' in counts

@@ -19,7 +19,6 @@ from gearbx_mlx.serving.grammar import (
     AnswerForm,
     Constraint,
     JsonObject,
-    Text,
     Thinking,
     allow,
     compiled,
@@ -27,8 +26,6 @@ from gearbx_mlx.serving.grammar import (
     mask_of,
     tokens_of,
 )
-from gearbx_mlx.serving.requests import TextRequest, parse
-from gearbx_mlx.serving.web import Refused
 
 END = 0  # the demo model's end of text
 
@@ -104,10 +101,6 @@ def test_any_json_object(demo):
     constraint = constraint_for(demo.tokenizer, JsonObject())
     assert allowed(demo, constraint, "") == {"{"}
     assert "}" in allowed(demo, constraint, '{"a": [1, true]')
-
-
-def test_text_has_no_constraint(demo):
-    assert constraint_for(demo.tokenizer, Text()) is None
 
 
 def allowed(demo, constraint, text, prompt=(5, 6)):
@@ -248,24 +241,3 @@ def test_a_schema_that_cannot_be_kept_is_refused_in_one_line(demo, schema, said)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
     assert time.perf_counter() - start < 2
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        ({}, " is {}: unable to extract tag using discriminator 'type'"),
-        ({"type": 5}, " is {\"type\": 5}: input tag '5' found using 'type' does not match"),
-        ({"type": "yaml"}, "expected tags: 'text', 'json_object', 'json_schema'"),
-        ({"type": "json_schema"}, "response_format.json_schema: field required"),
-        (
-            {"type": "json_schema", "json_schema": {"schema": [1]}},
-            ".json_schema.schema is [1]: input should be a valid",
-        ),
-        ({"type": "json_schema", "json_schema": {"schema": {}, "name": 3}}, ".json_schema.name is 3: input should be"),
-    ],
-)
-def test_a_response_format_that_is_none_is_refused(content, said):
-    with pytest.raises(Refused) as error:
-        parse(TextRequest, {"prompt": "x", "response_format": content})
-    assert error.value.message.startswith("response_format")
-    assert said in error.value.message

@@ -11,7 +11,11 @@ import sys
 import httpx
 import pytest
 from fake_server import (
+    CHAT,
+    EASY,
     EVENTS,
+    HARD,
+    TEXT,
     Answer,
     answer,
     chat_answer,
@@ -19,21 +23,22 @@ from fake_server import (
     chat_event,
     chat_stream,
     chatting,
+    chunks,
     events,
     fake_server,
     one_model,
     refused,
+    routed,
     slowly,
     text_answer,
     whole,
 )
 from http_server import served
-from routed import CHAT, EASY, HARD, TEXT, chunks, routed
 
 from gearbx_mlx import GearbxError
 from gearbx_mlx.routing.bounds import bits
 from gearbx_mlx.serving import OtherError, others
-from gearbx_mlx.serving.others import Other, Question, own_way
+from gearbx_mlx.serving.others import Other, Question
 from gearbx_mlx.serving.web import Guard
 
 PAIR = [math.log(0.9), math.log(0.05)]
@@ -192,10 +197,6 @@ class TestUnlisted:
     def test_a_chosen_token_beyond_the_listed_ones_is_known_and_no_limit(self):
         (token,) = self.tokens({**chat_entry([-0.5]), "token": "rare", "logprob": -3.0})
         assert (token.logprobs, token.unlisted) == ((-0.5, -3.0), -0.5)
-
-    def test_how_unlikely_openai_does_not_say(self):
-        (token,) = self.tokens({**chat_entry([-0.5]), "token": "rare", "logprob": -9999.0})
-        assert token.logprobs == (-0.5,)
 
     def test_an_object_can_lack_a_token_if_it_ends_with_the_chosen_one(self):
         """Tokens with the same text share a key, and the chosen token may come on top of the requested ones."""
@@ -397,22 +398,6 @@ class TestFailures:
         assert first["choices"][0]["delta"]["content"] == "t0"
         assert words in last["error"]["message"]
         assert "[DONE]" not in text
-
-
-@pytest.mark.parametrize(
-    ("body", "asked"),
-    [
-        ({}, None),
-        ({"logprobs": False, "top_logprobs": 3}, None),
-        ({"logprobs": True, "top_logprobs": 3}, 3),
-        ({"logprobs": True}, 0),
-        ({"logprobs": 5}, 5),
-        ({"logprobs": 0}, 0),
-    ],
-)
-def test_how_many_a_client_asks_for(body, asked):
-    way = own_way(body)
-    assert (None if way is None else way.asked) == asked
 
 
 @pytest.mark.processes

@@ -8,9 +8,7 @@ import time
 
 import httpx
 import pytest
-from fake_server import EVENTS, JSON, Answer, chat_event, chatting, fake_server
 from http_server import chat, complete, error_of, events, in_the_making, served
-from routed import CHAT, EASY, routed
 
 from gearbx_mlx.serving.app import LONGEST_NAME
 from gearbx_mlx.serving.web import quoted
@@ -132,35 +130,3 @@ def test_all_clients_of_a_server_that_stops_hear_of_it(flags):
     assert [said for _, said in ended] == [True] * len(clients)
     assert {status for status, _ in ended} <= {200, 503}
     assert [status for status, _ in ended].count(503) >= 3
-
-
-def test_so_do_clients_of_a_server_before_another_one():
-    ended, over = [], threading.Event()
-
-    def endless(body: dict) -> Answer:
-        """The beginning of an answer that does not go on."""
-
-        def parts():
-            yield f"data: {json.dumps(chat_event(None, 'a'))}\n\n".encode() if body["stream"] else b"{"
-            over.wait(60)
-
-        return Answer(parts(), kind=EVENTS if body["stream"] else JSON)
-
-    with fake_server(chatting(endless)) as fake, routed(fake.url) as client:
-
-        def ask(stream: bool) -> None:
-            with client.stream("POST", CHAT, json={**EASY, "stream": stream}) as answer:
-                ended.append((answer.status_code, "the server is stopping" in answer.read().decode()))
-
-        clients = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
-        for one in clients:
-            one.start()
-        while len(fake.requests) < 2:
-            time.sleep(0.01)
-        began = time.monotonic()
-        client.server.stop()
-        for one in clients:
-            one.join()
-        over.set()
-    assert [said for _, said in ended] == [True, True]
-    assert time.monotonic() - began < 20

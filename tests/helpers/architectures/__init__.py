@@ -12,14 +12,9 @@ import mlx.nn as nn
 
 from gearbx_mlx.kernels import metal
 
-from .dense import DENSE
-from .latent import LATENTS
-from .mixtures import MIXTURES
-from .parts import GROUP as GROUP
-from .parts import VOCABULARY as VOCABULARY
-from .states import STATES
-from .windows import WINDOWS
-from .wrappers import WRAPPERS
+from .configs import DENSE, LATENTS, MIXTURES, STATES, WINDOWS, WRAPPERS
+from .configs import GROUP as GROUP
+from .configs import VOCABULARY as VOCABULARY
 
 CONFIGS: dict[str, dict] = DENSE | WINDOWS | MIXTURES | LATENTS | STATES | WRAPPERS
 UNBUILDABLE = {"olmo": "mlx_lm.models.olmo ends the process where the package ai2-olmo is not installed"}
@@ -76,3 +71,15 @@ def tiny(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **change: Any) 
     model.set_dtype(dtype)
     mx.eval(model.parameters())
     return model
+
+
+# What fails, by kind of test, with a short reason. When one is mended, its line goes: a strict test says so.
+SEVERAL = "mlx-lm adds its boolean mask to the scores: several tokens see later ones, and a warning says so"
+IDENTITY = "an upper bound: some of the chosen experts have no weights"
+OF_OTHERS = "an upper bound: layers that use the keys and values of others have projections that nothing reads"
+NO_EFFECT = "an upper bound: the class reads arrays that change nothing"
+
+LOSSLESS = {"phi3small": SEVERAL}
+BYTES = {"longcat_flash": IDENTITY, "longcat_flash_ngram": IDENTITY, "gemma3n": OF_OTHERS, "kimi_k3": NO_EFFECT}
+UNMANAGED: dict[str, str] = {}
+EXPECTED = {"lossless": LOSSLESS, "bytes": BYTES, "unmanaged": UNMANAGED}

@@ -10,6 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from .configs import GROUP
+
 FEW = 8  # rows that are looked at one by one: experts; an embedding has more
 
 
@@ -133,3 +135,20 @@ def far_off(array: mx.array, seed: int) -> mx.array:
 
 
 WAYS: tuple[Spoiling, ...] = to_nothing, *(partial(far_off, seed=seed) for seed in range(6))
+
+
+OTHERS = "Embedding", "Norm", "Conv"  # classes whose weights no vector is multiplied by
+
+
+def matrices(model: nn.Module) -> set[str]:
+    """The paths of modules that multiply vectors by a matrix of their own: linear layers of any class."""
+    return {
+        path
+        for path, module in model.named_modules()
+        if not any(kind in type(module).__name__ for kind in OTHERS)
+        and any(isinstance(array, mx.array) and is_matrix(key, array) for key, array in module.items())
+    }
+
+
+def is_matrix(key: str, array: mx.array) -> bool:
+    return array.ndim > 1 and (key == "weight" or min(array.shape[-2:]) >= GROUP)

@@ -1,7 +1,11 @@
 """The CPU kernels as a Mac would compile them: by its recipe, with its MLX, linked; nothing of it runs here."""
 
 import re
+import struct
+import subprocess
 import sys
+import tempfile
+import zipfile
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -13,9 +17,6 @@ import zig
 from gearbx_mlx.kernels import compiler
 from gearbx_mlx.kernels.compiler import CompileTarget, Recipe, compile_library, make_recipe
 
-from .mach_o import ARM64, Library, read_library
-from .wheels import Unobtainable, get_mlx
-
 pytestmark = pytest.mark.native
 
 NOT_CHECKED = "macOS WAS NOT CHECKED"
@@ -25,6 +26,104 @@ QUICK = ["-O0", "-g0", "-fno-sanitize=undefined"]  # what nothing runs, need not
 WITHOUT_STANDARD = ["-nostdlib++"]
 STANDARD = re.compile(r"__Z(NK?|TI|TV)?(N?St|N10__cxxabiv1|n[aw]|d[al])|___(cxa|gxx)_")  # names in that library
 NANOBIND = re.compile(rb"nanobind_\w+_v\d+")  # two extensions share types if this is equal in both
+
+# What a library for macOS (Mach-O, 64 bits) says of itself: its processor, and the symbols that it has and needs.
+MAGIC, ARM64 = 0xFEEDFACF, 0x0100000C
+SYMBOLS, BUILD = 0x2, 0x32  # LC_SYMTAB, LC_BUILD_VERSION
+LIBRARIES = (0xC, 0x80000018, 0x8000001F, 0x80000023)  # LC_LOAD_DYLIB and its kinds: weak, reexported, upward
+EXTERNAL, KIND, DEBUGGING = 0x01, 0x0E, 0xE0  # of a symbol's n_type
+ANYWHERE = (0, 0xFE)  # in the place of a library's number: dyld searches what the process has loaded; zig writes 0
+
+
+@dataclass(frozen=True)
+class Library:
+    """processor, system: ARM64 is 0x0100000c, macOS 1. exports: names. needs: name to the library that has it.
+
+    A needed name that any library of the process may have, such as Python's, has None.
+    """
+
+    processor: int
+    system: int
+    exports: frozenset[str]
+    needs: dict[str, str | None]
+
+
+def read_library(file: Path) -> Library:
+    data = file.read_bytes()
+    magic, processor, _, _, commands = struct.unpack_from("<5I", data)
+    assert magic == MAGIC, f"{file} is not a 64-bit Mach-O file"
+    libraries, symbols, system, offset = [""], [], 0, 32
+    for _ in range(commands):
+        command, size = struct.unpack_from("<2I", data, offset)
+        if command in LIBRARIES:
+            libraries.append(text_at(data, offset + struct.unpack_from("<I", data, offset + 8)[0]))
+        elif command == BUILD:
+            system = struct.unpack_from("<I", data, offset + 8)[0]
+        elif command == SYMBOLS:
+            first, count, strings = struct.unpack_from("<3I", data, offset + 8)
+            table = struct.iter_unpack("<IBBHQ", data[first : first + 16 * count])
+            symbols = [(text_at(data, strings + name), kind, number >> 8) for name, kind, _, number, _ in table]
+        offset += size
+    external = [s for s in symbols if s[1] & EXTERNAL and not s[1] & DEBUGGING]
+    exports = frozenset(name for name, kind, _ in external if kind & KIND)
+    needs = {name: None if n in ANYWHERE else libraries[n] for name, kind, n in external if not kind & KIND}
+    return Library(processor, system, exports, needs)
+
+
+def text_at(data: bytes, offset: int) -> str:
+    return data[offset : data.index(b"\0", offset)].decode()
+
+
+WHEELS = "macosx_14_0_arm64"
+PARTS = (
+    "mlx/include/",
+    "mlx/lib/libmlx.dylib",
+    "mlx/core.",
+)  # what a build needs: the Metal library is seven times that
+
+
+class Unobtainable(Exception):
+    """The wheels cannot be had; the message says which."""
+
+
+def get_mlx(cache: Path) -> Path:
+    """The directory of MLX for macOS, in `cache`: downloaded by pip, from where pip installs, unless it is there.
+
+    Raises:
+        Unobtainable: pip cannot find or fetch a wheel.
+    """
+    number = version("mlx")
+    directory = cache / f"mlx-{number}-{sys.implementation.cache_tag}"
+    if not directory.exists():
+        with tempfile.TemporaryDirectory(dir=cache) as made:
+            for name in ("mlx", "mlx-metal"):
+                unpack(download(f"{name}=={number}", Path(made)), Path(made) / "unpacked")
+            keep(Path(made) / "unpacked", directory)
+    return directory / "mlx"
+
+
+def keep(unpacked: Path, directory: Path) -> None:
+    """Give the directory its name, unless another run has done that meanwhile: theirs has the same files."""
+    try:
+        unpacked.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+
+
+def download(requirement: str, directory: Path) -> Path:
+    before = set(directory.glob("*.whl"))
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--platform", WHEELS, "--dest", str(directory), requirement]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Unobtainable(f"pip cannot get {requirement} for {WHEELS}")
+    return (set(directory.glob("*.whl")) - before).pop()
+
+
+def unpack(wheel: Path, directory: Path) -> None:
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(directory, [name for name in file.namelist() if name.startswith(PARTS)])
 
 
 @dataclass(frozen=True)

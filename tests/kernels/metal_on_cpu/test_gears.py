@@ -59,18 +59,6 @@ def test_a_model_decodes_in_every_gear(format, launches):
     assert "native (Metal: ours, up to 16 vectors; MLX beyond)" in native.describe()
 
 
-@pytest.mark.slow
-@pytest.mark.clang
-def test_a_launch_of_several_vectors_is_one(launches):
-    gearbox = Gearbox(tiny_model(), "4,16", format="groupwise", manage="mlp", kernels="native")
-    gearbox.shift("low")
-    gearbox.model(PROMPT[:, :5])  # compares the kernels with MLX's first
-    launches.clear()
-    gearbox.model(PROMPT[:, :5])
-    packed = [launch.spec for launch in launches if launch.spec.text == "matvec"]
-    assert [spec.vectors for spec in packed] == [5] * len(gearbox.layers)
-
-
 @pytest.mark.some(2)
 @pytest.mark.clang
 @pytest.mark.parametrize("format", GEARS)
@@ -164,22 +152,6 @@ def classes(model) -> dict[str, str]:
     block = model.layers[0]
     parts = block.self_attn.rope, block.self_attn, block.input_layernorm, block.mlp, block
     return dict(zip(STOCK, (type(part).__name__ for part in parts)))
-
-
-def bfloat16_model():
-    made = tiny_model()
-    made.set_dtype(mx.bfloat16)
-    return made
-
-
-@pytest.mark.clang
-@pytest.mark.slow
-def test_auto_replaces_products_alone_on_metal(launches):
-    proven.keep(proven.EXACT, proven.decoder_key(64), 1.0, 2.0)  # so that it makes the gears
-    gearbox = Gearbox(bfloat16_model(), "4,16", format="exact", kernels="auto")
-    assert gearbox.kernels.native
-    assert {launch.spec.text for launch in launches} == {"exact"}
-    assert classes(gearbox.model) == STOCK
 
 
 def test_native_replaces_what_would_depend_on_other_rows_on_metal(on_metal):

@@ -1,14 +1,11 @@
 """The harness itself: it computes correctly, and sees each kind of fault in small kernels."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import PATHS
 
 from gearbx_mlx.kernels.metal import Launch, build
 from gearbx_mlx.kernels.metal_attention import join_launch, parts_launch, rope_launch
@@ -16,7 +13,6 @@ from gearbx_mlx.kernels.metal_products import dense_launch
 
 from .cases import Case, launch, problem
 from .compiler import DoesNotCompile, unroll
-from .conftest import NOT_CHECKED
 from .exact_cases import ExactCase, product
 from .launch import Report, run_call
 from .test_mutations import changer
@@ -137,21 +133,6 @@ def test_fault_is_seen(name):
     source, said = FAULTS[name]
     error = run(source, ramp()).error
     assert any(words in error for words in said.split("|")), error or "not seen"
-
-
-@pytest.mark.processes
-def test_without_clang_it_is_said_that_metal_was_not_checked():
-    file = KERNELS / "metal_on_cpu" / "test_matvec.py"
-    program = (
-        f"import sys; sys.path[:0] = {[str(KERNELS), str(ROOT), *PATHS]}\n"
-        "import pytest, metal_on_cpu.compiler as compiler\n"
-        "compiler.find_clang = lambda: None\n"
-        f"sys.exit(pytest.main(['-p', 'no:cacheprovider', {str(file)!r}]))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=KERNELS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert NOT_CHECKED in done.stdout
-    assert "passed" not in done.stdout
 
 
 def packed(case: Case) -> Launch:

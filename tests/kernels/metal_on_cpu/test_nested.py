@@ -133,32 +133,31 @@ class TestValuesAndAccesses:
 
 
 @pytest.mark.clang
-class TestAnyCompany:
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("heads", "rows", "whole", "bits"), [(4, 2, True, 8), (6, 8, False, 8), (4, 16, True, 4)])
-    def test_a_query_has_the_same_bits(self, heads, rows, whole, bits):
-        """For any keys after those that it sees, even NaN, and for every way of hiding them."""
-        keys, width = 128 + (rows + 1) // 2, 32  # some of the queries see a second block
-        q = vectors(1, heads, rows, width)
-        cache = cached(keys, keys if whole else 96, bits, width, 16)
-        causal, _ = attend(q, cache, "causal")
-        seen = mx.arange(keys) <= mx.arange(keys - rows, keys)[:, None]
-        masked, _ = attend(q, cache, seen)
-        assert same_bits(causal, masked)
-        for row in (0, rows - 1):
-            visible = keys - rows + row + 1
-            k, v = (array[:, :, :visible] for array in cache.entries)
-            one = q[:, :, row : row + 1]
-            alone, _ = attend(one, Nested((k, v), cache.planes, min(cache.packed, visible)), None)
-            assert same_bits(alone, causal[:, :, row : row + 1])
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "rows", "whole", "bits"), [(4, 2, True, 8), (6, 8, False, 8), (4, 16, True, 4)])
+def test_a_query_has_the_same_bits_in_any_company(heads, rows, whole, bits):
+    """For any keys after those that it sees, even NaN, and for every way of hiding them."""
+    keys, width = 128 + (rows + 1) // 2, 32  # some of the queries see a second block
+    q = vectors(1, heads, rows, width)
+    cache = cached(keys, keys if whole else 96, bits, width, 16)
+    causal, _ = attend(q, cache, "causal")
+    seen = mx.arange(keys) <= mx.arange(keys - rows, keys)[:, None]
+    masked, _ = attend(q, cache, seen)
+    assert same_bits(causal, masked)
+    for row in (0, rows - 1):
+        visible = keys - rows + row + 1
+        k, v = (array[:, :, :visible] for array in cache.entries)
+        one = q[:, :, row : row + 1]
+        alone, _ = attend(one, Nested((k, v), cache.planes, min(cache.packed, visible)), None)
+        assert same_bits(alone, causal[:, :, row : row + 1])
 
-            def spoiled(array: mx.array, visible: int = visible) -> mx.array:
-                return array + mx.where(mx.arange(array.shape[2])[:, None] < visible, 0.0, mx.nan)
+        def spoiled(array: mx.array, visible: int = visible) -> mx.array:
+            return array + mx.where(mx.arange(array.shape[2])[:, None] < visible, 0.0, mx.nan)
 
-            entries = tuple(map(spoiled, cache.entries))
-            planes = tuple([*arrays[:-1], spoiled(arrays[-1])] for arrays in cache.planes)
-            behind, _ = attend(one, Nested(entries, planes, cache.packed), seen[row : row + 1])
-            assert same_bits(behind, alone)
+        entries = tuple(map(spoiled, cache.entries))
+        planes = tuple([*arrays[:-1], spoiled(arrays[-1])] for arrays in cache.planes)
+        behind, _ = attend(one, Nested(entries, planes, cache.packed), seen[row : row + 1])
+        assert same_bits(behind, alone)
 
 
 @pytest.mark.metal_mutations
