@@ -120,8 +120,8 @@ def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
         provider = GearedProvider(*own, prepare, listen.allow_models, listen.models, keep)
         concurrency = settings.concurrency
         kept = LRUPromptCache(concurrency.prompt_cache_size, concurrency.prompt_cache_bytes or MOST_BYTES)
-        scheduler = Scheduler(provider, kept)
         server.serves = said_of(provider)
+        scheduler = Scheduler(provider, kept)
         try:
             server.start(server_application(guard, scheduler))
             yield server
