@@ -21,6 +21,7 @@ from ..formats import (
     split_name,
 )
 from ..gears.ladder import (
+    BESIDE,
     DEFAULT_ACTIVATIONS,
     DEFAULT_GROUP_SIZE,
     DEFAULT_LADDER,
@@ -250,12 +251,12 @@ class ModeName(Settings):
     mode: str | None = flag(
         None,
         "lossless: the low gear drafts, the top gear verifies; token for token the text of --mode static, with the "
-        "same --gears, --kernels and --dtype; by default bfloat16 weights draft with 4 bits of their own. "
+        "same --gears, --kernels and --dtype; by default original weights draft with 4 bits of their own. "
         "route: the entropy of past tokens shifts. kickdown: a token in doubt is "
         "computed again in a higher gear. static: one gear throughout. pair: --model and --small-model take turns. "
         "telemetry-only: nothing shifts, and a record names the gear that route would use. "
-        "Default: the mode that the other flags belong to (--thresholds: route, --gear: static, --small-model: pair), "
-        "else lossless",
+        "Default: the mode that the other flags belong to (--thresholds or --target-tps: route, --gear or --gears 16: "
+        "static, --small-model: pair), else lossless",
         choices=tuple(MODES),
     )
 
@@ -341,8 +342,9 @@ class LadderSettings(Settings):
 
     gears: Ladder | None = flag(
         None,
-        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint, or "
-        f"{DEFAULT_LADDER}; with format {WHOLE} {WHOLE_LADDER}",
+        "Bits of the gears, ascending; 16: the weights as they are. Default: those of a geared checkpoint; a quantized "
+        "model's own bits, with 4 below 5 or more, unless mode lossless would lose by these; of original weights "
+        f"{DEFAULT_LADDER}, and in mode lossless or with format {WHOLE} or {CODEBOOKS[0]} {WHOLE_LADDER}",
         parse=Ladder.parse,
     )
 
@@ -356,7 +358,8 @@ class FormatSettings(Settings):
     format: str | None = flag(
         None,
         f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
-        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}",
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights that mode lossless chooses the "
+        f"gears of, on a GPU {BESIDE}, and on a CPU {WHOLE} where they are bfloat16 and memory is short",
         parse=parse_format,
         metavar="FORMAT",
     )
