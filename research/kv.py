@@ -15,11 +15,12 @@ from rich.progress import track
 from gearbx_mlx import Gearbox, GearbxError, load
 from gearbx_mlx.decoding.caches import put_in_gears
 from gearbx_mlx.evaluate.run import context_for, over_cache
-from gearbx_mlx.evaluation.predictions import StaticPolicy, driven, read_at_once, read_documents, record, windows_of
+from gearbx_mlx.evaluation.predictions import read_at_once, read_documents, record, windows_of
 from gearbx_mlx.formats.kv_cache import KVGears, NestedKVCache
 from gearbx_mlx.kernels import dispatch
 from gearbx_mlx.loading import DEMO_MODEL
 
+from .evaluation.driving import StaticPolicy, driven
 from .evaluation.runs import noisy
 from .lossless import widened
 from .studies import TALES, Found, in_turn, ratios, spread, study

@@ -358,8 +358,8 @@ class FormatSettings(Settings):
     format: str | None = flag(
         None,
         f"How gears are stored: {', '.join(FORMATS)}. Codebooks have choices: codebook-library:sigma=3,cap=0.02,"
-        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights that mode lossless chooses the "
-        f"gears of, on a GPU {BESIDE}, and on a CPU {WHOLE} where they are bfloat16 and memory is short",
+        f"rounds=20,library=32,group=128. Default: {DEFAULT_FORMAT}; of original weights whose gears mode lossless "
+        f"chooses, on a GPU {BESIDE}, and on a CPU {WHOLE} where they are bfloat16 and memory is short",
         parse=parse_format,
         metavar="FORMAT",
     )

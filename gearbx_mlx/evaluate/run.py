@@ -17,32 +17,26 @@ from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import thresholds_for
 from ..decoding.modes import made
-from ..decoding.route import Route
 from ..errors import GearbxError
 from ..evaluation.predictions import (
-    KickdownPolicy,
-    Policy,
     Read,
     Recording,
-    RoutePolicy,
     TextPrediction,
     check_windows,
     compared,
-    driven,
     joined,
     quality,
     read_at_once,
     read_documents,
+    read_in_mode,
     read_per_token,
     windows_of,
 )
 from ..files.model_directory import context_length
 from ..files.writing import make_directory, write_text
-from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
-from ..routing.gates import Monitor
 from ..telemetry.summary import as_json, finite
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
 from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
@@ -108,7 +102,7 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     if len(decision.ladder) < 2 and not wanted.kv_gears:
         raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
-    readers = readers_of(settings, gearbox)
+    readers = readers_of(settings, gearbox, loaded.tokenizer)
     context = context_for(wanted.context, loaded.config, KLD_CONTEXT if wanted.kld else DEFAULT_CONTEXT)
     uncounted = context // 2 if wanted.kld else 0
     windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
@@ -138,7 +132,7 @@ def measured(settings: EvaluateSettings) -> dict[str, Any]:
     }
 
 
-def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]:
+def readers_of(settings: EvaluateSettings, gearbox: Gearbox, tokenizer: Any) -> list[TextReader]:
     """Return every gear, the modes that shift, and the gears of the KV cache, in the order of the report.
 
     Raises:
@@ -149,21 +143,13 @@ def readers_of(settings: EvaluateSettings, gearbox: Gearbox) -> list[TextReader]
     def alone(gear: Gear, window: Sequence[int]) -> Iterable[TextPrediction]:
         return read_at_once(gearbox, [window], gear)
 
-    def shifting(policy: Policy, window: Sequence[int]) -> Iterable[TextPrediction]:
-        return driven(gearbox, [window], policy)
-
     found = [TextReader(GEAR, f"{gear.bits} bits", [gear], partial(alone, gear)) for gear in ladder]
-    modes = [mode for mode in wanted.modes if mode != NONE]
-    if modes and len(ladder) > 1:
-        route = made(ROUTE, {"thresholds": wanted.thresholds})
-        assert isinstance(route, Route)
-        bits = thresholds_for(route.thresholds, gearbox)
-        gate, monitor = route.gate_for(gearbox), Monitor(vocabulary(gearbox.model), route.window)
-        policies: dict[str, Policy] = {
-            ROUTE: RoutePolicy(ladder, gate, monitor),
-            KICKDOWN: KickdownPolicy(ladder, bits),
-        }
-        found += [TextReader(mode, mode, ladder, partial(shifting, policies[mode])) for mode in modes]
+    given = {"thresholds": wanted.thresholds, "gear": ladder[0].bits}  # which begins a text of mode route
+    for name in wanted.modes if len(ladder) > 1 else ():
+        if name != NONE:
+            thresholds_for(wanted.thresholds, gearbox)  # refuses those that a prompt would choose
+            mode = made(name, given).settled(gearbox, tokenizer, None)
+            found.append(TextReader(name, name, ladder, partial(read_in_mode, gearbox, tokenizer, mode)))
     if wanted.kv_gears:
         check_heads(gearbox.model, wanted.kv_gears)
         found += [over_cache(gearbox, wanted.kv_gears, bits) for bits in wanted.kv_gears if bits < KV_BITS[-1]]

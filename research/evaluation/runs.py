@@ -15,12 +15,13 @@ import mlx.nn as nn
 import numpy as np
 
 from gearbx_mlx.compat.arrays import dtype_name
-from gearbx_mlx.evaluation.predictions import Policy, Recording, StaticPolicy, TextPrediction, driven, quality, record
+from gearbx_mlx.evaluation.predictions import Recording, TextPrediction, quality, record
 from gearbx_mlx.formats.base import dense_weight
 from gearbx_mlx.gears.adapters import layers_of, put_layers
 from gearbx_mlx.gears.gearbox import Gearbox
 from gearbx_mlx.gears.ladder import Gear, Ladder
 
+from .driving import Policy, StaticPolicy, driven
 from .policies import PolicyRow, Setting, make_policy
 from .replay import Reference, after_prompts, best_length, drafted, sequences_of, targets_of
 from .report import compare_with_chance, compare_with_static, quality_arguments, row_of

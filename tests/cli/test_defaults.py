@@ -65,7 +65,9 @@ def stated(flag: str, words: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("model", ORIGINAL)
 def test_original_weights(decided, model, device, mode):
     others, drafting = stated("gears", r"of original weights ([\d,]+), and in mode lossless or .* ([\d,]+)$")
-    usual, on_gpu = stated("format", r"Default: (\w+); of original weights that mode lossless .* on a GPU (\w+),")
+    usual, on_gpu = stated(
+        "format", r"Default: (\w+); of original weights whose gears mode lossless .* on a GPU (\w+),"
+    )
     found = decided(model, device, mode=mode)
     drafts = found.mode.name == "lossless"
     assert str(found.ladder) == (drafting if drafts else others)

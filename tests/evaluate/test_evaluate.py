@@ -14,8 +14,8 @@ from gearbx_mlx import Gearbox
 from gearbx_mlx.decoding.caches import cache_in_gears
 from gearbx_mlx.evaluate import evaluate as run_evaluation
 from gearbx_mlx.evaluate.run import STYLES, enough
-from gearbx_mlx.evaluation.predictions import StaticPolicy, driven
 from gearbx_mlx.formats.kv_cache import group_for, pack, unpack
+from research.evaluation.driving import StaticPolicy, driven
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "gsm8k_held_out.jsonl"
 
