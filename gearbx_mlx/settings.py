@@ -76,13 +76,7 @@ def flag(
     also: tuple[str, ...] = (),
     exclusive: str = "",
     rare: bool = False,
-    least: float | None = None,
-    most: float = math.inf,
-    choices: tuple[Any, ...] = (),
-    named: bool = False,
-    parse: Callable[[str], Any] | None = None,
-    kw_only: bool = False,
-    **argparse_keywords: Any,
+    **rules: Any,
 ) -> Any:
     """Return a `setting` that is a flag.
 
@@ -93,23 +87,11 @@ def flag(
         also: further names of the flag.
         exclusive: at most one flag of those with the same word here may be given.
         rare: `--help-all` shows it, and `--help` does not.
-        least, most, choices, named, parse: of `setting`.
-        argparse_keywords: of `add_argument`: metavar, nargs, type.
+        rules: of `setting`; and of `add_argument`: metavar, nargs, const.
     """
     if default not in (MISSING, None, "") and default is not False and "Default:" not in help:
         help = f"{help} Default: {default}"
-    about_flag = {"help": help, "flag": name, "also": also, "exclusive": exclusive, "rare": rare}
-    return setting(
-        default,
-        least=least,
-        most=most,
-        choices=choices,
-        named=named,
-        parse=parse,
-        kw_only=kw_only,
-        argparse=argparse_keywords,
-        **about_flag,
-    )
+    return setting(default, help=help, flag=name, also=also, exclusive=exclusive, rare=rare, **rules)
 
 
 def flags_in(kind: Any) -> dict[str, Field]:
