@@ -15,7 +15,6 @@ KINDS = {
     "times": "measured times, and what texts taught",
     "other": "anything else",
 }
-DESCRIPTION = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,8 @@ class UsersCacheSettings:
 
 
 def setup_arg_parser() -> argparse.ArgumentParser:
-    return parser_of(UsersCacheSettings, "cache", DESCRIPTION)
+    said = "Show how large the user's cache is, or empty it. What is missing there is made again when it is needed."
+    return parser_of(UsersCacheSettings, "cache", said)
 
 
 main = command("cache")

@@ -17,8 +17,6 @@ from ..kernels.cpu import BUILDING, BUILDING_LOCK, NAME, open_cache
 from ..settings import human_bytes
 from . import KINDS, UsersCacheSettings
 
-DAY = 86400  # seconds
-
 
 @dataclass(frozen=True)
 class Kept:
@@ -81,7 +79,7 @@ def row(kind: str, found: list[Kept]) -> tuple[str, ...] | None:
     """Return a kind's line of the table; None where nothing of it is kept."""
     if not found:
         return None
-    days = (time.time() - max(entry.used for entry in found)) / DAY
+    days = (time.time() - max(entry.used for entry in found)) / 86400
     used = "today" if days < 1 else f"{days:.0f} days ago"
     return f"{kind}: {KINDS[kind]}", str(len(found)), human_bytes(sum(entry.size for entry in found)), used
 

@@ -12,6 +12,7 @@ from ..cli.flags import output_path
 from ..cli.loaded import Loaded
 from ..cli.prompt import encoded, read_prompts
 from ..decoding.kickdown import GearedModel
+from ..decoding.modes import KICKDOWN
 from ..decoding.route import SHORT_PROMPTS
 from ..decoding.sampling import sampled
 from ..decoding.stream import stream_generate
@@ -22,7 +23,7 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Observer, model_fingerprint
 from ..routing import calibration
 from ..routing.gates import ThresholdFile
-from . import KICKDOWN, SHARE, CalibrateSettings, CalibrationSettings
+from . import CalibrateSettings, CalibrationSettings
 
 Prompts = Sequence[tuple[list[int], int]]  # tokens, and how many may follow
 
@@ -91,7 +92,7 @@ def calibrate_thresholds(settings: CalibrateSettings, place: Path | None) -> Cal
         thresholds=list(thresholds),
         vocab_size=vocab_size,
         model=loaded.name,
-        method=SHARE,
+        method="share",
         gears=[gear.bits for gear in ladder],
         tokens=sum(map(len, entropies)),
         shares=reached,

@@ -21,8 +21,9 @@ from ..cli.parser import nearest
 from ..cli.prompt import check_unicode
 from ..cli.signals import ENDING, Interrupted, caught
 from ..compat.templates import prepare
-from ..errors import GearbxError, OutputLost
+from ..errors import GearbxError, OutputLost, escaped
 from ..files.writing import check_writable, write_text
+from ..routing.gates import AUTO
 from . import ChatSettings
 from .session import ChatModel, GearedChat, PairChat, Session
 
@@ -330,7 +331,6 @@ def take(session: Session, line: str) -> None:
 
 # What begins with a slash.
 
-AUTO = "auto"
 SHORT = {"q": "/exit", "r": "/reset", "h": "/help"}  # mlx_lm.chat's
 
 
@@ -361,7 +361,7 @@ def obey(session: Session, line: str) -> bool:
     if name not in COMMANDS:
         near = nearest(name, COMMANDS)
         hint = f"{near} is near" if near else "/help lists them"
-        raise GearbxError(f"{terminal.escaped(name)}: no such command; {hint}, and a space in front makes it a message")
+        raise GearbxError(f"{escaped(name)}: no such command; {hint}, and a space in front makes it a message")
     COMMANDS[name].run(session, argument.strip())
     return True
 
@@ -371,7 +371,7 @@ def gear(session: Session, argument: str) -> None:
     if not argument:
         raise GearbxError(f"/gear needs a gear; choose from {AUTO}, {', '.join(model.gears)}")
     model.hold(None if argument == AUTO else argument)
-    terminal.note(f"mode {model.mode}" if argument == AUTO else f"every token in gear {terminal.escaped(argument)}")
+    terminal.note(f"mode {model.mode}" if argument == AUTO else f"every token in gear {escaped(argument)}")
 
 
 def mode(session: Session, argument: str) -> None:
@@ -412,7 +412,7 @@ def save(session: Session, argument: str) -> None:
         raise GearbxError(f"{path}: the KV cache is empty; say something first")
     else:
         session.save_cache(path)
-    terminal.note(f"saved in {terminal.escaped(str(path))}")
+    terminal.note(f"saved in {escaped(str(path))}")
 
 
 def place_of(name: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, get_type_hints
 
-from ..decoding.modes import MODES, PAIR, SETTINGS, flags_of_mode
+from ..decoding.modes import COLDEST, MODES, PAIR, SETTINGS, flags_of_mode
 from ..errors import LARGEST_SHOWN, GearbxError, about
 from ..files.writing import check_writable
 from ..formats import (
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
     from ..gears.manifest import Manifest
 
-COLDEST = 0.001  # divided by less, logits of half precision overflow
 DEQUANT_CACHE = "dequant-cache"  # a choice of --kernels (GEARBX 7.1)
 
 

@@ -48,7 +48,6 @@ from .flags import CacheSettings, GearedSettings, ModelSettings, SamplingSetting
 from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
-PIPELINE = "GEARBX_PIPELINE"  # "1": each rank has some of the layers, and not a part of every layer
 SLOW = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
 VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
@@ -290,9 +289,6 @@ def stored_tables(decision: Decision, precision: PrecisionManifest) -> dict[str,
     return tables
 
 
-MACHINE = "GEARBX_MACHINE"  # names a file that plays the machine's state
-
-
 def own_memory(limit: int) -> OwnMemory:
     """Reads this process's memory. Raises GearbxError where the model alone takes more."""
     reader = OwnMemory(limit, mx.get_active_memory)
@@ -312,7 +308,7 @@ def make_watch(own: Sequence[Reader], machine: bool, verbose: bool) -> Watch:
         own: readers of this process, which are read in any case.
         machine: read this machine too.
     """
-    script = os.environ.get(MACHINE)
+    script = os.environ.get("GEARBX_MACHINE")
     if script:
         return Watch([Scripted.from_file(script), *own])
     if not machine:
@@ -453,7 +449,7 @@ def load_model(settings: ModelSettings, chat_template: str = "", lazy: bool = Fa
         keywords["tokenizer_config"] = {"chat_template": chat_template}
     run = current()
     if run is not None:
-        keywords |= {"group": run.group, "pipeline": os.environ.get(PIPELINE) == "1"}
+        keywords |= {"group": run.group, "pipeline": os.environ.get("GEARBX_PIPELINE") == "1"}
     model, tokenizer, config = load(settings.model, return_config=True, **keywords)
     known = tokenizer.get_vocab() if settings.extra_eos_token else {}
     for token in settings.extra_eos_token:

@@ -25,7 +25,6 @@ from .flags import choose_device
 from .signals import Stderr
 
 TAKE_RANKS = ("generate",)
-VERBOSE = "MLX_RING_VERBOSE"
 LEFT = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
 
 
@@ -166,7 +165,7 @@ def own_stderr(place: Place) -> Console:
     """
     nowhere = os.open(os.devnull, os.O_WRONLY)
     stream = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
-    if VERBOSE not in os.environ:
+    if "MLX_RING_VERBOSE" not in os.environ:
         os.dup2(nowhere, 2)
     if place.rank != 0:
         os.dup2(nowhere, 1)

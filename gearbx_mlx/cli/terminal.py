@@ -29,7 +29,7 @@ from rich.progress import (
 from rich.style import Style
 from rich.text import Text
 
-from ..errors import GearbxError, GearbxWarning, OutputLost, one_line
+from ..errors import GearbxError, GearbxWarning, OutputLost, escaped, one_line
 from ..settings import human_bytes
 from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded
@@ -98,11 +98,6 @@ def print_error(text: str, status: int = USER_ERROR) -> None:
 
 def show_error(console: Console, text: str) -> None:
     console.print(Text(f"error: {escaped(text)}", style="red"), soft_wrap=True)
-
-
-def escaped(text: str) -> str:
-    """Text that stays on one line and cannot steer a terminal: a name may contain any character."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def progress_bar(in_bytes: bool = False, console: Console | None = None) -> Progress:

@@ -24,7 +24,7 @@ from ..cli.bases import Base, answered, key_of, make_base, show_rounded, tell_co
 from ..cli.decide import ladder_of_codes
 from ..cli.flags import LayerSettings
 from ..cli.prompt import HARD, TRIVIAL, read_prompts
-from ..cli.terminal import counting, escaped, messages, note, progress_bar
+from ..cli.terminal import counting, messages, note, progress_bar
 from ..conversion.converter import BASE_FILE, Converter, Plan
 from ..conversion.model_card import (
     AFFINE,
@@ -49,7 +49,7 @@ from ..conversion.original import (
     write_original,
 )
 from ..decoding.route import SHORT_PROMPTS
-from ..errors import GearbxError, about, one_line
+from ..errors import GearbxError, about, escaped, one_line
 from ..files.writing import new_directory, write_text
 from ..formats import CODES, get_format
 from ..gears.activations import DTYPES

@@ -20,6 +20,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache, make_prompt_cache
 
@@ -307,7 +308,7 @@ class KeptCache:
             bits: of the gear that reads prompts now. What a lower one read is read again.
         """
         precise = next((place for place, read in enumerate(self.bits) if read < bits), len(self.bits))
-        kept = min(shared(self.tokens, tokens), precise, len(tokens) - 1)
+        kept = min(in_common(self.tokens, tokens), precise, len(tokens) - 1)
         states = any(given(part) is None for part in parts(self.entries))
         if not self.entries or (states and kept < len(self.tokens)) or not cut(self.entries, kept):
             self.forget()
@@ -342,9 +343,11 @@ class KeptCache:
         return self.entries
 
 
-def shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with together."""
-    return next((place for place, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+def in_common(a: Sequence[int] | np.ndarray, b: Sequence[int] | np.ndarray) -> int:
+    """Return how many tokens two texts begin with together."""
+    size = min(len(a), len(b))
+    same = np.equal(a[:size], b[:size])
+    return size if same.all() else int(same.argmin())
 
 
 OTHER = "leave --kv-gears out"

@@ -27,7 +27,6 @@ from .governor import Governor, MemoryGuard
 from .response import GearResponse
 
 SAME = "same"  # as a prompt gear: the one that begins the text
-EIGHT = 8  # bits that are enough for a prompt
 
 _warned: WeakSet[Gearbox] = WeakSet()
 _locks: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -179,7 +178,7 @@ def best_reader(gearbox: Gearbox) -> Gear:
     Native kernels multiply a prompt by 8 bits as fast as by 4, and by the original weights more slowly; texts after
     either are as close to the top gear's (`python -m research prompt-gear`).
     """
-    quantized = [gear for gear in gearbox.ladder if EIGHT <= gear.bits < DENSE]
+    quantized = [gear for gear in gearbox.ladder if 8 <= gear.bits < DENSE]
     return quantized[-1] if quantized and gearbox.kernels.native and on_cpu() else gearbox.ladder.top
 
 

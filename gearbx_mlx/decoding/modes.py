@@ -37,6 +37,8 @@ MODES = {
     STATIC: "gearbx_mlx.decoding.route:Static",
     TELEMETRY_ONLY: "gearbx_mlx.decoding.route:TelemetryOnly",
 }
+SHIFTING = ROUTE, KICKDOWN, LOSSLESS, STATIC  # those of one model whose layers change gear
+COLDEST = 0.001  # temperature; divided by less, logits of half precision overflow
 OF_GATE = "window", "hysteresis", "min_gear_duration"  # settings that a thresholds file has
 
 

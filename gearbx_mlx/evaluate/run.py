@@ -16,7 +16,7 @@ from ..cli.loaded import Loaded
 from ..compat.arrays import dtype_name
 from ..decoding.caches import cache_in_gears, check_heads
 from ..decoding.mode import thresholds_for
-from ..decoding.modes import made
+from ..decoding.modes import KICKDOWN, ROUTE, made
 from ..errors import GearbxError
 from ..evaluation.predictions import (
     Read,
@@ -39,7 +39,7 @@ from ..gears.ladder import KV_BITS, Gear
 from ..loading import model_name
 from ..telemetry.summary import as_json, finite
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
-from . import KICKDOWN, NONE, ROUTE, EvaluateSettings
+from . import NONE, EvaluateSettings
 
 SCHEMA, VERSION = "gearbx-mlx evaluation", 2
 DATA, PICTURE = "evaluation.json", "evaluation.png"
@@ -244,7 +244,6 @@ def table_of(rows: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> T
     return table
 
 
-NOTHING = 1e-7  # nats: where a KL of 0 is drawn on a scale that has no 0
 NAMES = {ROUTE: ROUTE, KICKDOWN: KICKDOWN, KV: "gears of the KV cache"}
 STYLES = {ROUTE: (SKY_BLUE, "s"), KICKDOWN: (GREEN, "D"), KV: (ORANGE, "*")}
 
@@ -283,4 +282,4 @@ def draw(report: Mapping[str, Any], path: Path) -> None:
 
 def point_of(row: Mapping[str, Any], field: str = "kl_mean") -> tuple[float, float]:
     """Return x and y."""
-    return row["weight_bytes_per_token"] / 1e6, max(row[field], NOTHING)
+    return row["weight_bytes_per_token"] / 1e6, max(row[field], 1e-7)  # on a scale that has no 0

@@ -114,7 +114,6 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
 LEAST_GAIN, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
 OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
 TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
-PIECE = 1 << 20  # bytes
 ALONE = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
     "draft_model": "a draft model runs in one process; in mode lossless a low gear drafts without one",
@@ -167,7 +166,7 @@ def file_digest(path: str | Path) -> str:
     """Like `digest`, of a file that may be larger than the memory."""
     found = hashlib.sha256()
     with open(path, "rb") as file:
-        while piece := file.read(PIECE):
+        while piece := file.read(1 << 20):
             found.update(piece)
     return found.hexdigest()[:32]
 

@@ -300,7 +300,6 @@ class RankWatch:
 
 
 WAIT = "GEARBX_RANKS_WAIT"
-DEFAULT_WAIT = 8.0  # seconds
 LONGER = 1.0  # seconds longer than rank 0 waits, for its answer
 RETRY = 0.05  # seconds
 
@@ -311,7 +310,7 @@ class MeetingRefused(Exception):
 
 def patience() -> float:
     """Return seconds to wait for the other ranks. Raises GearbxError for a variable that is not a number of seconds."""
-    text = os.environ.get(WAIT, str(DEFAULT_WAIT))
+    text = os.environ.get(WAIT, "8")
     with contextlib.suppress(ValueError):
         if 0 < float(text) < 86400:
             return float(text)

@@ -14,8 +14,6 @@ from ..serving.others import Other, RoutedModels, routed_application
 from ..serving.web import Escaping, Guard, Server, host_name
 from . import ServerSettings
 
-API_KEY = "GEARBX_API_KEY"
-
 
 def run(settings: ServerSettings) -> int:
     """Serve until a signal ends it."""
@@ -80,7 +78,7 @@ def guard_of(settings: ServerSettings) -> Guard:
         raise GearbxError(
             f"--allowed-hosts {listen.allowed_hosts!a} has what is not the name of a host; give example.org, say"
         )
-    key = listen.api_key or os.environ.get(API_KEY) or None
+    key = listen.api_key or os.environ.get("GEARBX_API_KEY") or None
     return Guard(key, origins, listen.max_body_bytes, listen.request_timeout, listen.host, hosts)
 
 

@@ -197,12 +197,14 @@ def failing(error: Any) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": error, "description": "Why there is no answer"} for status in ("4XX", "5XX")}
 
 
-EVENT = {  # of a stream; its data is JSON, or [DONE]
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["data"],
-}
-STREAMED = also("text/event-stream", EVENT)
+STREAMED = also(
+    "text/event-stream",
+    {  # an event, whose data is JSON, or [DONE]
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
+        "required": ["data"],
+    },
+)
 router = APIRouter()
 keyed = APIRouter(
     dependencies=[Depends(HTTPBearer(auto_error=False)), Depends(APIKeyHeader(name="x-api-key", auto_error=False))],

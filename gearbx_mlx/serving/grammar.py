@@ -24,6 +24,7 @@ from pydantic import Field, StrictBool
 from pydantic.dataclasses import dataclass
 
 from ..compat.classes import own_tokenizer
+from ..decoding.caches import in_common
 from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 
@@ -249,7 +250,7 @@ class Constraint:
         """Return the mask of the tokens that may follow a text of the grammar."""
         if len(text) and int(text[-1]) in self._ends:  # mlx-lm asks for one token more
             return self._only_ends
-        common = shared(self._matched, text)
+        common = in_common(self._matched, text)
         if common < len(self._matched):
             self._matcher.rollback(len(self._matched) - common)
         taken = common + self._matcher.try_consume_tokens(text[common:].tolist())
@@ -264,13 +265,6 @@ class Constraint:
     def _ended(self, why: str) -> np.ndarray:
         self.error = f"{self.field}: the answer cannot be finished ({why})"
         return self._only_ends
-
-
-def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """Return how many tokens two texts begin with in common."""
-    size = min(len(a), len(b))
-    same = a[:size] == b[:size]
-    return size if same.all() else int(same.argmin())
 
 
 def tokens_of(tokenizer: Any) -> Any:

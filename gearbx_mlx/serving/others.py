@@ -21,12 +21,12 @@ from fastapi.responses import JSONResponse
 from httpx_sse import EventSource
 from msgspec import Struct
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, parse_python_json, typed
 from ..routing.bounds import entropy_bounds, rounding_of
 from ..routing.gates import first_gear
 from . import DEFAULT_TIMEOUT, SYMBOLS, OtherError, is_loopback
-from .web import Guard, Refused, Stop, application, escaped, event_stream, front
+from .web import Guard, Refused, Stop, application, event_stream, front
 
 LARGEST_ANSWER = 2**28  # bytes
 CHAT, TEXT = "/chat/completions", "/completions"
@@ -39,7 +39,6 @@ log = logging.getLogger("gearbx_mlx.server")
 
 # Tokens, with the log-probabilities that are listed of them.
 
-UNLIKELY = -1000.0  # nats: OpenAI writes -9999 where it does not say how unlikely a token was
 UNKNOWN = 0.0  # nats: any token may be as probable as this
 
 
@@ -125,7 +124,8 @@ def token_of(entry: Entry, asked: int) -> ListedToken:
     ranked = descending([one.logprob for one in top if one.logprob is not None])
     unlisted = limit(ranked, asked)
     own = entry.logprob
-    if ranked and own is not None and UNLIKELY < own < ranked[-1] and all(one.token != entry.token for one in top):
+    listed = any(one.token == entry.token for one in top)
+    if ranked and own is not None and -1000 < own < ranked[-1] and not listed:  # OpenAI's -9999 says only "unlikely"
         ranked = (*ranked, own)
     chosen = named(entry, top)
     return ListedToken(chosen.token, ranked, unlisted, chosen.id)
@@ -445,7 +445,6 @@ def about_logprobs(error: OtherError) -> bool:
 # Requests of clients, passed on to one of several models.
 
 ROUTED = "auto"  # the name of the model that a prompt chooses
-NOT_THEIRS = (401, 403, 407)  # our key is wrong, which a client cannot mend
 
 
 @dataclass(frozen=True)
@@ -534,7 +533,7 @@ def typed_last(body: Mapping[str, Any]) -> str:
 
 def in_their_words(error: OtherError) -> Refused:
     """Return what a client gets to know: of a request that is wrong all, else that the server failed."""
-    if 400 <= error.status < 500 and error.status not in NOT_THEIRS:
+    if 400 <= error.status < 500 and error.status not in (401, 403, 407):  # our key, which a client cannot mend
         return Refused(error.status, error.reason)
     log.warning("%s", escaped(one_line(error)))
     return Refused(502, f"the server of this model: {error.reason}", "server_error", code="bad_gateway")

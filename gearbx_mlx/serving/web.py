@@ -39,15 +39,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import GearbxError, one_line
+from ..errors import GearbxError, escaped, one_line
 from ..files.reading import parse_json, shown
 from . import address_of, is_loopback
 
-LARGEST_BODY = 2**24  # bytes
 PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
-METHODS = ["GET", "POST", "OPTIONS"]
-WRONG = "invalid_request_error"
 TOLD = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
@@ -66,7 +63,7 @@ class Guard:
 
     api_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
-    largest_body: int = LARGEST_BODY
+    largest_body: int = 2**24
     patience: float = PATIENCE
     host: str = "127.0.0.1"
     allowed_hosts: tuple[str, ...] = ()
@@ -116,7 +113,14 @@ class Refused(HTTPException):
         code: OpenAI's code.
     """
 
-    def __init__(self, status: int, message: str, kind: str = WRONG, param: str | None = None, code: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ):
         super().__init__(status, message)
         self.message, self.kind, self.param, self.code = message, kind, param, code
 
@@ -137,11 +141,6 @@ def refusal(error: BaseException) -> Refused:
         return Refused(400, one_line(error))
     log.error("%s: %s", type(error).__name__, escaped(one_line(error)), exc_info=log.isEnabledFor(logging.DEBUG))
     return Refused(500, f"the server failed ({type(error).__name__}); its log says why", "server_error")
-
-
-def escaped(text: str) -> str:
-    """Text that stays on one line of a log and cannot steer a terminal."""
-    return text.encode("unicode_escape").decode() if not text.isprintable() else text
 
 
 # What is wrong with a body.
@@ -198,8 +197,9 @@ class Gatekeeper:
     ):
         self.app, self.guard, self.public = app, guard, public
         self.error_object, self.answered = error_object, answered
-        origins = guard.allowed_origins
-        self.inside = CORSMiddleware(self.answer, allow_origins=origins, allow_methods=METHODS, allow_headers=["*"])
+        self.inside = CORSMiddleware(
+            self.answer, guard.allowed_origins, allow_methods=["GET", "POST", "OPTIONS"], allow_headers=["*"]
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
