@@ -58,8 +58,8 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 # transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-NUMBERS = {bool, int, float, NoneType}
-SAMPLE = 2**20  # bytes of a file's beginning and end that stand for it
+NUMERIC = {bool, int, float, NoneType}
+SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
 def load(
@@ -117,7 +117,7 @@ def load(
     except GearbxError:
         raise
     except Exception as error:  # a configuration that does not fit fails in a hundred ways
-        raise unreadable(directory, error) from error
+        raise cannot_load(directory, error) from error
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
@@ -132,7 +132,7 @@ def check_longest(tokenizer: Any, file: Path) -> None:
         raise GearbxError(f"{file}: model_max_length is {shown(longest)}, not a number; download the file again")
 
 
-def unreadable(directory: Path, error: Exception) -> GearbxError:
+def cannot_load(directory: Path, error: Exception) -> GearbxError:
     """Return what a user can do about a model that mlx-lm cannot load. Raises GearbxError where a file is not JSON."""
     if "trust_remote_code" in str(error):
         return untrusted(directory)
@@ -190,7 +190,7 @@ def check_fields(config: dict, arguments: type, file: Path) -> None:
     kinds = get_type_hints(arguments)
     for name in config.keys() & kinds.keys():
         wanted = get_args(kinds[name]) or (kinds[name],)
-        if isinstance(config[name], str) and NUMBERS.issuperset(wanted):
+        if isinstance(config[name], str) and NUMERIC.issuperset(wanted):
             what = "neither true nor false" if bool in wanted else "not a number"
             raise GearbxError(f"{file}: {name} is {shown(config[name])}, {what}; {AGAIN}")
 
@@ -230,7 +230,7 @@ def load_base(
     return model, load_tokenizer(directory, tokenizer_config, eos_token_ids=config.get("eos_token_id")), config
 
 
-def gears_of(path_or_hf_repo: str | Path | None) -> Manifest | None:
+def checkpoint_gears(path_or_hf_repo: str | Path | None) -> Manifest | None:
     """Return what gears a model's checkpoint holds, if it is a geared one; downloads it as `load` does."""
     return None if path_or_hf_repo is None else read_manifest(find(path_or_hf_repo))
 
@@ -325,9 +325,9 @@ def fingerprint(*files: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
-            digest.update(opened.read(SAMPLE))
-            opened.seek(max(size - SAMPLE, 0))
-            digest.update(opened.read(SAMPLE))
+            digest.update(opened.read(SAMPLED_BYTES))
+            opened.seek(max(size - SAMPLED_BYTES, 0))
+            digest.update(opened.read(SAMPLED_BYTES))
     return digest.hexdigest()[:16]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from .errors import GearbxError, check_range
 from .gone import gone
 
-UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+BYTE_UNITS = {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 
 def parse_bytes(text: str, shown: str) -> int:
@@ -25,7 +25,7 @@ def parse_bytes(text: str, shown: str) -> int:
     """
     found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([KMGT]?I?)B?\s*", text.upper().replace("E", "e"))
     try:
-        count = float(found[1]) * UNITS[found[2]] if found else 0.0
+        count = float(found[1]) * BYTE_UNITS[found[2]] if found else 0.0
     except (ValueError, KeyError):
         count = 0.0
     if not 1 <= count < math.inf:
@@ -151,6 +151,6 @@ def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
             raise GearbxError(f"{flag_of(name)} is {one}; choose from {', '.join(map(str, choices))}")
 
 
-def given(settings: Settings, default: Settings) -> list[str]:
+def given_names(settings: Settings, default: Settings) -> list[str]:
     """Return the names of settings that differ from their defaults."""
     return [item.name for item in fields(settings) if getattr(settings, item.name) != getattr(default, item.name)]

@@ -8,7 +8,7 @@ from ..cli.parser import parser_of
 from ..cli.start import command
 from ..settings import Settings, flag
 
-KINDS = {
+CACHE_KINDS = {
     "kernels": "compiled CPU kernels",
     "bases": "codes of calibrated bases",
     "models": "unpacked GGUF files",
@@ -24,7 +24,7 @@ class EmptySettings(Settings):
     title: ClassVar[str] = "cache"
 
     empty: str | None = flag(
-        None, "Remove what is kept of one kind, or all of it.", choices=("all", *KINDS), named=True
+        None, "Remove what is kept of one kind, or all of it.", choices=("all", *CACHE_KINDS), named=True
     )
 
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from ..cli import terminal
 from ..cli.decide import check_flags, check_governing, check_in_ladder
 from ..cli.loaded import BegunConversation, Loaded, generation_keywords, load_pair, save_cache
-from ..cli.prompt import QUERY, PromptSettings, check_untemplated, place_of_query, rendered, room_for
+from ..cli.prompt import QUERY, PromptSettings, check_untemplated, formatted, place_of_query, room_for
 from ..cli.signals import CtrlC, Interrupted
 from ..cli.tables import summary_line
 from ..decoding.caches import KeptCache
@@ -287,7 +287,7 @@ class Conversation:
     def _text(self, message: str) -> str:
         messages = [*self.messages, {"role": "user", "content": message}]
         if self.templated:
-            return rendered(self._settings, self._tokenizer, messages)
+            return formatted(self._settings, self._tokenizer, messages)
         return "\n".join(said["content"] for said in messages)
 
 

@@ -38,7 +38,7 @@ from ..gears.ladder import (
 from ..kernels import ACTIVATIONS, DEVICES, KERNELS
 from ..routing.gates import DEFAULT_POLICY
 from ..serving import DEFAULT_TIMEOUT
-from ..settings import Settings, check_choice, flag, flag_of, given, parse_bytes
+from ..settings import Settings, check_choice, flag, flag_of, given_names, parse_bytes
 
 if TYPE_CHECKING:
     from ..bit_selection.precision import PrecisionManifest
@@ -612,5 +612,5 @@ class OtherServerSettings(Settings):
 
     def check_named(self) -> None:
         """Raises GearbxError for a flag of a server that is not named."""
-        for name in given(self, OtherServerSettings()) if self.server is None else ():
+        for name in given_names(self, OtherServerSettings()) if self.server is None else ():
             raise GearbxError(f"{flag_of(name)} is for a server; name it with --server")

@@ -37,7 +37,7 @@ class FlagParser(argparse.ArgumentParser):
         self.command, self.kind = command, kind
         if command:
             said = "show the versions of the packages and exit"
-            self.add_argument("--version", action="version", version=versions(), help=said)
+            self.add_argument("--version", action="version", version=version_line(), help=said)
 
     def add_rare(self, actions: Sequence[argparse.Action]) -> None:
         """Let these be shown by `--help-all` alone."""
@@ -80,7 +80,7 @@ class FlagParser(argparse.ArgumentParser):
         """Exit with one line for a word that is not a flag."""
         name = word.split("=")[0]
         self.refuse_gone(name)
-        near = nearest(name, self.flags()) if name.startswith("-") else None
+        near = nearest_name(name, self.flags()) if name.startswith("-") else None
         hint = f"did you mean {near}?" if near else f"{self.prog} --help shows the flags"
         self.exit(2, f"{self.prog}: error: there is no {word}; {hint}\n")
 
@@ -103,7 +103,7 @@ class FlagParser(argparse.ArgumentParser):
                 yield from parser.flags()
 
 
-def nearest(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
+def nearest_name(word: str, names: Iterable[str], least: float = 0.6) -> str | None:
     """Return the name that is most like a mistyped one. least: how like it has to be, from 0 to 1."""
     return next(iter(difflib.get_close_matches(word, names, 1, least)), None)
 
@@ -117,7 +117,7 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
-def versions() -> str:
+def version_line() -> str:
     """gearbx-mlx 0.1.0 (mlx-lm 0.32.2, mlx 0.32.4)"""
     return "gearbx-mlx {} (mlx-lm {}, mlx {})".format(*map(version, ("gearbx-mlx", "mlx-lm", "mlx")))
 

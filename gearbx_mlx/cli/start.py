@@ -104,7 +104,7 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     if place is None:
         return body()
     if name not in TAKE_RANKS:
-        return refuse(name, place)
+        return refuse_ranks(name, place)
     try:
         channels = meet(place) if place.addresses else {}
     except MeetingRefused:
@@ -122,7 +122,7 @@ def together(name: str, body: Callable[[], int | None]) -> int | None:
     return end(watch, place, body)
 
 
-def refuse(name: str, place: Place) -> int:
+def refuse_ranks(name: str, place: Place) -> int:
     """Raises GearbxError on rank 0; the others end without a word."""
     if place.rank == 0:
         takes = " and ".join(f"gearbx_mlx.{each}" for each in TAKE_RANKS)

@@ -32,9 +32,9 @@ from rich.text import Text
 from ..errors import GearbxError, GearbxWarning, OutputLost, escaped, one_line
 from ..settings import human_bytes
 from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
-from .signals import INTERRUPTED, guarded
+from .signals import INTERRUPTED, guarded_streams
 
-SHORT = 2.0  # seconds: shorter work writes no line
+SHORT_SECONDS = 2.0  # seconds: shorter work writes no line
 BETWEEN_LINES = 10.0  # seconds
 
 
@@ -44,7 +44,7 @@ class ProgressLines(Progress):
     def __init__(self, console: Console, in_bytes: bool, clock: Callable[[], float] = time.monotonic):
         super().__init__(console=console, auto_refresh=False, disable=True)
         self.clock, self.count = clock, human_bytes if in_bytes else "{:.0f}".format
-        self.next_line = clock() + SHORT
+        self.next_line = clock() + SHORT_SECONDS
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
         super().update(task_id, **changes)
@@ -66,7 +66,7 @@ BROKEN_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 USER_ERROR = 2
 TRACEBACK = "GEARBX_TRACEBACK"
 COMPILING = "compiling kernels for this CPU"
-READING = "reading the prompt"
+READING_PROMPT = "reading the prompt"
 WAITING = "another process compiles the CPU kernels: this one waits for it"
 
 messages = Console(stderr=True, highlight=False)
@@ -162,14 +162,14 @@ class PromptBar:
         else:
             rate = (read - self._before) / max(self._clock() - self._began, 1e-9)
             remark = f", {rate:.0f} tokens/s" if read > self._before else ""
-            self._progress.update(self._task, completed=read, description=READING + remark)
+            self._progress.update(self._task, completed=read, description=READING_PROMPT + remark)
 
     def _begin(self, read: int, tokens: int) -> None:
         columns = SpinnerColumn(), *columns_of(MofNCompleteColumn())
         self._progress = bar_of(columns, self._console, in_bytes=False)
-        self._task = self._progress.add_task(READING, total=tokens, completed=read)
+        self._task = self._progress.add_task(READING_PROMPT, total=tokens, completed=read)
         self._began, self._before = self._clock(), read
-        self._timer = threading.Timer(SHORT, self._show)
+        self._timer = threading.Timer(SHORT_SECONDS, self._show)
         self._timer.daemon = True
         self._timer.start()
 
@@ -193,7 +193,7 @@ def run(command: Callable[[], int | None]) -> NoReturn:
     warnings.showwarning = lambda message, *_: warn(message)
     warnings.simplefilter("ignore")
     warnings.simplefilter("once", GearbxWarning)
-    with guarded() as errors:
+    with guarded_streams() as errors:
         try:
             status = status_of(command)
             sys.stdout.flush()

@@ -59,7 +59,7 @@ from ..gears.ladder import EMBEDDINGS
 from ..gears.manifest import GEARS_FILE, ORIGINAL_FILE, PRECISION, RESTORE, Manifest
 from ..gears.saved import SavedGears, open_gears
 from ..gears.tensor_files import header_of
-from ..loading import DEMO_MODEL, find, gears_of, load, model_name
+from ..loading import DEMO_MODEL, checkpoint_gears, find, load, model_name
 from ..settings import human_bytes
 from ..telemetry.summary import as_json
 from . import NEAREST, BudgetSettings, ConvertSettings
@@ -351,7 +351,7 @@ def filling_gears(settings: ConvertSettings, out: Path) -> Callable[[Path], None
     """Return what fills a directory with a checkpoint. Raises GearbxError for a model that cannot be converted."""
     conversion = settings.conversion
     source = find(conversion.model or DEMO_MODEL, conversion.revision)
-    if gears_of(source) is not None:
+    if checkpoint_gears(source) is not None:
         raise GearbxError(f"{source}: holds gears already; convert the original")
     origin = provenance(conversion.upload_repo or out.name, conversion.model, source)
     if not settings.writes_table:

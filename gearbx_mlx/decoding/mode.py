@@ -21,7 +21,7 @@ from ..gears.in_place import own_codes, without_gears
 from ..gears.ladder import DENSE, Gear, Ladder
 from ..kernels.dispatch import on_cpu
 from ..ranks.agreement import agreement_of
-from ..routing.gates import BatchPolicy, Thresholds, bits_of, highest
+from ..routing.gates import BatchPolicy, Thresholds, highest, thresholds_in_bits
 from ..telemetry.summary import Tally
 from .governor import Governor, MemoryGuard
 from .response import GearResponse
@@ -219,9 +219,9 @@ def vocabulary_of(gearbox: Any) -> int:
 
 
 def thresholds_for(thresholds: Thresholds, gearbox: Any) -> tuple[float, ...]:
-    """Return thresholds in bits for a gearbox or an Observer. Raises GearbxError as `bits_of`."""
+    """Return thresholds in bits for a gearbox or an Observer. Raises GearbxError as `thresholds_in_bits`."""
     bits = [gear.bits for gear in gearbox.ladder]
-    return bits_of(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
+    return thresholds_in_bits(thresholds, bits, vocabulary_of(gearbox), partial(model_fingerprint, gearbox.model))
 
 
 def turn(gearbox: Any) -> AbstractContextManager:

@@ -28,7 +28,7 @@ from ..gears.discovery import vocabulary
 from ..gears.gearbox import Gearbox
 from ..gears.ladder import Gear, Ladder
 
-GIVE = "give UTF-8 text or JSON Lines"
+GIVE_TEXT = "give UTF-8 text or JSON Lines"
 PROMPT = "Question: {question}\nAnswer:"
 
 
@@ -48,7 +48,7 @@ def read_documents(path: Path) -> list[str]:
     """
     if path.suffix in (".jsonl", ".json"):
         return [row["text"] if "text" in row else f"{PROMPT.format(**row)} {row['answer']}" for row in read_rows(path)]
-    text = read_text(path, "text", GIVE)
+    text = read_text(path, "text", GIVE_TEXT)
     if not text.strip():
         raise GearbxError(f"{path}: is empty; give a text, or JSON Lines as in GSM8K")
     return [text]
@@ -62,7 +62,7 @@ def read_rows(path: Path, fields: tuple[str, ...] | None = None) -> list[dict[st
     """
     choices = [fields] if fields else [("text",), ("question", "answer")]
     rows = []
-    for number, row in json_lines(path, read_text(path, "text", GIVE), TextRow, GIVE):
+    for number, row in json_lines(path, read_text(path, "text", GIVE_TEXT), TextRow, GIVE_TEXT):
         filled = {name for name in TextRow.__struct_fields__ if (getattr(row, name) or "").strip()}
         names = next((names for names in choices if filled.issuperset(names)), None)
         if names is None:
@@ -140,7 +140,7 @@ def stretches(tokens: list[int], context: int, begin: list[int]) -> list[list[in
     return [begin + body[start : start + size] for start in range(0, len(body), size)]
 
 
-AT_ONCE = 16  # tokens in a pass: as many as native kernels take
+PASS_TOKENS = 16  # tokens in a pass: as many as native kernels take
 
 
 @dataclass(frozen=True)
@@ -174,8 +174,8 @@ def read_at_once(
     for number, window in enumerate(windows):
         cache = make_prompt_cache(gearbox.model) if begun is None else begun(number)
         gearbox.shift(gear)
-        for start in range(0, len(window) - 1, AT_ONCE):
-            part = window[start : min(start + AT_ONCE, len(window) - 1)]
+        for start in range(0, len(window) - 1, PASS_TOKENS):
+            part = window[start : min(start + PASS_TOKENS, len(window) - 1)]
             for target, logprobs in zip(window[start + 1 :], next_logprobs(gearbox.model, part, cache)):
                 yield TextPrediction(number, target, logprobs, gear, passes)
 
@@ -189,12 +189,12 @@ def read_in_mode(gearbox: Gearbox, tokenizer: Any, mode: Mode, window: Sequence[
         return of_token
 
     how: dict[str, Any] = {"mode": mode, "gearbox": gearbox, "logits_processors": [noted]}
-    for response, target in zip(written(gearbox.model, tokenizer, window[:1], window[1:], **how), window[1:]):
+    for response, target in zip(written_text(gearbox.model, tokenizer, window[:1], window[1:], **how), window[1:]):
         (logprobs,) = logprobs_of(logits.popleft()[None])
         yield TextPrediction(0, target, logprobs, gearbox.ladder.find(response.gear), response.passes)
 
 
-def written(
+def written_text(
     model: nn.Module, tokenizer: Any, before: Sequence[int], text: Sequence[int], **how: Any
 ) -> Iterator[GearResponse]:
     """Write a text of given tokens in a mode, as one of its own is written: each gear acts on single tokens.
@@ -239,7 +239,7 @@ class Recording:
     passes: np.ndarray
 
 
-def record(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray]) -> Recording:
+def recording_of(predictions: Iterable[TextPrediction], reference: Sequence[np.ndarray]) -> Recording:
     """Compare predictions with the reference's log-probabilities, (V,) for each."""
     rows = []
     for place, each in enumerate(predictions):
@@ -271,10 +271,10 @@ def compared(gearbox: Gearbox, window: Sequence[int], readers: Iterable[Read], u
     """
     top = read_at_once(gearbox, [window], gearbox.ladder.top)
     reference = [each.logprobs for each in itertools.islice(top, uncounted, None)]
-    return [record(itertools.islice(read(window), uncounted, None), reference) for read in readers]
+    return [recording_of(itertools.islice(read(window), uncounted, None), reference) for read in readers]
 
 
-def joined(parts: Sequence[Recording]) -> Recording:
+def joined_recordings(parts: Sequence[Recording]) -> Recording:
     """Return the recordings of windows as one."""
     return Recording(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Recording)))
 

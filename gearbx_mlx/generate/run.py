@@ -111,10 +111,10 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
         write_text(file, as_json(result))
 
 
-LEAST_GAIN, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
-OWN = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
-TEXT = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
-ALONE = {  # flags of which one process alone can do what they ask for, and why
+WORTH_CALIBRATING, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
+UNCOMPARED = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
+TEXT_FLAGS = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
+ONE_PROCESS = {  # flags of which one process alone can do what they ask for, and why
     "small_model": "two models that take turns run in one process",
     "draft_model": "a draft model runs in one process; in mode lossless a low gear drafts without one",
     "adapter_path": "ranks cannot share adapters; fuse them first (mlx_lm.fuse)",
@@ -138,7 +138,7 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
     given = values(settings)
     computing = {f"version of {name}": version for name, version in versions().items()}
     check_equal(run.group, computing | {"kind of machine": platform.machine()} | flag_facts(given))
-    for name, why in ALONE.items():
+    for name, why in ONE_PROCESS.items():
         if given.get(name) not in (None, False):
             raise GearbxError(f"{flag_of(name)} is for one process, and these are {run.place.size} ranks: {why}")
     if settings.input.prompt == "-":
@@ -148,7 +148,11 @@ def on_this_rank(settings: GenerateSettings) -> GenerateSettings:
 
 def flag_facts(given: Mapping[str, Any]) -> dict[str, str]:
     """Return what each flag asks for, by its name. A file counts by its content, wherever it lies on a machine."""
-    return {flag_of(name): str(given[name]) if name in TEXT else fact(given[name]) for name in given if name not in OWN}
+    return {
+        flag_of(name): str(given[name]) if name in TEXT_FLAGS else fact(given[name])
+        for name in given
+        if name not in UNCOMPARED
+    }
 
 
 def fact(value: Any) -> str:
@@ -234,7 +238,7 @@ def run(settings: GenerateSettings) -> int:
     )
     keywords = generation_keywords(settings.sampling, settings.cache, tokenizer, entries)
     geared = loaded.in_gears()
-    gearbox, mode = geared.gearbox, mode_for(settings, geared, prompt, tokens)
+    gearbox, mode = geared.gearbox, mode_of_prompt(settings, geared, prompt, tokens)
     first = prompt == DEFAULT_PROMPT
     if first and settings.model.model is None:
         mode = drafting_always(mode)
@@ -276,7 +280,7 @@ def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
     gain, rejected = gain_of_calibration(gearbox), 1 - summary["acceptance_rate"]
-    if gain is not None and gain >= LEAST_GAIN and rejected >= OFTEN_REJECTED:
+    if gain is not None and gain >= WORTH_CALIBRATING and rejected >= OFTEN_REJECTED:
         terminal.note(
             f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
             f"about {gain:.2f} times as fast: give --base once, which takes minutes and is kept"
@@ -299,7 +303,7 @@ def to_read(
     return cache.unread(loaded.model, tokens, settings.cache.max_kv_size, before)
 
 
-def mode_for(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
+def mode_of_prompt(settings: GenerateSettings, geared: Geared, prompt: str, tokens: list[int]) -> Mode:
     """Return the mode, with thresholds that are found on the prompt if the settings ask for that; a note says which."""
     mode = geared.mode(prompt).settled(geared.gearbox, geared.loaded.tokenizer, tokens)
     if settings.mode.thresholds == AUTO and settings.output.told:

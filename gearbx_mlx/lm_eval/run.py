@@ -20,11 +20,11 @@ from ..decoding.lossless import Lossless
 from ..decoding.route import Static
 from ..decoding.stream import stream_generate
 from ..errors import GearbxError, one_line
-from ..evaluation.predictions import written
+from ..evaluation.predictions import written_text
 from ..generate import GenerateSettings, setup_arg_parser
-from ..settings import flag_of, given
+from ..settings import flag_of, given_names
 
-ELSEWHERE = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
+MEANINGLESS = ("input", "sampling", "cache", "controller", "output")  # groups of flags that have no meaning here
 
 
 @register_model("gearbx")
@@ -50,7 +50,7 @@ class GearbxLM(MLXLM):
 
     def scored(self, before: Sequence[int], span: Sequence[int]) -> Iterator[tuple[float, bool]]:
         """Yield the log-probability of each token of a span, and whether it is the likeliest."""
-        for token, response in zip(span, written(self._model, self.tokenizer, before, span, **self.how)):
+        for token, response in zip(span, written_text(self._model, self.tokenizer, before, span, **self.how)):
             logprobs = response.logprobs.reshape(-1)
             yield logprobs[token].item(), logprobs.argmax().item() == token
 
@@ -96,7 +96,7 @@ def settings_of(flags: Mapping[str, Any]) -> GenerateSettings:
     words = [flag_of(name) + ("" if value is True else f"={value}".replace(":", ",")) for name, value in flags.items()]
     settings: GenerateSettings = command_settings(parser.kind, vars(parser.parse_args(words)))
     for name, group in vars(settings).items():
-        for flag in given(group, type(group)()) if name in ELSEWHERE else ():
+        for flag in given_names(group, type(group)()) if name in MEANINGLESS else ():
             raise GearbxError(f"--model_args {flag} has no meaning for lm-eval; leave it out")
     if settings.mode.small_model is not None:
         raise GearbxError("--model_args small_model: lm-eval has one model; leave it out")

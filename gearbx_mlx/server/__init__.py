@@ -22,15 +22,15 @@ from ..cli.start import command
 from ..errors import GearbxError, about
 from ..files.reading import parse_json, typed
 from ..routing.gates import policy_named
-from ..settings import Settings, flag, flag_of, given, parse_bytes
+from ..settings import Settings, flag, flag_of, given_names, parse_bytes
 
-UNITS = {"s": 1, "m": 60, "h": 3600}
+TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def parse_span(text: str) -> float:
     """Return seconds, as Ollama writes them: 90, 90s, 5m, 1h; below zero: always. Raises GearbxError for
     anything else."""
-    unit = UNITS.get(text[-1:].lower())
+    unit = TIME_UNITS.get(text[-1:].lower())
     try:
         seconds = float(text[:-1] if unit else text) * (unit or 1)
     except ValueError:
@@ -168,7 +168,7 @@ class ServerSettings:
     def check_routed(self) -> None:
         """Raises GearbxError for flags of a model that is served here, or fewer than two models to choose from."""
         groups = [getattr(self, item.name) for item in fields(self) if item.name not in ("listen", "others")]
-        refused = [name for group in groups for name in given(group, type(group)())]
+        refused = [name for group in groups for name in given_names(group, type(group)())]
         refused += [name for name in ("allow_models", "models", "keep_alive") if getattr(self.listen, name)]
         for name in refused:
             raise GearbxError(f"{flag_of(name)} is for models that are served here; leave it out with --server")

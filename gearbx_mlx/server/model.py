@@ -42,7 +42,7 @@ def modes_of(geared: Geared, has_draft_model: bool, governed: bool) -> tuple[str
     return SHIFTING
 
 
-def mode_for(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
+def mode_of_request(geared: Geared, modes: tuple[str, ...], default: Mode, options: Options, prompt: str) -> Mode:
     """Return the mode of a request: the server's own, changed as its options say, which are settings of the mode.
 
     Raises:
@@ -101,7 +101,7 @@ def serve_pair(pair: LoadedPair, flags: Mapping[str, Any]) -> Served:
 
 
 @contextmanager
-def serving(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
+def serving_model(settings: ServerSettings, guard: Guard) -> Iterator[Server]:
     """Yield a server that listens and has its model; it answers while the context lasts.
 
     Raises:
@@ -164,7 +164,7 @@ def load_geared(settings: ServerSettings, template: str) -> Served:
         def mode(options: Options, prompt: str) -> Mode:
             if options == Options() and not hasattr(own, "initial_gear"):  # which a prompt chooses
                 return own
-            return mode_for(geared, modes, default, options, prompt)
+            return mode_of_request(geared, modes, default, options, prompt)
 
         return Served(
             model=loaded.model,

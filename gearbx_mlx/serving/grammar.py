@@ -29,7 +29,7 @@ from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 
 LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
-KEPT = 64  # grammars of one tokenizer
+GRAMMARS = 64  # grammars of one tokenizer
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
 FORMAT, CHOICE = "response_format", "tool_choice"
 FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
@@ -267,7 +267,7 @@ class Constraint:
         return self._only_ends
 
 
-def tokens_of(tokenizer: Any) -> Any:
+def grammar_tokens(tokenizer: Any) -> Any:
     """llguidance's view of a tokenizer of mlx-lm, which takes about a second to make.
 
     Raises:
@@ -281,7 +281,7 @@ def tokens_of(tokenizer: Any) -> Any:
         ) from error
 
 
-def compiled(tokens: Any, form: AnswerForm) -> Any:
+def matcher_of(tokens: Any, form: AnswerForm) -> Any:
     """Return a matcher at the beginning of a grammar.
 
     Args:
@@ -341,7 +341,7 @@ def constraint_for(
     if form is None:
         return None
     if tokenizer not in _grammars:
-        _grammars[tokenizer] = functools.lru_cache(KEPT)(functools.partial(compiled, tokens_of(tokenizer)))
+        _grammars[tokenizer] = functools.lru_cache(GRAMMARS)(functools.partial(matcher_of, grammar_tokens(tokenizer)))
     matcher = _grammars[tokenizer](form).deep_copy()
     thinks = None
     if tokenizer.has_thinking:

@@ -28,8 +28,8 @@ from .web import Refused, stopping
 
 RESERVED = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents"}
 IDLE = 0.1  # seconds between two looks at whether the server is to stop
-PATIENCE = 5.0  # seconds until the system has ended a thread
-LOOK = 0.001  # seconds
+THREAD_PATIENCE = 5.0  # seconds until the system has ended a thread
+THREAD_LOOK = 0.001  # seconds
 UNSEEN = 0.1  # seconds that a thread has to end where the system does not list threads as files
 
 
@@ -306,6 +306,6 @@ def join_to_the_end(thread: threading.Thread) -> None:
     thread.join()
     if not listed:
         time.sleep(UNSEEN)
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + THREAD_PATIENCE
     while task.exists() and time.monotonic() < until:
-        time.sleep(LOOK)
+        time.sleep(THREAD_LOOK)

@@ -45,7 +45,7 @@ from . import address_of, is_loopback
 
 PATIENCE = 30.0  # seconds that a client has to send its request
 MOST_HEADERS, LONGEST_PATH = 100, 2**16
-TOLD = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
+LOG_FIELDS = "gearbx.told"  # of a request's scope: what a route knows of its answer, for the log
 PLAIN = re.compile(r"[\w.,:-]+", re.ASCII)
 INLINE = re.compile(rb"<(script|style)>(.*?)</\1>", re.DOTALL)
 
@@ -134,7 +134,7 @@ def refusal(error: BaseException) -> Refused:
     if isinstance(error, Refused):
         return error
     if isinstance(error, RequestValidationError):
-        return misfit(error.errors(), error.body)
+        return misfit_of_body(error.errors(), error.body)
     if isinstance(error, HTTPException):  # of the router
         return Refused(error.status_code, f"{error.detail}: nothing is served in this way here", code="not_found")
     if isinstance(error, GearbxError):
@@ -146,7 +146,7 @@ def refusal(error: BaseException) -> Refused:
 # What is wrong with a body.
 
 
-def misfit(errors: Any, body: Any) -> Refused:
+def misfit_of_body(errors: Any, body: Any) -> Refused:
     """Return the field that is wrong, and what it has to be; `errors` are pydantic's, of this body, the
     deepest counts."""
     found = [(*field_of(error, body), error) for error in errors]
@@ -220,7 +220,7 @@ class Gatekeeper:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that no foreign page has sent, and log it when the answer has ended."""
         status, whole, since = 0, False, time.perf_counter()
-        scope[TOLD] = told = dict[str, Any]()
+        scope[LOG_FIELDS] = told = dict[str, Any]()
 
         async def sending(message: Message) -> None:
             nonlocal status, whole
@@ -365,7 +365,7 @@ class Stop:
             wait.cancel()
 
 
-def pass_on(request: Request, error: Exception) -> Response:
+def raise_error(request: Request, error: Exception) -> Response:
     """Let `Gatekeeper` answer errors."""
     raise error
 
@@ -383,7 +383,7 @@ def application(
     app.state.stop = Stop()
     app.include_router(router)
     for kind in (HTTPException, RequestValidationError):
-        app.add_exception_handler(kind, pass_on)
+        app.add_exception_handler(kind, raise_error)
     app.add_middleware(Gatekeeper, guard=guard, public=public, error_object=error_object, answered=answered)
     return app
 
@@ -431,12 +431,12 @@ def policy(text: bytes) -> str:
 
 
 MOST_CONNECTIONS = 256
-ROOM = 16  # connections that are kept free for new ones as long as others are idle
+SPARE_CONNECTIONS = 16  # connections that are kept free for new ones as long as others are idle
 LONGEST_HEAD = 2**16  # bytes of a request before its body
 LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
 LAST_WORDS = 2  # seconds in which answers may end once the server stops
-LOOK = 0.005  # seconds
-SLOW = Refused(408, "the request came too slowly", "timeout")
+START_LOOK = 0.005  # seconds
+TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
 
 
 class PatientProtocol(H11Protocol):
@@ -449,7 +449,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self.wait(True, self.let_go)
         self.since = self.loop.time()
-        if len(self.connections) > MOST_CONNECTIONS - ROOM:
+        if len(self.connections) > MOST_CONNECTIONS - SPARE_CONNECTIONS:
             close_oldest(self.connections)
 
     def data_received(self, data: bytes) -> None:
@@ -500,7 +500,7 @@ class PatientProtocol(H11Protocol):
     def let_go(self) -> None:
         """Say that the request came too slowly, where nothing was said yet."""
         if self.is_incomplete and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.refuse(SLOW)
+            self.refuse(TOO_SLOW)
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
@@ -593,7 +593,7 @@ class Server:
 
         threading.Thread(target=run, daemon=True).start()
         while not (server.started or self.ended.is_set()):
-            time.sleep(LOOK)
+            time.sleep(START_LOOK)
 
     def wait(self) -> None:
         """Return when the server has ended; a signal's exception comes through.

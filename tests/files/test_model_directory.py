@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 from refusals import assert_refused
 
-from gearbx_mlx.loading import DEMO_MODEL, gears_of
+from gearbx_mlx.loading import DEMO_MODEL, checkpoint_gears
 
 UP = "model.layers.0.mlp.up_proj.weight"
 MODEL_FLAGS = ["--model", "--draft-model", "--base"]
@@ -208,7 +208,7 @@ class TestCode:
         assert not planted.exists()
 
     def test_is_not_run_for_a_look_at_the_gears(self, model, planted):
-        assert gears_of(model) is None
+        assert checkpoint_gears(model) is None
         assert not planted.exists()
 
     def test_is_run_with_the_flag(self, command, model, planted):

@@ -14,7 +14,7 @@ from gearbx_mlx.evaluation.predictions import (
     Recording,
     read_at_once,
     read_in_mode,
-    record,
+    recording_of,
 )
 from gearbx_mlx.routing.gates import Monitor, ThresholdGate
 from research.evaluation.driving import RoutePolicy, StaticPolicy, driven
@@ -37,7 +37,7 @@ def reference(geared, tmp_path) -> Reference:
 
 
 def recorded(geared, policy, reference) -> Recording:
-    return record(driven(geared, WINDOWS, policy), reference)
+    return recording_of(driven(geared, WINDOWS, policy), reference)
 
 
 class TestReplay:
@@ -75,13 +75,13 @@ class TestReplay:
         assert result.gear.tolist() == [0, 0] + [2] * 9 + [0, 0] + [2] * 3
 
     def test_several_tokens_in_a_pass_say_the_same(self, geared, reference):
-        at_once = record(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
+        at_once = recording_of(read_at_once(geared, WINDOWS, geared.ladder.top), reference)
         assert at_once.kl.max() < 1e-9
         assert at_once.window.tolist() == [0] * 11 + [1] * 5
 
     def test_lossless_is_the_top_gear_and_counts_its_passes(self, geared, reference):
         low, top = geared.ladder[1], geared.ladder.top
-        result = record(drafted(geared, WINDOWS, low, top, 3), reference)
+        result = recording_of(drafted(geared, WINDOWS, low, top, 3), reference)
         assert result.kl.max() < 1e-9
         assert result.agree.all()
         assert (result.gear == 2).all()

@@ -22,10 +22,10 @@ from gearbx_mlx.serving.grammar import (
     Text,
     Thinking,
     allow,
-    compiled,
     constraint_for,
+    grammar_tokens,
     mask_of,
-    tokens_of,
+    matcher_of,
 )
 from gearbx_mlx.serving.requests import TextRequest, parse
 from gearbx_mlx.serving.web import Refused
@@ -182,7 +182,7 @@ def test_a_grammar_begins_after_the_thinking_part(demo):
 
 
 def constraint_of(demo, thinking):
-    matcher = compiled(tokens_of(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
+    matcher = matcher_of(grammar_tokens(demo.tokenizer), AnswerForm("response_format", json.dumps(CHOICE)))
     constraint = Constraint(matcher, frozenset([END]), thinking)
     constraint(mx.array([9]), mx.zeros((1, 4096)))
     return constraint
