@@ -89,7 +89,7 @@ def evaluate(data: str | Path, **keywords: Any) -> dict[str, Any]:
     Raises:
         GearbxError: a keyword that does not exist, or settings, a model or data that cannot be evaluated.
     """
-    return call("evaluate", "content_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
+    return call("evaluate", "report_of", command_settings(EvaluateSettings, {"data": data, **keywords}))
 
 
 main = command("evaluate")

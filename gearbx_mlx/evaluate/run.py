@@ -62,7 +62,7 @@ class TextReader:
 
 def run(settings: EvaluateSettings) -> int:
     out = Path(settings.evaluation.out)
-    content = content_of(settings)
+    content = report_of(settings)
     terminal.messages.print(table_of(content["rows"], KLD_COLUMNS if settings.evaluation.kld else USUAL_COLUMNS))
     for name in (DATA, PICTURE):
         if (out / name).exists():
@@ -73,7 +73,7 @@ def run(settings: EvaluateSettings) -> int:
     return 0
 
 
-def content_of(settings: EvaluateSettings) -> dict[str, Any]:
+def report_of(settings: EvaluateSettings) -> dict[str, Any]:
     """Return the content of evaluation.json, after writing the files.
 
     Raises:

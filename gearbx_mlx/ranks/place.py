@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import GearbxError, one_line
 
-RANK, HOSTFILE, DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
+RANK, HOSTFILE, JACCL_DEVICES = "MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES"
 MPI = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 HOSTFILE_LAYOUT = 'MLX\'s ring takes [["HOST:PORT"], ["HOST:PORT"]], a list of addresses for each rank'
 
@@ -54,8 +54,8 @@ def place_here(environment: Mapping[str, str] = os.environ) -> Place | None:
                 "start as many processes as the hostfile has ranks, numbered from 0"
             )
         return Place(rank, len(addresses), "ring", addresses)
-    if RANK in environment and environment.get(DEVICES):
-        devices = parsed(Path(environment[DEVICES]), "a list of devices for each rank")
+    if RANK in environment and environment.get(JACCL_DEVICES):
+        devices = parsed(Path(environment[JACCL_DEVICES]), "a list of devices for each rank")
         return Place(rank_number(environment, RANK), len(devices), "jaccl")
     for rank_name, size_name in MPI:
         if size_name in environment and rank_number(environment, size_name) > 1:

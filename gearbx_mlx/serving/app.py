@@ -40,7 +40,7 @@ from .requests import AnyRequest, ChatRequest, TextRequest
 from .scheduler import Scheduler
 from .web import LOG_FIELDS, Guard, Refused, Stop, also, application, event_stream, front, refusal
 
-MESSAGES_PATH, MODELS = "/v1/messages", "/v1/models"
+MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
 PUBLIC = ("/", "/health", "/openapi.json")  # without the key
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -247,12 +247,12 @@ async def count_tokens_of_a_prompt(body: CountTokensRequest, here: Here) -> Resp
     return JSONResponse({"input_tokens": count})
 
 
-@keyed.get(MODELS, response_model=Models)
+@keyed.get(MODELS_PATH, response_model=Models)
 async def list_models(here: Here) -> Response:
     return JSONResponse({"object": "list", "data": about_models(here)})
 
 
-@keyed.get(f"{MODELS}/{{model:path}}", response_model=Model)
+@keyed.get(f"{MODELS_PATH}/{{model:path}}", response_model=Model)
 async def describe_a_model(model: str, here: Here) -> Response:
     provider = here.scheduler.provider
     name = provider.name if model in provider.names else model
@@ -302,8 +302,8 @@ ROUTES = {route.path for part in ROUTERS for route in part.routes}  # type: igno
 
 def route_of(path: str) -> str:
     """Return the route that a path belongs to, for counting: every model is below /v1/models."""
-    if path.startswith(f"{MODELS}/"):
-        return MODELS
+    if path.startswith(f"{MODELS_PATH}/"):
+        return MODELS_PATH
     return path if path in ROUTES or path == "/openapi.json" else "other"
 
 
