@@ -36,7 +36,6 @@ from ..gears.ladder import (
     kv_ladder,
 )
 from ..kernels import ACTIVATIONS, DEVICES, KERNELS
-from ..routing.gates import DEFAULT_POLICY
 from ..serving import DEFAULT_TIMEOUT
 from ..settings import Settings, check_choice, flag, flag_of, given_names, parse_bytes
 
@@ -186,17 +185,6 @@ class CalibrationTextSettings(Settings):
     sequence_length: int = flag(256, "Most tokens of a window.", least=1)
     kernels: str = flag(
         "auto", "As for generate. Activations are not rounded, because only weights are measured.", choices=KERNELS
-    )
-
-
-def batch_policy_flag() -> Any:
-    """--batch-policy, the same wherever texts share passes."""
-    return flag(
-        DEFAULT_POLICY,
-        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
-        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
-        named=True,
-        rare=True,
     )
 
 

@@ -14,14 +14,13 @@ from ..cli.flags import (
     ModeFlags,
     ModelSettings,
     OtherServerSettings,
-    batch_policy_flag,
     check_pair,
 )
 from ..cli.parser import parser_of
 from ..cli.start import command
 from ..errors import GearbxError, about
 from ..files.reading import parse_json, typed
-from ..routing.gates import policy_named
+from ..routing.gates import DEFAULT_POLICY, policy_named
 from ..settings import Settings, flag, flag_of, given_names, parse_bytes
 
 TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -130,7 +129,13 @@ class ConcurrencySettings(Settings):
     prompt_concurrency: int = flag(
         8, "Prompts that are read at once, of answers in one gear.", least=1, most=4096, rare=True
     )
-    batch_policy: str = batch_policy_flag()
+    batch_policy: str = flag(
+        DEFAULT_POLICY,
+        "The gear of a step in which several texts share the weights, by the gears that they want: highest, most (the "
+        "most wanted), or quantile:Q (the lowest that is enough for a share Q of them).",
+        named=True,
+        rare=True,
+    )
     prompt_cache_size: int = flag(
         10, "Maximum number of distinct KV caches to hold in the prompt cache.", least=1, rare=True
     )
