@@ -591,7 +591,8 @@ class Server:
             finally:
                 self.ended.set()
 
-        threading.Thread(target=run, daemon=True).start()
+        self.thread = threading.Thread(target=run, daemon=True)
+        self.thread.start()
         while not (server.started or self.ended.is_set()):
             time.sleep(START_LOOK)
 
@@ -608,6 +609,7 @@ class Server:
             self.app.state.stop.announce()
             self.uvicorn.should_exit = True
             self.ended.wait()
+            self.thread.join()
 
 
 class Escaping(logging.Formatter):
