@@ -58,7 +58,6 @@ SAMPLES = (  # what tokenizers differ in: digits, spaces, line ends, capitals, o
 # transformers' name of a warning, that a text is longer than the context, which it gives unless it was given before.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-NUMERIC = {bool, int, float, NoneType}
 SAMPLED_BYTES = 2**20  # bytes of a file's beginning and end that stand for it
 
 
@@ -190,7 +189,7 @@ def check_fields(config: dict, arguments: type, file: Path) -> None:
     kinds = get_type_hints(arguments)
     for name in config.keys() & kinds.keys():
         wanted = get_args(kinds[name]) or (kinds[name],)
-        if isinstance(config[name], str) and NUMERIC.issuperset(wanted):
+        if isinstance(config[name], str) and {bool, int, float, NoneType}.issuperset(wanted):
             what = "neither true nor false" if bool in wanted else "not a number"
             raise GearbxError(f"{file}: {name} is {shown(config[name])}, {what}; {AGAIN}")
 

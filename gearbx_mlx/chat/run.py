@@ -267,9 +267,6 @@ def history_file() -> Path | None:
     return path
 
 
-KEYS_LINE = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
-
-
 def run(settings: ChatSettings) -> int:
     check_open()  # before a model is loaded, which takes long
     if settings.sampling.seed is not None:
@@ -294,7 +291,8 @@ def open_model(settings: ChatSettings, stack: ExitStack) -> ChatModel:
 def converse(session: Session, lines: Lines) -> None:
     """Answer line after line until they end or /exit is typed. A line that cannot be answered does not end the chat."""
     if lines.interactive:
-        terminal.note(f"mode {session.model.mode}; {KEYS_LINE}")
+        keys = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat"
+        terminal.note(f"mode {session.model.mode}; {keys}")
     while True:
         try:
             line = lines.read()

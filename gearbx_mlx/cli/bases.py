@@ -41,13 +41,11 @@ from .decide import Decision
 from .terminal import note, progress_bar
 
 CHOOSING_TOKENS = 10_240  # tokens at most that choose codes: twice as many take twice as long, and are worth little
-BASE_VERSION = "3"
 PLANE_ARRAYS = ("weight", "scales", "biases")
 SHIPPED = Path(DEMO_MODEL) / "calibration"
 TEXT_TOKENS = 16_384  # tokens of a text that are read
 ANSWER_TOKENS = 128  # tokens of an answer at most
 ANSWERS_TOGETHER = 24  # answers that are written at a time
-TEMPERATURE = 0.7
 PROBE = 1024  # rows and columns of a product that is timed
 REINSTALL = "install the package again"
 
@@ -137,7 +135,7 @@ def answered(model: nn.Module, tokenizer: Any, requests: Sequence[list[int]], pr
         tokenizer,
         mode="static",
         gearbox=gearbox,
-        sampler=make_sampler(TEMPERATURE),
+        sampler=make_sampler(0.7),
         completion_batch_size=ANSWERS_TOGETHER,
     )
     try:
@@ -188,7 +186,7 @@ class BaseKey:
             CacheUnusable: another user could write to the folder, or the cache cannot be used.
             OSError: the folder cannot be read.
         """
-        about = f"{BASE_VERSION} {self.format} {self.ladder} {self.manage} {self.group_size}"
+        about = f"3 {self.format} {self.ladder} {self.manage} {self.group_size}"
         short = hashlib.sha256(about.encode()).hexdigest()[:8]
         name = f"{self.fingerprint[:16]}-{short}-{self.text or '*'}.safetensors"
         named = os.environ.get("GEARBX_BASES")

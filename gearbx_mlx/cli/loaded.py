@@ -49,7 +49,6 @@ from .tables import kernels_table
 from .terminal import messages, note, show_compiling, show_encoding, spinner
 
 SLOW_MAKING = 5.0  # seconds that gears take to be made, from which on a geared checkpoint is worth its disk
-MEASURED_VECTORS = (1, 2, 4, 8, 16)  # in one product: those that share a measurement with all up to 16
 
 
 @dataclass(frozen=True)
@@ -237,7 +236,7 @@ def make_gearbox(decision: Decision, model: nn.Module, base: Base | None = None)
     )
     if kernels.name == MEASURE:
         with spinner("measuring which kernels are fastest here"):
-            measure_gears(gearbox, MEASURED_VECTORS)
+            measure_gears(gearbox, (1, 2, 4, 8, 16))  # vectors: all up to 16 share their measurements
         show_kernels(gearbox)
     return gearbox
 

@@ -25,7 +25,6 @@ from .flags import choose_device
 from .signals import Stderr
 
 TAKE_RANKS = ("generate",)
-LEFT = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
 
 
 def command(name: str, extra: str = "") -> Callable[[], None]:
@@ -139,7 +138,8 @@ def end(watch: RankWatch, place: Place, body: Callable[[], int | None]) -> NoRet
             return body()
         except SystemExit as ended:  # from argparse; the others would wait for this rank
             if place.rank != 0 and not isinstance(ended.code, str):
-                watch.fail(LEFT, ended.code or 0)
+                said = "its flags ended it (--help, or one that does not exist); give all ranks the same flags"
+                watch.fail(said, ended.code or 0)
             raise
 
     try:

@@ -35,7 +35,6 @@ from ..telemetry.trace import LOOKUP, LOOKUP_COLOR, gear_color
 from .signals import INTERRUPTED, guarded_streams
 
 SHORT_SECONDS = 2.0  # seconds: shorter work writes no line
-BETWEEN_LINES = 10.0  # seconds
 
 
 class ProgressLines(Progress):
@@ -57,7 +56,7 @@ class ProgressLines(Progress):
     def write_line(self, task: Task) -> None:
         if self.clock() < self.next_line:
             return
-        self.next_line = self.clock() + BETWEEN_LINES
+        self.next_line = self.clock() + 10
         total = "" if task.total is None else f" of {self.count(task.total)}"
         self.console.print(Text(f"{task.description}: {self.count(task.completed)}{total}"), soft_wrap=True)
 

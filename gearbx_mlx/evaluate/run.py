@@ -41,9 +41,7 @@ from ..telemetry.summary import as_json, finite_json
 from ..telemetry.trace import GREEN, ORANGE, SKY_BLUE, get_pyplot, save
 from . import NONE, EvaluateSettings
 
-REPORT_SCHEMA, REPORT_VERSION = "gearbx-mlx evaluation", 2
 DATA, PICTURE = "evaluation.json", "evaluation.png"
-DEFAULT_CONTEXT, KLD_CONTEXT = 256, 512
 GEAR, KV = "gear", "kv"  # kinds of rows, besides the modes
 
 
@@ -103,7 +101,7 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
         raise GearbxError(f"--gears {decision.ladder}: one gear has nothing to be compared with; give two or more")
     gearbox = loaded.gearbox()
     readers = readers_of(settings, gearbox, loaded.tokenizer)
-    context = context_for(wanted.context, loaded.config, KLD_CONTEXT if wanted.kld else DEFAULT_CONTEXT)
+    context = context_for(wanted.context, loaded.config, 512 if wanted.kld else 256)
     uncounted = context // 2 if wanted.kld else 0
     windows = windows_of(loaded.tokenizer, documents, context, wanted.tokens, wanted.data, uncounted)
     check_windows(windows, loaded.model, wanted.data)
@@ -114,8 +112,8 @@ def measured_report(settings: EvaluateSettings) -> dict[str, Any]:
     found = {reader: joined_recordings(each) for reader, each in zip(readers, zip(*parts))}
     reference = next(each for reader, each in found.items() if reader.used == [gearbox.ladder.top])
     return {
-        "schema": REPORT_SCHEMA,
-        "version": REPORT_VERSION,
+        "schema": "gearbx-mlx evaluation",
+        "version": 2,
         "model": model_name(settings.model.model),
         "data": wanted.data,
         "format": decision.format.name,
@@ -182,7 +180,7 @@ def report_row(reader: TextReader, recording: Recording, reference_nll: np.ndarr
     }
 
 
-def context_for(context: int | None, config: dict, default: int = DEFAULT_CONTEXT) -> int:
+def context_for(context: int | None, config: dict, default: int = 256) -> int:
     """Return the tokens in a window: as given, else the default.
 
     Raises:

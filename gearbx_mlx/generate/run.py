@@ -111,7 +111,6 @@ def show_summary(result: dict[str, Any], table: Table, verbose: bool, file: Path
         write_text(file, as_json(result))
 
 
-WORTH_CALIBRATING, OFTEN_REJECTED = 1.05, 0.15  # below which calibration is not proposed
 UNCOMPARED = ("model", "trace", "summary", "verbose")  # a fingerprint says more, or rank 0 alone writes
 TEXT_FLAGS = ("prompt", "prefill_response")  # flags that are text, also where a file has that name
 ONE_PROCESS = {  # flags of which one process alone can do what they ask for, and why
@@ -280,7 +279,7 @@ def tell_gain(geared: Geared, summary: Mapping[str, Any]) -> None:
     if not decision.takes_base or not isinstance(gearbox, Gearbox) or gearbox.base:
         return
     gain, rejected = gain_of_calibration(gearbox), 1 - summary["acceptance_rate"]
-    if gain is not None and gain >= WORTH_CALIBRATING and rejected >= OFTEN_REJECTED:
+    if gain is not None and gain >= 1.05 and rejected >= 0.15:
         terminal.note(
             f"{rejected:.0%} of the drafts were rejected. By the times of this run, a calibrated base would make it "
             f"about {gain:.2f} times as fast: give --base once, which takes minutes and is kept"

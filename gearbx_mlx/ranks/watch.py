@@ -300,8 +300,6 @@ class RankWatch:
 
 
 WAIT = "GEARBX_RANKS_WAIT"
-LONGER = 1.0  # seconds longer than rank 0 waits, for its answer
-RETRY = 0.05  # seconds
 
 
 class MeetingRefused(Exception):
@@ -402,9 +400,9 @@ def report_to_first(place: Place, until: float) -> Channel:
                 problem or f"{place.name_of(0)} did not answer within {patience():g} seconds; start it too"
             )
         if channel is None:
-            time.sleep(RETRY)
+            time.sleep(0.05)
     channel.send(rank=place.rank, size=place.size, hosts=hosts_hash(place), problem=problem)
-    channel.connection.settimeout(max(0.0, until - time.monotonic()) + LONGER)
+    channel.connection.settimeout(max(0.0, until - time.monotonic()) + 1)  # longer than rank 0 waits
     with contextlib.suppress(TimeoutError):
         answer = channel.receive()
         if answer is not None and "go" in answer:

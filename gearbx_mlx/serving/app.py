@@ -41,11 +41,9 @@ from .scheduler import Scheduler
 from .web import LOG_FIELDS, Guard, Refused, Stop, also, application, event_stream, front, refusal
 
 MESSAGES_PATH, MODELS_PATH = "/v1/messages", "/v1/models"
-PUBLIC = ("/", "/health", "/openapi.json")  # without the key
 FIRST_TOKEN = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 RATE_SECONDS = 10  # seconds over which tokens per second are counted
-KEPT_TIMES = 2**18  # times of tokens, more than come in these seconds
 MOST_NAMED, LONGEST_NAME = 20, 100  # fields of a request that are not known, and characters of each
 
 
@@ -64,7 +62,7 @@ class Metrics:
 
     def __init__(self, scheduler: Scheduler | None = None, clock: Callable[[], float] = time.monotonic):
         self.registry, self.clock = CollectorRegistry(), clock
-        self.times: deque[float] = deque(maxlen=KEPT_TIMES)  # of the latest tokens
+        self.times: deque[float] = deque(maxlen=2**18)  # of the latest tokens: more than come in RATE_SECONDS
         own: dict[str, Any] = {"namespace": "gearbx", "registry": self.registry}
         if scheduler is not None:
             Gauge("requests_running", "Answers in the making", **own).set_function(lambda: scheduler.running)
@@ -285,7 +283,7 @@ def server_application(guard: Guard, scheduler: Scheduler | None = None) -> Fast
     app = application(
         routes,
         guard,
-        PUBLIC,
+        ("/", "/health", "/openapi.json"),
         lambda path, refused: messages_error(refused) if path.startswith(MESSAGES_PATH) else refused.body(),
         lambda path, status: metrics.answered(route_of(path), status),
         title="gearbx_mlx.server",

@@ -29,10 +29,8 @@ from ..errors import GearbxError, one_line
 from ..files.reading import check_depth
 
 LARGEST_SCHEMA = 2**16  # bytes, as compact JSON
-GRAMMARS = 64  # grammars of one tokenizer
 WHITESPACE = r"\x20|\x0A{1,2}[\x20\x09]{0,20}"  # as llama.cpp has it: given more, a weak model writes nothing else
 FORMAT, CHOICE = "response_format", "tool_choice"
-FUEL, STATES = 100_000, 25_000  # llguidance's own limits allow seconds for a schema, and half a gigabyte
 BIAS = np.array([-np.inf, 0], np.float32)  # of a token that may not come next, and of one that may
 
 
@@ -298,7 +296,8 @@ def matcher_of(tokens: Any, form: AnswerForm) -> Any:
             grammar = LLMatcher.grammar_from_json_schema(form.text, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise GearbxError(f"{form.field}: the schema cannot be read ({one_line(error)}); {remedy}") from error
-    limits = LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
+    # llguidance's own limits allow seconds for a schema, and half a gigabyte.
+    limits = LLParserLimits(initial_lexer_fuel=100_000, max_lexer_states=25_000, verbose_errors=False)
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # what no text can fit is found here
@@ -341,7 +340,7 @@ def constraint_for(
     if form is None:
         return None
     if tokenizer not in _grammars:
-        _grammars[tokenizer] = functools.lru_cache(GRAMMARS)(functools.partial(matcher_of, grammar_tokens(tokenizer)))
+        _grammars[tokenizer] = functools.lru_cache(64)(functools.partial(matcher_of, grammar_tokens(tokenizer)))
     matcher = _grammars[tokenizer](form).deep_copy()
     thinks = None
     if tokenizer.has_thinking:

@@ -431,11 +431,7 @@ def policy(text: bytes) -> str:
 
 
 MOST_CONNECTIONS = 256
-SPARE_CONNECTIONS = 16  # connections that are kept free for new ones as long as others are idle
-LONGEST_HEAD = 2**16  # bytes of a request before its body
-LINGER = 0.2  # seconds for an answer to a client that has said that it will send no more
 LAST_WORDS = 2  # seconds in which answers may end once the server stops
-START_LOOK = 0.005  # seconds
 TOO_SLOW = Refused(408, "the request came too slowly", "timeout")
 
 
@@ -449,7 +445,7 @@ class PatientProtocol(H11Protocol):
         super().connection_made(transport)
         self.wait(True, self.let_go)
         self.since = self.loop.time()
-        if len(self.connections) > MOST_CONNECTIONS - SPARE_CONNECTIONS:
+        if len(self.connections) > MOST_CONNECTIONS - 16:  # as long as others are idle, some are free for new ones
             close_oldest(self.connections)
 
     def data_received(self, data: bytes) -> None:
@@ -476,7 +472,7 @@ class PatientProtocol(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return a client that sends no more has left, as far as anything shows; it gets what can be said at once."""
-        self.loop.call_later(LINGER, self.transport.close)
+        self.loop.call_later(0.2, self.transport.close)  # seconds
         return True
 
     @property
@@ -580,7 +576,7 @@ class Server:
             server_header=False,
             headers=[("server", "gearbx-mlx"), ("x-content-type-options", "nosniff")],
             limit_concurrency=MOST_CONNECTIONS,
-            h11_max_incomplete_event_size=LONGEST_HEAD,
+            h11_max_incomplete_event_size=2**16,  # bytes of a request before its body
             timeout_graceful_shutdown=LAST_WORDS,
         )
         self.uvicorn = server = uvicorn.Server(config)
@@ -594,7 +590,7 @@ class Server:
         self.thread = threading.Thread(target=run, daemon=True)
         self.thread.start()
         while not (server.started or self.ended.is_set()):
-            time.sleep(START_LOOK)
+            time.sleep(0.005)
 
     def wait(self) -> None:
         """Return when the server has ended; a signal's exception comes through.
